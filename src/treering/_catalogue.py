@@ -1,0 +1,126 @@
+"""What a checkpoint holds, leaf by leaf: the words that readers, writers and templates share.
+
+An array leaf is described by its dtype (as text, so that listing needs no NumPy) and global shape; any
+other leaf is a value that travels inside the manifest. Values are tagged, because JSON alone would
+lose the difference between 1 and 1.0, the infinities, NaN payloads and integers beyond 2^53.
+"""
+
+import base64
+import math
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from .errors import CorruptError, UnsupportedError
+
+ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
+ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function"]
+NO_ARRAY = ("none", "function")
+
+
+class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False):
+    """An array leaf.
+
+    `shape` is the global shape of the stored array. For ``type="key"`` that is the uint32 key data, whose
+    last axis belongs to the key implementation named by `impl`.
+    """
+
+    path: str
+    type: ArrayType
+    dtype: str
+    shape: tuple[int, ...]
+    impl: str = ""
+
+    def at(self, path: str) -> "ArrayEntry":
+        """The same array under another path."""
+        return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
+
+
+class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False):
+    """A leaf that is no array. `value` is in the tagged form of `encode`."""
+
+    path: str
+    type: ValueType
+    value: Any = None
+
+    def decode(self) -> Any:
+        """The Python value; None for functions, which have no value here."""
+        return decode(self.type, self.value)
+
+
+Entry = ArrayEntry | ValueEntry
+
+
+def encode_float(x: float) -> float | str:
+    """A finite float as itself, any other as text; a NaN with its own bits is ``nan:<16 hex digits>``."""
+    if math.isfinite(x):
+        return x
+    bits = struct.pack(">d", x)
+    if x != x and bits != struct.pack(">d", math.nan):
+        return "nan:" + bits.hex()
+    return str(x)
+
+
+def decode_float(x: Any) -> float:
+    """The inverse of `encode_float`."""
+    if isinstance(x, str):
+        if x.startswith("nan:"):
+            return struct.unpack(">d", bytes.fromhex(x[4:]))[0]
+        if x not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{x!r} is not a number")
+    elif type(x) not in (int, float):
+        raise ValueError(f"{x!r} is not a number")
+    return float(x)
+
+
+def encode(value: Any) -> tuple[ValueType, Any]:
+    """A Python value as (type, JSON). Exact types only: a subclass would not come back as itself.
+
+    Raises `UnsupportedError` for anything else.
+    """
+    kind = type(value)
+    if value is None:
+        return "none", None
+    if kind is bool:
+        return "bool", value
+    if kind is int:
+        return "int", value if abs(value) <= 2**53 else hex(value)
+    if kind is float:
+        return "float", encode_float(value)
+    if kind is complex:
+        return "complex", [encode_float(value.real), encode_float(value.imag)]
+    if kind is bytes:
+        return "bytes", base64.b64encode(value).decode()
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedError("a str that is not valid Unicode (a lone surrogate)") from None
+        return "str", value
+    raise UnsupportedError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def decode(kind: str, value: Any) -> Any:
+    """The inverse of `encode`. Raises `CorruptError` when the value does not have its type."""
+    try:
+        if kind == "bool" and isinstance(value, bool):
+            return value
+        if kind == "int" and type(value) is int:
+            return value
+        if kind == "int" and isinstance(value, str):
+            return int(value, 16)
+        if kind == "float":
+            return decode_float(value)
+        if kind == "complex":
+            real, imag = value
+            return complex(decode_float(real), decode_float(imag))
+        if kind == "str" and isinstance(value, str):
+            return value
+        if kind == "bytes" and isinstance(value, str):
+            return base64.b64decode(value, validate=True)
+        if kind in NO_ARRAY:
+            return None
+    except (ValueError, TypeError):
+        pass
+    raise CorruptError(f"expected a value of type {kind}, found {value!r:.100}")

@@ -1,0 +1,351 @@
+"""An open checkpoint: names and shapes at once, contents on request."""
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import _dtypes, _tree, stores
+from ._catalogue import ArrayEntry, Entry, ValueEntry
+from ._paths import absolute, below, closest, matches
+from ._run import committed
+from .errors import CorruptError, MismatchError, NotFoundError
+from .formats import Reader
+from .formats.treering.read import Reader as NativeReader
+from .formats.treering.read import ReplacedError
+from .stores.local import MANIFEST
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+_log = logging.getLogger("treering")
+_TRIES = 5  # a checkpoint that is overwritten while it is read is read again
+
+
+class LazyArray:
+    """An array that is still in its checkpoint. Slicing reads what the slice needs, and checks it.
+
+    >>> ckpt["params/w"][100:200, :]
+    """
+
+    def __init__(self, reader: Reader, entry: ArrayEntry):
+        self._reader, self._entry = reader, entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape. Typed PRNG keys are shown as their uint32 data."""
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """The NumPy dtype, ml_dtypes' for those that NumPy lacks."""
+        return _dtypes.to_numpy(self._entry.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return self.size * _dtypes.itemsize(self._entry.dtype)
+
+    @property
+    def sharding(self) -> "jax.sharding.NamedSharding | None":
+        """How the array was spread when it was saved, on a mesh without devices; None when it was not."""
+        found = self._reader.sharding(self._entry)
+        if found is None:
+            return None
+        from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+        mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
+        return NamedSharding(mesh, PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"])))
+
+    def __getitem__(self, index: Any) -> "np.ndarray[Any, Any]":
+        """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
+        import numpy as np
+
+        box, rest = _bounds(index, self.shape)
+        (array,) = self._reader.read([(self._entry, box)])
+        return np.asarray(array[rest])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        import numpy as np
+
+        if copy is False:
+            raise ValueError("an array in a checkpoint cannot become a NumPy array without reading it")
+        return np.asarray(self[...], dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        from ._match import describe
+
+        return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A checkpoint, or a part of one, as a mapping from path to leaf. Made by `treering.open`.
+
+    Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
+    """
+
+    def __init__(self, reader: Reader, entries: Mapping[str, Entry], skeleton: _tree.Skeleton | None, part: str = ""):
+        self._reader, self._entries, self._skeleton, self._part = reader, entries, skeleton, part
+
+    @property
+    def path(self) -> str:
+        """Where it lies, absolute."""
+        return self._reader.path
+
+    @property
+    def format(self) -> str:
+        """The name of its format."""
+        return self._reader.format
+
+    @property
+    def step(self) -> int | None:
+        return self._reader.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics saved with it."""
+        return dict(self._reader.metrics)
+
+    @property
+    def metadata(self) -> Any:
+        """What was passed as `metadata=`; tuples have become lists."""
+        return self._reader.metadata
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk, of the whole checkpoint."""
+        return self._reader.nbytes
+
+    def __getitem__(self, path: str) -> Any:
+        entry = self._entries.get(path)
+        if entry is None:
+            near = closest(path, list(self._entries))
+            inside = sum(below(name, path) is not None for name in self._entries)
+            hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
+            hint = hint or (f"; the closest name is {near}" if near else "")
+            raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
+        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._reader, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def at(self, path: str) -> "Checkpoint":
+        """The part below a path, with paths relative to it. Raises `NotFoundError` when there is none."""
+        if not path:
+            return self
+        entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
+        skeleton = None if self._skeleton is None else _tree.subtree(self._skeleton, path)
+        if not entries and skeleton is None:
+            places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
+            near = closest(path, [*places, *self._entries])
+            raise NotFoundError(f"{self.path}: nothing lies at {path!r}" + (f"; closest: {near}" if near else ""))
+        return Checkpoint(self._reader, entries, skeleton, f"{self._part}/{path}".lstrip("/"))
+
+    def select(self, glob: str | Iterable[str]) -> "Checkpoint":
+        """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them."""
+        globs = [glob] if isinstance(glob, str) else list(glob)
+        entries = {path: entry for path, entry in self._entries.items() if matches(path, globs)}
+        return Checkpoint(self._reader, entries, None, self._part)
+
+    def abstract(self) -> Any:
+        """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array."""
+        import jax
+
+        def shape(entry: Entry) -> Any:
+            if isinstance(entry, ValueEntry):
+                return entry.decode()
+            if entry.type == "key":
+                data = jax.ShapeDtypeStruct(entry.shape, "uint32")
+                return jax.eval_shape(lambda d: jax.random.wrap_key_data(d, impl=entry.impl), data)
+            dtype = _dtypes.to_numpy(entry.dtype)
+            return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
+
+        values = [shape(entry) for entry in self._entries.values()]
+        return _tree.nest(self, values) if self._skeleton is None else _tree.build(self._skeleton, values)
+
+    def restore(
+        self,
+        like: Any = None,
+        *,
+        at: str = "",
+        missing: str | Iterable[str] = "error",
+        extra: str | Iterable[str] = "error",
+        dtype: Any = None,
+        sharding: Any = None,
+        verify: bool = True,
+        mmap: bool | None = None,
+        memory_limit: int | None = None,
+    ) -> Any:
+        """The tree, shaped like `like`. See `treering.restore`."""
+        from . import _match, _restore
+
+        view = self.at(at)
+        name = self.path + (f", at {view._part}" if view._part else "")
+        return _restore.restore(
+            self._reader,
+            view._entries,
+            view._skeleton,
+            like,
+            _match.Policy(missing, extra, dtype),
+            name=name,
+            sharding=sharding,
+            verify=verify,
+            mmap=mmap,
+            memory_limit=memory_limit,
+        )
+
+    def __repr__(self) -> str:
+        from ._match import describe
+
+        step = "" if self.step is None else f", step {self.step}"
+        part = f", at {self._part}" if self._part else ""
+        head = f"Checkpoint {self.path}{part} ({self.format}{step}, {len(self)} leaves)"
+        width = max((len(path) for path in self), default=0)
+        lines = []
+        for path, entry in self._entries.items():
+            value = "" if isinstance(entry, ArrayEntry) else f" {entry.decode()!r:.60}"
+            lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
+        return "\n".join([head, *lines])
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
+    """Opens a checkpoint, or a run's latest good step (or the given one), without reading arrays.
+
+    >>> ckpt = tr.open("runs/gpt", step=1000)
+
+    Raises `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when
+    all steps are), `UnsupportedError` when a later release wrote it.
+    """
+    place = absolute(path)
+    disk = stores.DISK
+    if disk.stat(os.path.join(place, MANIFEST)):
+        if step is not None:
+            raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
+        return _open_one(place)
+    found = committed(place)
+    if step is not None:
+        if step not in found:
+            shown = ", ".join(map(str, list(found)[-5:])) or "none"
+            raise NotFoundError(f"{place}: expected step {step}, found {shown}")
+        return _open_one(os.path.join(place, found[step]))
+    damaged: CorruptError | None = None
+    for number in reversed(found):
+        try:
+            return _open_one(os.path.join(place, found[number]))
+        except CorruptError as error:
+            _log.warning("step %d is damaged and skipped: %s", number, error)
+            damaged = damaged or error
+        except NotFoundError:
+            continue  # deleted since it was listed
+    if damaged:
+        raise damaged
+    what = "nothing" if disk.stat(place) is None else "no manifest and no steps"
+    raise NotFoundError(f"{place}: expected a checkpoint or a run, found {what}")
+
+
+def _open_one(path: str) -> Checkpoint:
+    reader = NativeReader(stores.DISK, path)
+    return Checkpoint(reader, reader.entries, reader.skeleton)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    like: Any = None,
+    *,
+    step: int | None = None,
+    at: str = "",
+    missing: str | Iterable[str] = "error",
+    extra: str | Iterable[str] = "error",
+    dtype: Any = None,
+    sharding: Any = None,
+    verify: bool = True,
+    mmap: bool | None = None,
+    memory_limit: int | None = None,
+) -> Any:
+    """Restores a checkpoint, or a run's latest good step.
+
+    >>> state = tr.restore("runs/gpt", like=state)
+
+    like: the template. What its leaves are decides what comes back: a `jax.Array` or `ShapeDtypeStruct` becomes a
+        `jax.Array`, a NumPy array a writable NumPy array, a Python scalar that type, a typed key a typed key; ``...``
+        skips everything below. Without a template: nested dicts, lists and tuples of NumPy arrays.
+    step: of a run; the latest good one by default.
+    at: only what lies below this path is restored (and read), and `like` is the template of that.
+    missing: what to do about leaves of the template that the checkpoint lacks: "error", "template" (take its value),
+        or globs of the paths for which to take it.
+    extra: what to do about the opposite: "error", "ignore", or globs of what may be left out.
+    dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
+    sharding: wins over the template's: a sharding, a `PartitionSpec` for the mesh that is set, a function of (path,
+        shape, dtype), or a pytree of those that is a prefix of the template.
+    verify: checks the checksum of every byte that is used before anything is returned.
+    mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
+    memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
+
+    Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
+    """
+    for attempt in range(_TRIES):
+        try:
+            return open_checkpoint(path, step=step).restore(
+                like,
+                at=at,
+                missing=missing,
+                extra=extra,
+                dtype=dtype,
+                sharding=sharding,
+                verify=verify,
+                mmap=mmap,
+                memory_limit=memory_limit,
+            )
+        except ReplacedError:
+            if attempt == _TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:
+    """The box that a basic index needs, and the index of the result within that box."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if sum(part is ... for part in parts) > 1 or len([p for p in parts if p is not ...]) > len(shape):
+        raise IndexError(f"{index!r} does not fit an array of shape {list(shape)}")
+    if ... not in parts:
+        parts.append(...)
+    at = parts.index(...)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    box: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for part, size in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            positions = range(size)[part]
+            if not positions:
+                box.append((0, 0))
+                rest.append(slice(None))
+                continue
+            first, last = min(positions[0], positions[-1]), max(positions[0], positions[-1])
+            box.append((first, last + 1))
+            rest.append(slice(None, None, positions.step))
+        elif hasattr(part, "__index__") and not isinstance(part, bool):
+            position = range(size)[part]  # IndexError where NumPy raises it
+            box.append((position, position + 1))
+            rest.append(0)
+        else:
+            raise TypeError(f"{part!r}: only integers, slices and an ellipsis; read a box first, then index that")
+    return tuple(box), tuple(rest)

@@ -1,0 +1,56 @@
+"""A few threads that work on one thing together.
+
+Plain threads, started early: Python refuses both executors and new threads once the main thread has
+ended, and a save that is under way then must still finish. They are not daemons, so the interpreter waits
+for them; whoever makes a crew must close it.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Crew:
+    """`size` threads including the one that calls `run`."""
+
+    def __init__(self, size: int, name: str = "treering"):
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Calls `work()` in every thread at once; returns when all are done; raises the first error."""
+        errors: list[BaseException] = []
+        done = threading.Semaphore(0)
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.release()
+
+        for _ in self._threads:
+            self._tasks.put(guarded)
+        guarded()
+        for _ in range(len(self._threads) + 1):
+            done.acquire()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while task := self._tasks.get():
+            task()

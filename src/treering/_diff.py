@@ -1,0 +1,116 @@
+"""What two checkpoints, or a checkpoint and a live tree, have in common and what not."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from . import _flax, _leaves, _tree
+from ._catalogue import ArrayEntry, Entry
+from ._checkpoint import Checkpoint, open_checkpoint
+from ._dtypes import itemsize
+from ._match import describe
+
+_SLICE = 64 << 20  # bytes of one array that are compared at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """The differences: paths that only one side has, and what differs at those that both have.
+
+    Truth says whether there is any; print it to read them.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: dict[str, str]
+    equal: int
+
+    def __bool__(self) -> bool:
+        return bool(self.only_a or self.only_b or self.changed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.equal} leaves are equal"]
+        lines += [f"  - {path}" for path in self.only_a]
+        lines += [f"  + {path}" for path in self.only_b]
+        lines += [f"  ~ {path}: {what}" for path, what in self.changed.items()]
+        return "\n".join(lines)
+
+
+def diff(a: Any, b: Any) -> Diff:
+    """Compares two trees leaf by leaf and bit by bit; each is a path, a `Checkpoint` or a live pytree.
+
+    >>> print(tr.diff("runs/gpt/step-00001000", state))
+
+    Arrays are read and compared in slices. Whether an array is JAX's or NumPy's makes no difference.
+    """
+    left, right = _side(a), _side(b)
+    changed: dict[str, str] = {}
+    equal = 0
+    for path in left:
+        if path in right:
+            if what := _compare(*left[path], *right[path]):
+                changed[path] = what
+            else:
+                equal += 1
+    only_a = tuple(path for path in left if path not in right)
+    return Diff(only_a, tuple(path for path in right if path not in left), changed, equal)
+
+
+def _side(source: Any) -> dict[str, tuple[Entry, Any]]:
+    """Entry and contents of every leaf by path."""
+    if isinstance(source, str | os.PathLike):
+        source = open_checkpoint(source)
+    if isinstance(source, Checkpoint):
+        return {path: (entry, source[path]) for path, entry in source._entries.items()}
+    walked = _tree.walk(_flax.split(source)[0])
+    entries = _leaves.collect(walked.paths, walked.leaves).entries
+    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}
+
+
+def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | None:
+    if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
+        same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
+        return None if same else f"{_text(a, x)} → {_text(b, y)}"
+    if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
+        return f"{describe(a)} → {describe(b)}"
+    total = differing = 0
+    largest = 0.0
+    for part in _slices(a):
+        p, q = _bits(x, part), _bits(y, part)
+        total += p.size
+        unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
+        differing += int(unequal.sum())
+        if unequal.any() and p.dtype.kind not in "MmUSb":
+            wide = np.complex128 if p.dtype.kind == "c" else np.float64
+            with np.errstate(invalid="ignore", over="ignore"):
+                gap = np.abs(p.astype(wide) - q.astype(wide))
+            largest = max(largest, float(np.nanmax(gap, initial=0.0)))
+    return f"{differing} of {total} values differ, at most by {largest:.3g}" if differing else None
+
+
+def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
+    if not entry.shape or not all(entry.shape):
+        yield ()
+        return
+    row = math.prod(entry.shape[1:]) * itemsize(entry.dtype)
+    count = max(_SLICE // max(row, 1), 1)
+    for start in range(0, entry.shape[0], count):
+        yield (slice(start, start + count),)
+
+
+def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
+    """Contiguous little-endian values of a slice."""
+    import jax
+
+    if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
+        source = jax.random.key_data(source)
+    array = np.asarray(source[part] if part else source)
+    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(-1)
+
+
+def _text(entry: Entry, leaf: Any) -> str:
+    return describe(entry) if isinstance(entry, ArrayEntry) else f"{entry.type} {leaf!r:.40}"

@@ -1,0 +1,118 @@
+"""Dtypes as text, and how each is stored in a safetensors file.
+
+The text is NumPy's (or ml_dtypes') name. Sizes are known here without NumPy, so that a checkpoint can be
+listed without importing it.
+"""
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SAFETENSORS = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "complex64": ("C64", 8),
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+}
+# Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
+_ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
+_WIDE = {"complex128": 16}
+_SIZED = re.compile(r"(datetime64|timedelta64)(?:\[\w+\])?|<U(\d{1,8})|\|S(\d{1,8})")
+
+
+@functools.lru_cache(maxsize=512)
+def stored_as(text: str) -> tuple[str, int, bool]:
+    """(safetensors dtype, bytes per element, whether a last axis of bytes is added) of a dtype's text.
+
+    Raises `UnsupportedError` for a dtype this version of the format does not know.
+    """
+    if text in SAFETENSORS:
+        return *SAFETENSORS[text], False
+    if _ONE_BYTE.fullmatch(text):
+        return "U8", 1, False
+    if text in _WIDE:
+        return "U8", _WIDE[text], True
+    if found := _SIZED.fullmatch(text):
+        size = 8 if found[1] else 4 * int(found[2]) if found[2] else int(found[3])
+        if size:
+            return "U8", size, True
+    raise UnsupportedError(f"dtype {text}")
+
+
+def itemsize(text: str) -> int:
+    """Bytes per stored element."""
+    return stored_as(text)[1]
+
+
+@functools.lru_cache(maxsize=512)
+def to_numpy(text: str) -> "np.dtype[Any]":
+    """The (little-endian) NumPy dtype."""
+    import ml_dtypes
+    import numpy as np
+
+    stored_as(text)
+    return np.dtype(getattr(ml_dtypes, text, None) or text)
+
+
+@functools.lru_cache(maxsize=512)
+def to_text(dtype: "np.dtype[Any]") -> str:
+    """The text of a NumPy dtype of any byte order. Raises `UnsupportedError` when it cannot be stored."""
+    little = dtype.newbyteorder("<")
+    text = little.str if dtype.kind in "US" else dtype.name
+    if text in ("float128", "float96", "complex256", "complex192", "longdouble", "clongdouble"):
+        raise UnsupportedError(f"dtype {dtype}, whose layout differs between machines; cast it")
+    try:
+        if to_numpy(text) == little:
+            return text
+    except (UnsupportedError, TypeError):
+        pass
+    hint = "; save its fields as arrays of their own" if dtype.names else "; pickled objects are never written"
+    raise UnsupportedError(f"dtype {dtype}{hint if dtype.names or dtype.hasobject else ''}")
+
+
+def is_float(dtype: "np.dtype[Any]") -> bool:
+    """Whether a dtype is a real floating-point one, bfloat16 and the smaller ones included."""
+    return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
+
+
+def is_integer(dtype: "np.dtype[Any]") -> bool:
+    """Whether a dtype is an integer one, int4 and int2 included."""
+    return dtype.kind in "iu" or (dtype.kind == "V" and "int" in dtype.name)
+
+
+@functools.lru_cache(maxsize=512)
+def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
+    """Whether every value of the float or complex dtype `old` is one of `new` too."""
+    import ml_dtypes
+    import numpy as np
+
+    if old.kind == "c" and new.kind == "c":
+        return new.itemsize >= old.itemsize
+    if not (is_float(old) and is_float(new)):
+        return False
+    try:
+        a, b = ml_dtypes.finfo(old), ml_dtypes.finfo(new)
+        smallest_a, smallest_b = (float(np.float64(f.smallest_subnormal)) for f in (a, b))
+        return float(b.max) >= float(a.max) and smallest_b <= smallest_a and b.nmant >= a.nmant
+    except ValueError:  # ml_dtypes describes no such float
+        return False

@@ -1,0 +1,197 @@
+"""What a leaf may be, and where its bytes are at the moment of a save."""
+
+import functools
+import math
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+from jax import core
+
+from . import _dtypes
+from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from ._sharding import Box, local_shards, whole
+from .errors import UnsupportedError
+
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    type,
+    type(jax.jit(lambda: None)),
+    jax.custom_jvp,
+    jax.custom_vjp,
+)
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A part of an array leaf that this process writes.
+
+    `data` is the array that holds it, `dtype` what is stored; `copies` says that its bytes must be copied
+    first: from a device, or because they are laid out otherwise, or because the caller may change them.
+    """
+
+    leaf: int
+    box: Box
+    data: Any
+    dtype: Any
+    nbytes: int
+    copies: bool
+
+
+class Content(NamedTuple):
+    """Everything a save writes, described before anything is copied.
+
+    `entries` are in tree order. `tied` maps a leaf to the earlier one that is the same array object, and
+    `shardings` the leaves that are spread over devices to how. `pieces` are in the order in which they are
+    written: multiples of 64 bytes first, then by falling powers of two, so that each begins at an address
+    from which its elements can be used.
+    """
+
+    entries: list[Entry]
+    tied: dict[int, int]
+    shardings: dict[int, jax.sharding.Sharding]
+    pieces: list[Piece]
+
+
+def collect(paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False) -> Content:
+    """Describes every leaf and finds the pieces of the arrays.
+
+    `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
+    the caller goes on while they are written. Raises one `UnsupportedError` that names every leaf that
+    cannot be saved.
+    """
+    cast = None if dtype is None else np.dtype(dtype)
+    if cast is not None and not _dtypes.is_float(cast):
+        raise UnsupportedError(f"dtype={cast}: expected a floating-point dtype, for only such leaves are cast")
+    content = Content([], {}, {}, [])
+    first_use: dict[int, int] = {}
+    problems: list[str] = []
+    for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        try:
+            kind = _kind(type(leaf))
+            if kind == "value":
+                content.entries.append(ValueEntry(path, *encode(leaf)))
+            elif kind == "function":
+                content.entries.append(ValueEntry(path, "function", _function_name(leaf)))
+            elif (first := first_use.setdefault(id(leaf), n)) != n:
+                content.tied[n] = first
+                same = content.entries[first]
+                content.entries.append(same.at(path) if isinstance(same, ArrayEntry) else same)
+            elif kind == "numpy" or kind == "numpy-scalar":
+                _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
+            else:
+                _add_jax(content, path, kind, leaf, cast)
+        except UnsupportedError as error:
+            problems.append(f"  {path or '(root)'}: {error}")
+            content.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
+    if problems:
+        count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
+        raise UnsupportedError("\n".join([count, *problems]))
+    content.pieces.sort(key=_misalignment)
+    return content
+
+
+def host_bytes(piece: Piece, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a piece that must be copied, C-ordered and little-endian, in memory of their own.
+
+    `data` is the piece's array, or what became of it on the host.
+    """
+    array = np.asarray(data)
+    if array.dtype != piece.dtype or not array.flags.c_contiguous or isinstance(piece.data, np.ndarray):
+        array = array.astype(piece.dtype, order="C")
+    if array.itemsize == 1 and array.dtype.kind == "V" and _dtypes.is_integer(array.dtype):
+        array = array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)  # sign into the upper bits
+    return array.reshape(-1).view(np.uint8)
+
+
+def _add_numpy(content: Content, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
+    stored, text, _ = _storage(array.dtype, cast)
+    leaf = len(content.entries)
+    content.entries.append(ArrayEntry(path, kind, text, array.shape))
+    copies = detach or array.dtype != stored or not array.flags.c_contiguous
+    content.pieces.append(Piece(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
+
+
+def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any) -> None:
+    impl = ""
+    if array.is_deleted():
+        raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
+    if kind == "key":
+        impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+    aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself
+    stored, text, packed = _storage(aval.dtype, cast)
+    leaf = len(content.entries)
+    kind = "jax-weak" if aval.weak_type else kind
+    content.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
+    # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
+    copies = packed or aval.dtype != stored or not _on_cpu(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        nbytes = math.prod(aval.shape) * stored.itemsize
+        content.pieces.append(Piece(leaf, whole(aval.shape), array, stored, nbytes, copies))
+        return
+    if not array.is_fully_addressable:
+        raise UnsupportedError("this array lives on several processes")
+    content.shardings[leaf] = sharding
+    for box, data in local_shards(array):
+        content.pieces.append(Piece(leaf, box, data, stored, data.size * stored.itemsize, copies))
+
+
+@functools.lru_cache(maxsize=512)
+def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype[Any], str, bool]:
+    """What is stored for a dtype, its text, and whether JAX keeps several elements in a byte."""
+    stored = _dtypes.to_numpy(_dtypes.to_text(dtype))
+    if cast is not None and _dtypes.is_float(stored):
+        stored = cast
+    return stored, _dtypes.to_text(stored), dtype.name.endswith(("int4", "int2", "int1", "float4_e2m1fn"))
+
+
+@functools.lru_cache(maxsize=512)
+def _on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _misalignment(piece: Piece) -> int:
+    return -min(piece.nbytes & -piece.nbytes, 64) if piece.nbytes else -64
+
+
+@functools.lru_cache(maxsize=512)
+def _kind(leaf_type: type) -> str:
+    """How leaves of a type are saved. Raises `UnsupportedError` for those that are not."""
+    name = f"{leaf_type.__module__}.{leaf_type.__qualname__}"
+    if leaf_type in (bool, int, float, complex, str, bytes, type(None)):
+        return "value"
+    if issubclass(leaf_type, core.Tracer):
+        raise UnsupportedError("a tracer: call save outside of jit, grad and vmap")
+    if issubclass(leaf_type, np.generic):
+        return "numpy-scalar"
+    if issubclass(leaf_type, np.ndarray):
+        if leaf_type is not np.ndarray:
+            raise UnsupportedError(f"{name}, a subclass of numpy.ndarray that would not come back; use numpy.asarray")
+        return "numpy"
+    if leaf_type is jax.ShapeDtypeStruct:
+        raise UnsupportedError("a jax.ShapeDtypeStruct, which has no values")
+    if leaf_type.__name__ == "PRNGKeyArray":
+        return "key"
+    if isinstance(leaf_type, type(jax.Array)) or issubclass(leaf_type, jax.Array):
+        return "jax"
+    if issubclass(leaf_type, _FUNCTIONS) or issubclass(leaf_type, functools.partial):
+        return "function"
+    raise UnsupportedError(f"{name}; convert it to an array, a number, text or bytes, or leave it out of the tree")
+
+
+def _function_name(leaf: Any) -> str:
+    if isinstance(leaf, functools.partial):
+        if not is_function(leaf):
+            raise UnsupportedError("a functools.partial of something that is not a plain function")
+        return _function_name(leaf.func)
+    return getattr(leaf, "__qualname__", None) or getattr(leaf, "__name__", None) or type(leaf).__name__
+
+
+def is_function(leaf: Any) -> bool:
+    """Whether a leaf is a function, which counts as "no array here"."""
+    while type(leaf) is functools.partial:
+        leaf = leaf.func
+    return isinstance(leaf, _FUNCTIONS)

@@ -1,0 +1,257 @@
+"""A template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import jax
+import numpy as np
+
+from . import _dtypes
+from ._catalogue import NO_ARRAY, ArrayEntry, Entry, ValueEntry
+from ._leaves import is_function
+from ._paths import below, closest, matches
+from ._tree import Node, Skeleton, Walk, containers
+from .errors import MismatchError
+
+_SCALARS = (bool, int, float, complex, str, bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What a leaf becomes.
+
+    `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; or `value` is the leaf itself.
+    """
+
+    make: Literal["numpy", "numpy-scalar", "jax", "key", "int", "value"]
+    entry: ArrayEntry | None = None
+    dtype: np.dtype[Any] | None = None
+    weak: bool = False
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What differences are allowed, as `treering.restore` says."""
+
+    missing: str | Iterable[str] = "error"
+    extra: str | Iterable[str] = "error"
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        for name, value, words in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
+            if isinstance(value, str) and value not in ("error", words):
+                raise MismatchError(f"{name}={value!r}: expected 'error', {words!r} or a list of globs of paths")
+        if self.dtype not in (None, "template") and not _dtypes.is_float(np.dtype(self.dtype)):
+            raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
+
+    def allows(self, which: Literal["missing", "extra"], path: str) -> bool:
+        value = self.missing if which == "missing" else self.extra
+        return value != "error" if isinstance(value, str) else matches(path, value)
+
+    def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """What floats become where there is no template."""
+        asked = self.dtype not in (None, "template") and _dtypes.is_float(dtype)
+        return np.dtype(self.dtype) if asked else dtype
+
+
+class _Difference(Exception):
+    """expected, found, what would allow it"""
+
+
+def match(
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, name: str
+) -> list[Target]:
+    """One target per template leaf, in order. Raises `MismatchError` with every difference."""
+    targets: list[Target] = []
+    problems: list[str] = []
+    skipped: list[str] = []
+    used: set[str] = set()
+    known = list(entries)
+    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+        entry = entries.get(path)
+        if leaf is ...:
+            skipped.append(path)
+            targets.append(Target("value", value=...))
+            continue
+        absent = entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
+        if leaf is None or is_function(leaf):
+            if absent:
+                used.add(path)
+            targets.append(Target("value", value=leaf))
+            continue
+        used.add(path)
+        try:
+            if absent:
+                targets.append(_missing(path, leaf, policy, known))
+            else:
+                assert entry is not None
+                targets.append(_target(leaf, entry, policy))
+        except _Difference as difference:
+            problems.append(_line(path, *difference.args))
+    for path, entry in entries.items():
+        if path in used or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY):
+            continue
+        if any(below(path, at) is not None for at in skipped) or policy.allows("extra", path):
+            continue
+        problems.append(_line(path, "nothing", describe(entry), f"extra='ignore' or extra=[{path!r}] leaves it out"))
+    problems += _other_classes(walked.skeleton, skeleton or ())
+    if problems:
+        count = f"{len(problems)} difference{'s' if len(problems) > 1 else ''}"
+        raise MismatchError("\n".join([f"{name}: the checkpoint does not fit the template: {count}", *problems]))
+    return targets
+
+
+def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: str) -> list[Target]:
+    """Targets without a template: NumPy arrays (or JAX ones), typed keys, and values as they were."""
+    targets: list[Target] = []
+    problems: list[str] = []
+    for entry in entries:
+        if isinstance(entry, ValueEntry):
+            targets.append(Target("value", value=entry.decode()))
+        elif entry.type == "key":
+            targets.append(Target("key", entry, _dtypes.to_numpy(entry.dtype)))
+        else:
+            dtype = policy.cast(_dtypes.to_numpy(entry.dtype))
+            try:
+                if to_jax:
+                    _check_width(dtype, describe(entry))
+                make = "jax" if to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
+                targets.append(Target(make, entry, dtype, entry.type == "jax-weak"))
+            except _Difference as difference:
+                problems.append(_line(entry.path, *difference.args))
+    if problems:
+        raise MismatchError("\n".join([f"{name}: the checkpoint cannot become JAX arrays", *problems]))
+    return targets
+
+
+def describe(entry: Entry) -> str:
+    """An entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
+    if isinstance(entry, ValueEntry):
+        return entry.type
+    if entry.type == "key":
+        return f"key<{entry.impl}>[{','.join(map(str, entry.shape[:-1]))}]"
+    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+
+
+def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
+    if type(leaf) in _SCALARS:
+        if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
+            return Target("value", value=entry.decode())
+        if type(leaf) is int and _is_int(entry):
+            assert isinstance(entry, ArrayEntry)
+            return Target("int", entry, _dtypes.to_numpy(entry.dtype))
+        _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, "no leaf of this type can be restored")
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _key_target(leaf, entry)
+    want = np.dtype(leaf.dtype)
+    on_host = isinstance(leaf, np.ndarray | np.generic)
+    expected = f"{want.name}[{','.join(map(str, leaf.shape))}]"
+    if isinstance(entry, ValueEntry):
+        if entry.type != "int" or leaf.shape != () or not _dtypes.is_integer(want):
+            _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
+        dtype, value = want, entry.decode()
+        if np.array(value).dtype.hasobject or not fits(np.array(value), want):
+            _differ(expected, f"int {value}", "it does not fit; use a wider integer in the template")
+    else:
+        if entry.type == "key" or tuple(leaf.shape) != entry.shape:
+            _differ(expected, entry, "shapes must be equal" if entry.type != "key" else "a typed key is no plain array")
+        dtype, value = _dtype_for(want, entry, policy, expected), None
+    if not on_host:
+        _check_width(dtype, describe(entry))
+    weak = not on_host and bool(getattr(leaf, "weak_type", False)) and dtype == want
+    make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
+    return Target(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
+
+
+def _dtype_for(want: np.dtype[Any], entry: ArrayEntry, policy: Policy, expected: str) -> np.dtype[Any]:
+    have = _dtypes.to_numpy(entry.dtype)
+    if _dtypes.is_float(have) and policy.dtype not in (None, "template"):
+        return np.dtype(policy.dtype)
+    if have == want or have == want.newbyteorder("<") or _dtypes.widens(have, want):
+        return want
+    if _dtypes.is_integer(have) and _dtypes.is_integer(want):
+        return want  # tested value by value when it is read
+    if _dtypes.is_float(have) and _dtypes.is_float(want):
+        if policy.dtype == "template":
+            return want
+        _differ(expected, entry, "dtype='template' narrows floats to the template's")
+    _differ(expected, entry, f"one kind of number does not become another; use {entry.dtype} in the template")
+    return None
+
+
+def _key_target(leaf: Any, entry: Entry) -> Target:
+    impl = str(leaf.dtype._impl.name)
+    expected = f"key<{impl}>[{','.join(map(str, leaf.shape))}]"
+    if not isinstance(entry, ArrayEntry) or entry.type != "key":
+        _differ(expected, entry, "only typed keys become typed keys; see jax.random.wrap_key_data")
+    if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
+        _differ(expected, entry, "shapes and key implementations must be equal")
+    return Target("key", entry, _dtypes.to_numpy(entry.dtype))
+
+
+def _missing(path: str, leaf: Any, policy: Policy, known: Sequence[str]) -> Target:
+    near = closest(path, known)
+    found = f"nothing (closest: {near})" if near else "nothing"
+    expected = type(leaf).__name__ if type(leaf) in _SCALARS else _shape_text(leaf)
+    if not policy.allows("missing", path):
+        raise _Difference(expected, found, f"missing='template' or missing=[{path!r}] takes the template's")
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise _Difference(expected, found, "the template has no value to take, only a shape")
+    return Target("value", value=leaf)
+
+
+def _other_classes(template: Skeleton, found: Skeleton) -> list[str]:
+    """Named tuples of another class at the same path: a reordered optax chain shows in nothing else."""
+    classes = {path: node.name for _, path, node in _named_tuples(found)}
+    return [
+        _line(path, node.name, classes[path], "was the order of an optimizer chain changed?")
+        for _, path, node in _named_tuples(template)
+        if classes.get(path, node.name) != node.name
+    ]
+
+
+def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
+    if not any(isinstance(node, Node) and node.kind == "namedtuple" for node in skeleton):
+        return []
+    return [
+        (n, path, node)
+        for n, path, node in containers(skeleton)
+        if isinstance(node, Node) and node.kind == "namedtuple"
+    ]
+
+
+def _is_int(entry: Entry) -> bool:
+    return isinstance(entry, ArrayEntry) and entry.shape == () and _dtypes.is_integer(_dtypes.to_numpy(entry.dtype))
+
+
+def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Whether integers survive a change of width."""
+    return bool(np.array_equal(values, values.astype(dtype).astype(values.dtype))) and not (
+        values.dtype.kind == "i" and dtype.kind == "u" and bool((values < 0).any())
+    )
+
+
+def _check_width(dtype: np.dtype[Any], found: str) -> None:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise _Difference(
+            f"{jax.dtypes.canonicalize_dtype(dtype).name}, for jax_enable_x64 is off",
+            found,
+            "switch it on, or restore into NumPy",
+        )
+
+
+def _shape_text(leaf: Any) -> str:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return type(leaf).__name__ if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _differ(expected: str, found: Entry | str, hint: str) -> NoReturn:
+    raise _Difference(expected, found if isinstance(found, str) else describe(found), hint)
+
+
+def _line(path: str, expected: str, found: str, hint: str) -> str:
+    return f"  {path or '(root)'}: expected {expected}, found {found}; {hint}"

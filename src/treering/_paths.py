@@ -1,0 +1,84 @@
+"""Key paths as text: ``params/layers/0/kernel``.
+
+A dict key, an attribute and an index read the same. ``/`` and ``~`` inside a key are escaped as in
+JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string.
+"""
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from .errors import UnsupportedError
+
+KEY_TYPES = (str, int, bool, float, bytes)
+
+
+def key_text(key: object) -> str:
+    """One key as a path component. Raises `UnsupportedError` for other key types."""
+    if type(key) is str:
+        if "~" in key or "/" in key:
+            key = key.replace("~", "~0").replace("/", "~1")
+        if not key.isascii():
+            try:
+                key.encode()
+            except UnicodeEncodeError:
+                raise UnsupportedError(f"the key {key!r} is not valid Unicode") from None
+        return key
+    if type(key) in (int, bool, float):
+        return str(key)
+    if type(key) is bytes:
+        return key_text(key.decode("utf-8", "backslashreplace"))
+    raise UnsupportedError(f"the key {key!r} is a {type(key).__name__}; keys may be str, int, bool, float or bytes")
+
+
+def join(parent: str, component: str, *, root: bool) -> str:
+    """The path of a child; `root` says that `parent` is the root (an empty key also has an empty path)."""
+    return component if root else f"{parent}/{component}"
+
+
+def split(path: str) -> list[str]:
+    """The components of a path with their escapes undone."""
+    return [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
+
+
+def below(path: str, at: str) -> str | None:
+    """`path` relative to `at`, or None when it does not lie there."""
+    if not at:
+        return path
+    if path == at:
+        return ""
+    return path[len(at) + 1 :] if path.startswith(at + "/") else None
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(glob: str) -> re.Pattern[str]:
+    parts = []
+    for segment in glob.split("/"):
+        if segment == "**":
+            parts.append("(?:[^/]*/)*")
+        else:
+            text = "".join("[^/]*" if c == "*" else "[^/]" if c == "?" else re.escape(c) for c in segment)
+            parts.append(text + "/")
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def matches(path: str, globs: str | Iterable[str]) -> bool:
+    """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number."""
+    candidates = (globs,) if isinstance(globs, str) else globs
+    return any(_compile(glob).fullmatch(path + "/") for glob in candidates)
+
+
+def closest(path: str, names: Sequence[str]) -> str | None:
+    """The name most like `path`, for error messages."""
+    leaf = path.rsplit("/", 1)[-1]
+    same_ending = [n for n in names if n.rsplit("/", 1)[-1] == leaf]
+    pool = same_ending if 0 < len(same_ending) <= 2000 else names[:2000]
+    found = difflib.get_close_matches(path, pool, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A file system path as absolute text, so that a later change of directory does not matter."""
+    return os.path.abspath(os.fsdecode(path))

@@ -1,0 +1,90 @@
+"""Global arrays and their pieces: index arithmetic, no I/O.
+
+A box is the half-open range of a piece along each axis: ``((start, stop), …)``.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+Box = tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of the entire array."""
+    return tuple((0, size) for size in shape)
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a tuple of slices with step 1, as JAX describes shards."""
+    return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, None when it is empty."""
+    common = tuple((max(p, q), min(r, s)) for (p, r), (q, s) in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def slices(box: Box, origin: Box) -> tuple[slice, ...]:
+    """A box as slices of an array that itself lies at `origin`."""
+    return tuple(slice(start - o, stop - o) for (start, stop), (o, _) in zip(box, origin, strict=True))
+
+
+def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of a box within a C-ordered array; ranges with less than `gap` bytes between are joined."""
+    if not all(stop > start for start, stop in box):
+        return
+    strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # Below the first axis whose rows are shorter than the gap, everything between first and last is read.
+    split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
+    outer = box[:split]
+    first = sum(start * stride for (start, _), stride in zip(box[split:], strides[split:], strict=True))
+    last = sum((stop - 1) * stride for (_, stop), stride in zip(box[split:], strides[split:], strict=True)) + itemsize
+    pending: tuple[int, int] | None = None
+    for base in _offsets(outer, strides[:split]):
+        begin, end = base + first, base + last
+        if pending and begin - pending[1] < gap:
+            pending = (pending[0], end)
+            continue
+        if pending:
+            yield pending
+        pending = (begin, end)
+    if pending:
+        yield pending
+
+
+def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:
+    if not box:
+        yield 0
+        return
+    (start, stop), *inner = box
+    for i in range(start, stop):
+        for offset in _offsets(tuple(inner), strides[1:]):
+            yield i * strides[0] + offset
+
+
+def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
+    """The distinct shards of an array that lie here, each once however often it is replicated."""
+    return [(box_of(s.index, array.shape), s.data) for s in array.addressable_shards if s.replica_id == 0]
+
+
+def describe(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
+    """A `NamedSharding` as JSON: axis sizes and the spec. Others are not described; their boxes suffice."""
+    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
+    if mesh is None or spec is None:
+        return None
+    axes = [list(part) if isinstance(part, tuple) else part for part in spec]
+    if not all(part is None or isinstance(part, str | list) for part in axes):
+        return None
+    return {"mesh": dict(mesh.shape), "spec": axes}

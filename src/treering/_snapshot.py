@@ -1,0 +1,137 @@
+"""The hand-over of pieces from the thread that calls save to the threads that write.
+
+The caller puts pieces in, in order; a writer takes a piece when it needs it and says when its bytes are
+copied out. Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._leaves import Piece, host_bytes
+
+_PUBLISH = 4 << 20  # bytes after which waiting writers are told
+
+
+class Feed:
+    """At most `limit` bytes of copies are held at a time; a piece larger than that passes alone."""
+
+    def __init__(self, pieces: Sequence[Piece], limit: int | None):
+        self._pieces = pieces
+        self._limit = limit
+        self._views: list[Any] = [None] * len(pieces)
+        self._left = [piece.nbytes for piece in pieces]
+        self._fed = self._held = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        # Set once everything is fed or the caller has to wait: until then writers would only take the
+        # interpreter from it and lengthen its stall.
+        self.writers_needed = threading.Event()
+
+    def run(self) -> None:
+        """Feeds every piece; called by the thread that called save. Ends early when the writers have failed."""
+        try:
+            for first, last in self._groups():
+                if not self._reserve(self._cost(first, last)):
+                    return
+                self._feed(first, last)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.writers_needed.set()
+
+    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of piece `n`; waits until they are there. Raises what `fail` was given."""
+        if n >= self._fed or self._error:
+            with self._changed:
+                self._changed.wait_for(lambda: n < self._fed or self._error)
+            if self._error:
+                raise self._error
+        view = self._views[n]
+        if view.dtype != np.uint8 or view.ndim != 1:
+            view = self._views[n] = view.reshape(-1).view(np.uint8)
+        return view
+
+    def copied(self, n: int, nbytes: int) -> None:
+        """Says that so many bytes of piece `n` are not needed any more."""
+        with self._changed:
+            self._left[n] -= nbytes
+            if not self._left[n]:
+                self._views[n] = None
+                if self._pieces[n].copies:
+                    self._held -= self._pieces[n].nbytes
+                    self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the hand-over on both sides."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _cost(self, first: int, last: int) -> int:
+        return sum(piece.nbytes for piece in self._pieces[first:last] if piece.copies)
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """Runs of pieces whose copies fit the limit together; their device copies are under way at once."""
+        if self._limit is None:
+            yield 0, len(self._pieces)
+            return
+        first = cost = 0
+        for n, piece in enumerate(self._pieces):
+            own = piece.nbytes if piece.copies else 0
+            if n > first and cost + own > self._limit:
+                yield first, n
+                first, cost = n, 0
+            cost += own
+        yield first, len(self._pieces)
+
+    def _reserve(self, nbytes: int) -> bool:
+        def fits() -> bool:
+            return not self._held or self._limit is None or self._held + nbytes <= self._limit
+
+        with self._changed:
+            if not fits():
+                self.writers_needed.set()
+                self._changed.wait_for(lambda: fits() or self._error)
+            self._held += nbytes
+            return self._error is None
+
+    def _feed(self, first: int, last: int) -> None:
+        on_host = _start_copies([piece.data for piece in self._pieces[first:last] if piece.copies])
+        unpublished = 0
+        for n in range(first, last):
+            piece = self._pieces[n]
+            self._views[n] = host_bytes(piece, next(on_host)) if piece.copies else np.asarray(piece.data)
+            unpublished += piece.nbytes
+            if unpublished >= _PUBLISH or n == last - 1:
+                unpublished = 0
+                with self._changed:
+                    self._fed = n + 1
+                    self._changed.notify_all()
+
+
+def _start_copies(arrays: list[Any]) -> Iterator[Any]:
+    """Begins all device-to-host copies at once, into pinned memory where the backend has it."""
+    moving = [n for n, array in enumerate(arrays) if isinstance(array, jax.Array) and _pinned(array.sharding)]
+    if moving:
+        shardings = [_pinned(arrays[n].sharding) for n in moving]
+        for n, copy in zip(moving, jax.device_put([arrays[n] for n in moving], shardings), strict=True):
+            arrays[n] = copy
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    arrays.reverse()
+    while arrays:
+        yield arrays.pop()
+
+
+def _pinned(sharding: Any) -> Any:
+    """The same sharding in pinned host memory; None on CPUs and where there is no such memory."""
+    device = next(iter(sharding.device_set))
+    if device.platform == "cpu" or all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
+        return None
+    return sharding.with_memory_kind("pinned_host")

@@ -1,0 +1,215 @@
+"""A pytree as paths and leaves, and its skeleton: what is left when the leaves are taken away.
+
+The skeleton is a list of nodes in pre-order, flat so that neither depth nor a hostile file can exhaust
+a recursive parser. A leaf is 0 in it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from . import _flax
+from ._catalogue import decode, encode
+from ._paths import join, key_text, split
+from .errors import CorruptError, UnsupportedError
+
+LEAF = 0
+
+
+class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A container. `keys` are its keys, or how many children it has where these are simply numbered."""
+
+    kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
+    name: str
+    keys: list[Any] | int
+
+    def __len__(self) -> int:
+        return self.keys if isinstance(self.keys, int) else len(self.keys)
+
+    def children(self) -> Sequence[Any]:
+        """The keys as Python values."""
+        return range(self.keys) if isinstance(self.keys, int) else [_decode_key(k) for k in self.keys]
+
+
+Skeleton = Sequence[Node | int]
+
+
+class Walk(NamedTuple):
+    """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`."""
+
+    paths: Sequence[str]
+    leaves: Sequence[Any]
+    skeleton: Skeleton
+
+
+_known: dict[Any, tuple[Sequence[str], Skeleton]] = {}
+
+
+def walk(tree: Any) -> Walk:
+    """Flattens a pytree. None is a leaf here: it keeps its place.
+
+    Paths and skeleton follow from JAX's treedef, so a training loop that saves the same structure again and
+    again gets those of the last time. Raises `UnsupportedError` for keys that no path can name and for two
+    leaves with one path.
+    """
+    try:
+        leaves, treedef = flatten(tree)
+        if treedef in _known:
+            return Walk(_known[treedef][0], leaves, _known[treedef][1])
+    except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
+        leaves, treedef = None, None
+    paths, found, skeleton = _walk(tree)
+    if leaves is None:
+        return Walk(paths, found, skeleton)
+    if len(found) != len(leaves):
+        raise UnsupportedError("a container of this tree flattens differently with and without key paths")
+    if len(_known) >= 4:
+        del _known[next(iter(_known))]
+    _known[treedef] = paths, skeleton
+    return Walk(paths, leaves, skeleton)
+
+
+def _walk(tree: Any) -> Walk:
+    from jax.tree_util import default_registry
+
+    flatten_one = default_registry.flatten_one_level_with_keys
+    boxes = _flax.box_types()
+    paths: list[str] = []
+    leaves: list[Any] = []
+    skeleton: list[Node | int] = []
+    problems: list[str] = []
+    stack: list[tuple[str, Any, bool]] = [("", tree, True)]
+    while stack:
+        path, value, root = stack.pop()
+        try:
+            flat = None if value is None else flatten_one(value)
+            if flat is None:
+                paths.append(path)
+                leaves.append(value)
+                skeleton.append(LEAF)
+                continue
+            pairs = list(flat[0])
+            if boxes and len(pairs) == 1 and isinstance(value, boxes):
+                stack.append((path, pairs[0][1], root))
+                continue
+            node, names = _describe(value, [key for key, _ in pairs])
+            skeleton.append(node)
+            for (_, child), name in zip(reversed(pairs), reversed(names), strict=True):
+                stack.append((join(path, name, root=root), child, False))
+        except UnsupportedError as error:
+            problems.append(f"  {path or '(root)'}: {error}")
+        except (TypeError, ValueError) as error:  # dict keys of several types cannot be sorted
+            problems.append(f"  {path or '(root)'}: JAX cannot flatten this {type(value).__name__}: {error}")
+    if len(set(paths)) != len(paths):
+        seen: set[str] = set()
+        twice = {p for p in paths if p in seen or seen.add(p)}
+        problems += [f"  {path or '(root)'}: two leaves have this path; rename one of them" for path in sorted(twice)]
+    if problems:
+        raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
+    return Walk(paths, leaves, skeleton)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` with None as a leaf: the order of `walk`."""
+    import jax
+
+    return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+
+
+def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
+    """A container's node and the path components of its children."""
+    from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey
+
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return Node("list" if kind is list else "tuple", "", len(keys)), [str(i) for i in range(len(keys))]
+    name = "" if kind is dict else kind.__name__
+    fields = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and fields is not None:
+        # Named here, since the registry (jaxlib 0.10) repeats the first field's name for all.
+        return Node("namedtuple", name, list(fields)), fields
+    if keys and isinstance(keys[0], FlattenedIndexKey | SequenceKey):
+        return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
+    plain = [getattr(key, "key", None) if isinstance(key, DictKey) else getattr(key, "name", key) for key in keys]
+    of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))
+    return Node("dict" if of_dict else "object", name, [_encode_key(k) for k in plain]), [key_text(k) for k in plain]
+
+
+def _encode_key(key: Any) -> Any:
+    if type(key) is str:
+        return key
+    key_text(key)  # refuses other types by name
+    kind, value = encode(key)
+    return value if kind == "bool" or type(value) is int else [kind, value]
+
+
+def _decode_key(key: Any) -> Any:
+    if isinstance(key, str | bool | int):
+        return key
+    if isinstance(key, list) and len(key) == 2 and key[0] in ("int", "float", "bytes"):
+        return decode(*key)
+    raise CorruptError(f"manifest: {key!r:.100} is not a key")
+
+
+def containers(skeleton: Skeleton) -> Iterator[tuple[int, str, Node | int]]:
+    """Every place of the skeleton, leaves included, with its position and path."""
+    stack: list[tuple[str, bool]] = [("", True)]
+    for position, node in enumerate(skeleton):
+        if not stack:
+            raise CorruptError("manifest: the tree has more nodes than places for them")
+        path, root = stack.pop()
+        yield position, path, node
+        if isinstance(node, Node):
+            stack += [(join(path, key_text(key), root=root), False) for key in reversed(node.children())]
+
+
+def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
+    """The part of the skeleton below the path `at`, or None where there is no such place."""
+    begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
+    if begin is None:
+        return None
+    open_places, end = 1, begin
+    while open_places:
+        node = skeleton[end]
+        open_places += len(node) - 1 if isinstance(node, Node) else -1
+        end += 1
+    return skeleton[begin:end]
+
+
+def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
+    """Nested dicts, lists and tuples around the values; named tuples and objects become dicts."""
+    rest = list(values)
+    stack: list[Any] = []
+    for node in reversed(skeleton):
+        if not isinstance(node, Node):
+            if not rest:
+                raise CorruptError("manifest: the tree has more leaves than are listed")
+            stack.append(rest.pop())
+            continue
+        if not 0 <= len(node) <= len(stack):
+            raise CorruptError("manifest: a container of the tree has fewer children than it says")
+        children = [stack.pop() for _ in range(len(node))]
+        if node.kind == "tuple":
+            stack.append(tuple(children))
+        elif node.kind in ("list", "positional"):
+            stack.append(children)
+        else:
+            stack.append(dict(zip(node.children(), children, strict=True)))
+    if len(stack) != 1 or rest:
+        raise CorruptError("manifest: the tree and the list of leaves do not fit together")
+    return stack[0]
+
+
+def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
+    """Nested dicts from paths alone, for selections and for formats that record no tree."""
+    root: dict[str, Any] = {}
+    for path, value in zip(paths, values, strict=True):
+        if path == "":
+            return value
+        *parents, last = split(path)
+        place = root
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return root

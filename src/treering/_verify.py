@@ -1,0 +1,67 @@
+"""Reading everything and reporting all damage."""
+
+import dataclasses
+import os
+
+from . import stores
+from ._paths import absolute
+from ._run import committed
+from .errors import CorruptError, NotFoundError
+from .formats import Problem
+from .formats.treering.read import Problem as NativeProblem
+from .formats.treering.read import Reader
+from .stores.local import MANIFEST
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
+
+    path: str
+    nbytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was saved."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        head = f"{self.path}: {self.nbytes} bytes, " + (
+            f"{len(self.problems)} problems" if self.problems else "all good"
+        )
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+def verify(path: str | os.PathLike[str]) -> VerifyReport:
+    """Checks every byte of a checkpoint, or of all steps of a run, against its checksum.
+
+    >>> assert tr.verify("runs/gpt").ok
+
+    Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check.
+    """
+    place = absolute(path)
+    if stores.DISK.stat(os.path.join(place, MANIFEST)):
+        nbytes, problems = _verify_one(place, "")
+        return VerifyReport(place, nbytes, tuple(problems))
+    names = committed(place).values()
+    if not names:
+        raise NotFoundError(f"{place}: expected a checkpoint or a run, found none")
+    total = 0
+    found: list[Problem] = []
+    for name in names:
+        nbytes, problems = _verify_one(os.path.join(place, name), name)
+        total += nbytes
+        found += problems
+    return VerifyReport(place, total, tuple(found))
+
+
+def _verify_one(path: str, below: str) -> tuple[int, list[NativeProblem]]:
+    try:
+        reader = Reader(stores.DISK, path)
+    except CorruptError as error:
+        return 0, [NativeProblem(os.path.join(below, MANIFEST), (), None, str(error))]
+    return reader.nbytes, [p._replace(file=os.path.join(below, p.file)) for p in reader.problems()]

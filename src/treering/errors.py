@@ -1,0 +1,59 @@
+"""Everything Treering raises on purpose.
+
+    TreeringError
+    ├── NotFoundError      (also FileNotFoundError)   there is no checkpoint at this path
+    ├── ExistsError        (also FileExistsError)     something else is already at this path
+    ├── MismatchError      (also ValueError)          checkpoint and template differ, or an argument does not fit
+    ├── CorruptError                                  bytes on the disk are not what was saved
+    │   └── UnsafeError                               a file built to do harm
+    ├── UnsupportedError   (also TypeError)           a leaf, dtype, format or version this release cannot handle
+    ├── SaveError          (also OSError)             a save failed; the cause is its ``__cause__``
+    └── PeerError          (also ConnectionError)     another process of the job is gone or did not make the call
+
+A message says where, what was expected, what was found, and what to do. Errors of the file system
+itself while reading (permission denied, an I/O error) pass through unchanged.
+"""
+
+
+class TreeringError(Exception):
+    """The base of every error raised on purpose."""
+
+
+class NotFoundError(TreeringError, FileNotFoundError):
+    """There is no checkpoint, step or leaf of that name."""
+
+    __str__ = Exception.__str__
+
+
+class ExistsError(TreeringError, FileExistsError):
+    """A save would replace something; nothing was written."""
+
+    __str__ = Exception.__str__
+
+
+class MismatchError(TreeringError, ValueError):
+    """The checkpoint and what was asked of it do not fit together. Lists every difference."""
+
+
+class CorruptError(TreeringError):
+    """The bytes on the disk are not those that were saved. Nothing was returned."""
+
+
+class UnsafeError(CorruptError):
+    """A file whose claims could only be meant to do harm (sizes beyond the file, names outside its folder)."""
+
+
+class UnsupportedError(TreeringError, TypeError):
+    """A leaf, dtype, format or format version that this release cannot save or read."""
+
+
+class SaveError(TreeringError, OSError):
+    """A save failed. What was there before is untouched and nothing is left behind."""
+
+    __str__ = Exception.__str__
+
+
+class PeerError(TreeringError, ConnectionError):
+    """Another process of the job is gone, or did not make the collective call that this one made."""
+
+    __str__ = Exception.__str__

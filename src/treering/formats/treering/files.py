@@ -1,0 +1,202 @@
+"""An array file that is open: its blocks checked, its bytes in memory."""
+
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._crew import Crew
+from ..._sharding import Box, extent
+from ...errors import CorruptError
+from ...stores.buffers import aligned
+from ...stores.disk import Disk
+from .. import safetensors
+from . import manifest
+from .manifest import BLOCK
+
+_READERS = 4  # reads in flight
+_CHUNK = 4 * BLOCK
+_INLINE = 4 * _CHUNK  # less than this is not worth a thread
+
+
+class Part(NamedTuple):
+    """The part of a wanted box that one piece holds: `inner` is global, `begin` the piece's offset in the buffer."""
+
+    file: int
+    piece: Box
+    inner: Box
+    begin: int
+
+
+class Memory:
+    """Bytes of a file in memory: the mapped file, or runs of it that were read."""
+
+    def __init__(self, runs: Sequence[tuple[int, Any]]):
+        self._runs = runs  # (offset in the buffer of the first byte, memory), ascending
+
+    def view(self, part: Part, dtype: np.dtype) -> np.ndarray:
+        """The part as an array that shares this memory."""
+        shape = extent(part.piece)
+        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        first = part.begin + sum(
+            (i - o) * stride for (i, _), (o, _), stride in zip(part.inner, part.piece, strides, strict=True)
+        )
+        offset, memory = next(run for run in reversed(self._runs) if run[0] <= first)
+        return np.ndarray(extent(part.inner), dtype, memory, first - offset, strides)
+
+
+class ArrayFile:
+    """An open array file whose size and header have been checked."""
+
+    def __init__(self, disk: Disk, directory: str, listed: manifest.File):
+        self.path = os.path.join(directory, listed.name)
+        self.size = listed.size
+        self._disk = disk
+        self._fd = disk.open(self.path)
+        self._close = weakref.finalize(self, disk.close, self._fd)
+        size = disk.size(self._fd)
+        if size != listed.size:
+            raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
+        data = bytearray(min(listed.header, size))
+        disk.read(self._fd, memoryview(data), 0)
+        if len(data) < 8 or manifest.xxh3(data) != listed.xxh3:
+            raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
+        if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
+            raise CorruptError(f"{self.path}: the header has not the size that the manifest gives")
+        self.header = safetensors.decode_header(data, self.path)
+        self._checksums = self.header.metadata.get("xxh3", "")
+        blocks = -(-(self.size - self.header.size) // BLOCK)
+        if self.header.metadata.get("block") != str(BLOCK) or len(self._checksums) != 16 * blocks:
+            raise CorruptError(f"{self.path}: expected {blocks} checksums of blocks of {BLOCK} bytes")
+        self._good = bytearray(blocks)
+        self._local = disk.is_local(self._fd)
+        self._map: mmap.mmap | None = None
+
+    def maps(self, wish: bool | None) -> bool:
+        """Whether the file is mapped rather than copied."""
+        return self._local if wish is None else wish
+
+    def memory(self, ranges: list[tuple[int, int]], verify: bool, wish: bool | None) -> Memory:
+        """Memory that holds the byte ranges of the buffer, checked if so wished."""
+        if self.maps(wish):
+            if verify and (bad := list(self.bad_blocks(ranges))):
+                self._raise_damaged(bad)
+            if self._map is None:
+                self._map = self._disk.map(self._fd, self.size)
+            return Memory([(-self.header.size, self._map)])
+        runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
+        jobs = [
+            (block, min(block + _CHUNK // BLOCK, -(-len(memory) // BLOCK) + start // BLOCK), memory, start)
+            for start, memory in runs
+            for block in range(start // BLOCK, start // BLOCK + -(-len(memory) // BLOCK), _CHUNK // BLOCK)
+        ]
+        bad: list[int] = []
+
+        def work(job: tuple[int, int, memoryview, int]) -> None:
+            first, last, memory, start = job
+            target = memory[first * BLOCK - start :][: self._length(first, last)]
+            bad.extend(self._check(first, last, target, verify))
+
+        _in_parallel(jobs, work, sum(len(memory) for _, memory in runs))
+        if bad:
+            self._raise_damaged(sorted(bad))
+        return Memory(runs)
+
+    def bad_blocks(self, ranges: list[tuple[int, int]]) -> list[int]:
+        """The damaged ones among the blocks that hold any of the bytes; each block is read once, in parallel."""
+        jobs: list[tuple[int, int]] = []
+        for first, last in _blocks(ranges):
+            block = first
+            while block < last:
+                end = min(block + _CHUNK // BLOCK, last)
+                if not all(self._good[block:end]):
+                    jobs.append((block, end))
+                block = end
+        bad: list[int] = []
+        scratch = threading.local()
+
+        def work(job: tuple[int, int]) -> None:
+            if not hasattr(scratch, "buffer"):
+                scratch.buffer = aligned(_CHUNK)
+            bad.extend(self._check(*job, scratch.buffer[: self._length(*job)], True))
+
+        _in_parallel(jobs, work, sum(last - first for first, last in jobs) * BLOCK)
+        return sorted(bad)
+
+    def leaves(self, block: int) -> tuple[str, ...]:
+        """The leaves with bytes in a block."""
+        begin, end = block * BLOCK, (block + 1) * BLOCK
+        inside = (
+            key.rsplit("~@", 1)[0]
+            for key, tensor in self.header.tensors.items()
+            if tensor.data_offsets[0] < end and tensor.data_offsets[1] > begin
+        )
+        return tuple(inside)
+
+    def _check(self, first: int, last: int, target: memoryview, verify: bool) -> list[int]:
+        count = self._disk.read(self._fd, target, self.header.size + first * BLOCK)
+        if count != len(target):
+            raise CorruptError(f"{self.path}: expected {self.size} bytes, found fewer; it was cut short while open")
+        bad = []
+        for block in range(first, last) if verify else ():
+            part = target[(block - first) * BLOCK : (block - first + 1) * BLOCK]
+            if manifest.xxh3(part) == self._checksums[16 * block : 16 * block + 16]:
+                self._good[block] = 1
+            else:
+                bad.append(block)
+        return bad
+
+    def _length(self, first: int, last: int) -> int:
+        return min(last * BLOCK, self.size - self.header.size) - first * BLOCK
+
+    def _raise_damaged(self, blocks: list[int]) -> None:
+        touched = dict.fromkeys(leaf for block in blocks for leaf in self.leaves(block))
+        raise CorruptError(
+            f"{self.path}: {len(blocks)} of {len(self._good)} blocks are not what was saved (block {blocks[0]} first); "
+            f"damaged leaves: {few(tuple(touched))}; restore an earlier step or a copy of this one"
+        )
+
+
+def _in_parallel(jobs: list[Any], work: Callable[[Any], None], nbytes: int) -> None:
+    if nbytes <= _INLINE:
+        for job in jobs:
+            work(job)
+        return
+    rest = iter(jobs)
+    turn = threading.Lock()
+
+    def loop() -> None:
+        while True:
+            with turn:
+                job = next(rest, None)
+            if job is None:
+                return
+            work(job)
+
+    with Crew(_READERS, "treering-read") as crew:
+        crew.run(loop)
+
+
+def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, with touching and overlapping ranges joined."""
+    out: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The blocks that hold the bytes, as half-open runs."""
+    return merge([(begin // BLOCK, -(-end // BLOCK)) for begin, end in ranges if end > begin])
+
+
+def few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

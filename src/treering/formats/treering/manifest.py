@@ -1,0 +1,151 @@
+"""The manifest of format version 1: ``treering.json``. `docs/format.md` specifies it."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+import msgspec
+import xxhash
+
+from ..._catalogue import ArrayEntry, ValueEntry
+from ..._sharding import Box
+from ..._tree import Node
+from ...errors import CorruptError, UnsupportedError
+
+FORMAT = "treering"
+VERSION = 1
+BLOCK = 1 << 20  # bytes of an array file's buffer per checksum
+_TAIL = len(',"xxh3":"0123456789abcdef"}\n')
+
+
+class ArrayRow(ArrayEntry, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False):
+    """An array leaf and where its pieces are.
+
+    `where` is the number of the one file that holds it whole; or a layout and a turn, by which the holders
+    of replicated pieces rotate; or the path of an earlier leaf that is the very same array.
+    """
+
+    where: int | tuple[int, int] | str = 0
+
+
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How arrays of one shape and sharding are cut: `files[i]` lists the files that may hold the piece `boxes[i]`."""
+
+    boxes: list[Box]
+    files: list[list[int]]
+    sharding: dict[str, Any] | None = None
+
+
+class File(msgspec.Struct, frozen=True):
+    """An array file: its size, and the size and checksum of everything before the tensors."""
+
+    name: str
+    size: int
+    header: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Everything about a checkpoint but the arrays themselves."""
+
+    format: str = msgspec.field(name="format")
+    version: int
+    created: str
+    software: dict[str, str]
+    step: int | None = None
+    metrics: dict[str, float | str] = {}
+    metadata: Any = None
+    files: list[File]
+    layouts: list[Layout] = []
+    tree: list[Node | int]
+    leaves: list[ArrayRow | ValueEntry]
+
+
+def piece_key(path: str, box: Box | None) -> str:
+    """The name of a piece in its array file: the leaf's path, with where the piece begins unless it is whole."""
+    if box is None and path != "__metadata__":
+        return path
+    return path + "~@" + ",".join(str(start) for start, _ in box or ())
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The parts of a manifest that managing a run takes; read without parsing the rest."""
+
+    created: str
+    files: list[File]
+    step: int | None = None
+    metrics: dict[str, float | str] = {}
+
+
+def xxh3(data: Any) -> str:
+    """A checksum as it is written everywhere: 16 hexadecimal digits of XXH3-64."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of the file, its own checksum at the end."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n'
+
+
+def check(data: bytes, name: str) -> None:
+    """Raises `CorruptError` unless the bytes are those that were written."""
+    body, tail = data[:-_TAIL], data[-_TAIL:]
+    if len(data) < _TAIL or not tail.startswith(b',"xxh3":"') or not tail.endswith(b'"}\n'):
+        raise CorruptError(f"{name}: expected a manifest that ends in its checksum, found it cut short or changed")
+    if tail[9:25] != xxh3(body).encode():
+        raise CorruptError(f"{name}: the manifest's checksum does not fit its bytes; it is damaged")
+
+
+def decode(data: bytes, name: str) -> Manifest:
+    """Parses the file. Raises `CorruptError`, or `UnsupportedError` for a later version."""
+    check(data, name)
+    try:
+        top = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+        version = top.get("version") if isinstance(top, dict) else None
+        if not isinstance(top, dict) or top.get("format") != FORMAT or not isinstance(version, int):
+            raise CorruptError(f"{name}: not a manifest of this format")
+        if version > VERSION:
+            raise UnsupportedError(
+                f"{name}: expected format version {VERSION}, found {version}, written by a later release "
+                f"({top.get('software')}); upgrade treering to read it"
+            )
+        manifest = msgspec.convert(top, Manifest)
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
+    for file in manifest.files:
+        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or "\0" in file.name:
+            raise CorruptError(f"{name}: {file.name!r} is not the name of a file beside the manifest")
+    return manifest
+
+
+def summarize(data: bytes, name: str) -> Summary:
+    """Checks the bytes and parses a few fields. Raises `CorruptError`."""
+    check(data, name)
+    try:
+        return msgspec.json.decode(data, type=Summary)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
+
+
+def file_names(data: bytes) -> list[str]:
+    """The names of the array files."""
+    return [file.name for file in summarize(data, "manifest").files]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond a double")
+    return value

@@ -1,0 +1,219 @@
+"""Reading the native format: which bytes a box needs, checked, and as an array."""
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ... import _dtypes
+from ..._catalogue import ArrayEntry, Entry, decode_float
+from ..._sharding import Box, byte_ranges, extent, intersect, slices, whole
+from ..._tree import Skeleton
+from ...errors import CorruptError, NotFoundError, UnsupportedError
+from ...stores.disk import Disk, read_file
+from ...stores.local import MANIFEST
+from .. import safetensors
+from . import manifest
+from .files import ArrayFile, Memory, Part, few, merge
+from .manifest import BLOCK, ArrayRow, piece_key
+
+
+class ReplacedError(NotFoundError):
+    """The checkpoint was overwritten or deleted since it was opened."""
+
+
+class Problem(NamedTuple):
+    """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
+
+    file: str
+    leaves: tuple[str, ...]
+    block: int | None
+    what: str
+
+    def __str__(self) -> str:
+        place = self.file if self.block is None else f"{self.file}, block {self.block}"
+        return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
+
+
+class Reader:
+    """An open checkpoint. Files are opened when they are needed and stay open, so they cannot be lost to a delete."""
+
+    format = "treering"
+
+    def __init__(self, disk: Disk, path: str):
+        self.path = path
+        self._disk = disk
+        name = os.path.join(path, MANIFEST)
+        try:
+            self._manifest_bytes = read_file(disk, name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(f"{path}: expected a checkpoint, found no {MANIFEST}") from None
+        self._manifest = manifest.decode(self._manifest_bytes, name)
+        self._checksum = manifest.xxh3(self._manifest_bytes)
+        self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
+        if len(self.entries) != len(self._manifest.leaves):
+            raise CorruptError(f"{name}: two leaves have one path")
+        for row in self._manifest.leaves:
+            if isinstance(row, ArrayRow):
+                _check_row(row, name)
+        self.skeleton: Skeleton = self._manifest.tree
+        self.step = self._manifest.step
+        self.metrics = {n: decode_float(v) for n, v in self._manifest.metrics.items()}
+        self.metadata = self._manifest.metadata
+        self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
+        self._files: dict[int, ArrayFile] = {}
+        self._opening = threading.Lock()
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
+        assert isinstance(entry, ArrayRow)
+        where = self._resolve(entry).where
+        return self._layout(where[0]).sharding if isinstance(where, tuple) else None
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        """The boxes of the arrays, in memory that is the caller's to change.
+
+        `map=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
+        block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
+        """
+        parts = [list(self._parts(entry, box)) for entry, box in wanted]
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for (entry, _), found in zip(wanted, parts, strict=True):
+            size = _dtypes.itemsize(entry.dtype)
+            for part in found:
+                relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(part.inner, part.piece, strict=True))
+                file = self._file(part.file)
+                # What is mapped is checked block by block; what is copied is read in one piece per box.
+                gap = BLOCK if file.maps(map) else 1 << 62
+                ranges.setdefault(part.file, []).extend(
+                    (part.begin + begin, part.begin + end)
+                    for begin, end in byte_ranges(extent(part.piece), relative, size, gap)
+                )
+        memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
+        return [self._assemble(*item, found, memory) for item, found in zip(wanted, parts, strict=True)]
+
+    def problems(self) -> Iterator[Problem]:
+        """Reads every byte and yields all damage."""
+        for number, listed in enumerate(self._manifest.files):
+            try:
+                file = self._file(number)
+                sizes = [_item_size(file.header, key) for key in file.header.tensors]
+                safetensors.check(file.header, sizes, listed.size, file.path)
+            except (CorruptError, UnsupportedError) as error:
+                yield Problem(listed.name, self._leaves_in(number), None, str(error))
+                continue
+            for block in file.bad_blocks([(0, listed.size - listed.header)]):
+                yield Problem(listed.name, file.leaves(block), block, "the bytes are not those that were saved")
+        for row in self._manifest.leaves:
+            if isinstance(row, ArrayRow):
+                try:
+                    list(self._parts(row, whole(row.shape)))
+                except CorruptError as error:
+                    yield Problem(MANIFEST, (row.path,), None, str(error))
+
+    def _assemble(self, entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
+        dtype = _dtypes.to_numpy(entry.dtype)
+        if not parts:
+            return np.empty(extent(box), dtype)
+        if len(parts) == 1:
+            return memory[parts[0].file].view(parts[0], dtype)
+        out = np.empty(extent(box), dtype)
+        for part in parts:
+            out[slices(part.inner, box)] = memory[part.file].view(part, dtype)
+        return out
+
+    def _parts(self, entry: ArrayEntry, box: Box) -> Iterator[Part]:
+        assert isinstance(entry, ArrayRow)
+        row = self._resolve(entry)
+        size = _dtypes.itemsize(row.dtype)
+        covered = 0
+        for number, piece, key in self._pieces(row):
+            inner = box if piece == box else intersect(piece, box)
+            if inner is None:
+                continue
+            file = self._file(number)
+            tensor = file.header.tensors.get(key)
+            nbytes = size * math.prod(extent(piece))
+            if tensor is None or tensor.data_offsets[1] - tensor.data_offsets[0] != nbytes:
+                raise CorruptError(f"{file.path}: expected a tensor {key!r} of {nbytes} bytes, found {tensor}")
+            begin, end = tensor.data_offsets
+            if begin < 0 or file.header.size + end > file.size:
+                raise CorruptError(f"{file.path}: {key!r} lies outside of the file")
+            covered += math.prod(extent(inner))
+            if nbytes:
+                yield Part(number, piece, inner, begin)
+        if covered != math.prod(extent(box)):
+            raise CorruptError(f"{self.path}: the pieces of {row.path!r} do not cover it; the manifest is wrong")
+
+    def _pieces(self, row: ArrayRow) -> Iterable[tuple[int, Box, str]]:
+        if isinstance(row.where, int):
+            yield row.where, whole(row.shape), piece_key(row.path, None)
+        elif isinstance(row.where, tuple):
+            layout = self._layout(row.where[0])
+            for box, holders in zip(layout.boxes, layout.files, strict=True):
+                if len(box) != len(row.shape) or not holders:
+                    raise CorruptError(f"{self.path}: the layout of {row.path!r} does not fit its shape")
+                full = box == whole(row.shape)
+                yield holders[row.where[1] % len(holders)], box, piece_key(row.path, None if full else box)
+
+    def _resolve(self, row: ArrayRow) -> ArrayRow:
+        if not isinstance(row.where, str):
+            return row
+        target = self.entries.get(row.where)
+        if not isinstance(target, ArrayRow) or isinstance(target.where, str) or target.shape != row.shape:
+            raise CorruptError(f"{self.path}: {row.path!r} is said to be the array {row.where!r}, which it cannot be")
+        return target
+
+    def _layout(self, number: int) -> manifest.Layout:
+        if not 0 <= number < len(self._manifest.layouts):
+            raise CorruptError(f"{self.path}: the manifest has no layout {number}")
+        layout = self._manifest.layouts[number]
+        if len(layout.boxes) != len(layout.files):
+            raise CorruptError(f"{self.path}: layout {number} has not one list of files for each box")
+        return layout
+
+    def _file(self, number: int) -> ArrayFile:
+        if found := self._files.get(number):
+            return found
+        if not 0 <= number < len(self._manifest.files):
+            raise CorruptError(f"{self.path}: the manifest has no file {number}")
+        with self._opening:
+            if number not in self._files:
+                try:
+                    self._files[number] = ArrayFile(self._disk, self.path, self._manifest.files[number])
+                except FileNotFoundError:
+                    self._raise_missing(self._manifest.files[number].name)
+            return self._files[number]
+
+    def _raise_missing(self, name: str) -> NoReturn:
+        try:
+            now = manifest.xxh3(read_file(self._disk, os.path.join(self.path, MANIFEST)))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ReplacedError(f"{self.path}: the checkpoint was deleted while it was open") from None
+        if now != self._checksum:
+            raise ReplacedError(f"{self.path}: the checkpoint was replaced while it was open; open it again") from None
+        raise CorruptError(f"{os.path.join(self.path, name)}: expected an array file, found nothing") from None
+
+    def _leaves_in(self, number: int) -> tuple[str, ...]:
+        rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
+        return tuple(row.path for row in rows if row.where == number)
+
+
+def _check_row(row: ArrayRow, name: str) -> None:
+    if (row.impl and not row.shape) or any(not 0 <= size < 2**62 for size in row.shape):
+        raise CorruptError(f"{name}: {row.path!r} cannot have the shape {list(row.shape)}")
+    if isinstance(row.where, tuple) and min(row.where) < 0:
+        raise CorruptError(f"{name}: {row.path!r} has no place {row.where}")
+
+
+def _item_size(header: safetensors.Header, key: str) -> int:
+    sizes = dict(_dtypes.SAFETENSORS.values())
+    code = header.tensors[key].dtype
+    if code not in sizes:
+        raise CorruptError(f"{key}: safetensors has no dtype {code}")
+    return sizes[code]

@@ -1,0 +1,211 @@
+"""The few operations through which Treering touches a disk.
+
+Everything that reads or writes a file goes through a `Disk`, so that a double can record the operations
+or make them fail. Platform-only calls live here and nowhere else, each with its portable fallback.
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+PAGE = 4096
+# File systems that keep a mapping's pages as they were read while nobody writes the file, and preallocate cheaply:
+# ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
+_LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
+_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
+
+_position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
+
+
+class Disk:
+    """The local file system. Paths are absolute text; errors are `OSError`s as the system raises them."""
+
+    # Directories and names
+
+    def stat(self, path: str) -> os.stat_result | None:
+        """What is at a path, None when nothing is."""
+        try:
+            return os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def list(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none when it does not exist."""
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def make_dir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def remove_dir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def link(self, old: str, new: str) -> None:
+        """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
+        try:
+            os.link(old, new)
+        except OSError as error:
+            if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK}:
+                raise
+            # No hard links here. Two writers in this very moment can both succeed; the second one's stays.
+            if os.path.lexists(new):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from None
+            os.rename(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        """Puts a file in the place of another in one step."""
+        os.replace(old, new)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Makes the names in a directory durable."""
+        if sys.platform == "win32":
+            return
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # Writing
+
+    def create(self, path: str) -> int:
+        """A new read-only (0444) file, open for direct writing where the file system can; fails if it exists."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        if direct := getattr(os, "O_DIRECT", 0):
+            try:
+                return os.open(path, flags | direct, 0o444)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # some kernels create the file before they refuse the flag
+        return os.open(path, flags, 0o444)
+
+    has_locks = fcntl is not None
+
+    def lock(self, fd: int) -> bool:
+        """Takes the file's advisory lock without waiting; it is let go when the file is closed."""
+        if fcntl is None:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def preallocate(self, fd: int, size: int) -> None:
+        """Reserves the blocks, so that a full disk shows before anything is written."""
+        if size and self.is_local(fd) and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """Writes all of an aligned buffer."""
+        while len(data):
+            written = self._write_some(fd, data, offset)
+            if written % PAGE and written < len(data):  # direct I/O goes on at page boundaries
+                written -= written % PAGE
+                if not written:
+                    raise OSError(errno.EIO, "the file system writes less than a page at a time")
+            data, offset = data[written:], offset + written
+
+    def _write_some(self, fd: int, data: memoryview, offset: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(fd, data, offset)
+        with _position:
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.write(fd, data)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """fsync. A failure is final: what the kernel could not write, it forgets, and a second call would lie."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    # Reading
+
+    def open(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+
+    def advise(self, fd: int, offset: int, size: int) -> None:
+        """Says that a range will be read soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Reads into the buffer until it is full or the file ends; returns the number of bytes."""
+        done = 0
+        while done < len(buffer):
+            count = self._read_some(fd, buffer[done:], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def _read_some(self, fd: int, buffer: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(fd, [buffer], offset)
+        with _position:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+
+    def map(self, fd: int, size: int) -> mmap.mmap:
+        """The file in memory, writable and private: what is written there never reaches the file."""
+        if sys.platform == "linux":
+            flags = mmap.MAP_PRIVATE | _NO_RESERVE
+            return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+
+    def is_local(self, fd: int) -> bool:
+        """Whether the file lies on a local file system known to be safe for mapping."""
+        if sys.platform != "linux":
+            return False
+        buffer = ctypes.create_string_buffer(256)
+        if _libc().fstatfs(fd, buffer) != 0:
+            return False
+        return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF in _LOCAL
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def read_file(disk: Disk, path: str) -> bytes:
+    """A whole small file."""
+    with opened(disk, path) as fd:
+        buffer = bytearray(disk.size(fd))
+        return bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
+
+
+@contextlib.contextmanager
+def opened(disk: Disk, path: str) -> Iterator[int]:
+    """A file open for reading within a `with` block."""
+    fd = disk.open(path)
+    try:
+        yield fd
+    finally:
+        disk.close(fd)

@@ -1,0 +1,202 @@
+"""Checkpoints on a file system: created, committed in one step, deleted, and their leftovers removed.
+
+A directory is a checkpoint when it holds the manifest. Array files are written under names that no other
+save uses; the manifest is put in place last. A writer holds the lock of each of its files until its
+commit is through, so whoever gets a file's lock and then finds it in no manifest knows that it is left over.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+
+from ..errors import CorruptError, ExistsError, UnsupportedError
+from .buffers import aligned
+from .disk import Disk, opened, read_file
+
+MANIFEST = "treering.json"
+PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
+_OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5}-of-\d{5}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
+
+Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
+
+
+def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
+    """Raises `ExistsError` when a save to `path` would touch something it must not."""
+    found = disk.stat(path)
+    if found is None:
+        parent = os.path.dirname(path)
+        while parent and disk.stat(parent) is None:
+            parent = os.path.dirname(parent)
+        if not _is_dir(disk, parent):
+            raise ExistsError(f"{path}: expected to create a directory, but {parent} is a file; choose another path")
+        return
+    if not _is_dir(disk, path):
+        raise ExistsError(f"{path}: expected a free path, found a file; choose another path or remove it")
+    names = disk.list(path)
+    if MANIFEST in names:
+        if not overwrite:
+            raise ExistsError(f"{path}: expected a free path, found a checkpoint; pass overwrite=True to replace it")
+        return
+    if other := [name for name in names if not _OURS.fullmatch(name)]:
+        shown = ", ".join(other[:3]) + (", …" if len(other) > 3 else "")
+        raise ExistsError(f"{path}: expected a free path, found a directory with {shown}; choose a path below it")
+
+
+def _is_dir(disk: Disk, path: str) -> bool:
+    found = disk.stat(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+class Transaction:
+    """One save into one directory: seen by nobody until `commit`, gone without a trace after `abort`."""
+
+    def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
+        check_free(disk, path, overwrite=overwrite)
+        self.disk, self.path, self.token = disk, path, secrets.token_hex(3)
+        self._overwrite, self._named = overwrite, named
+        self._open: dict[str, int] = {}
+        self._made: list[str] = []
+        self._published = False
+        clean(disk, path, named)
+
+    def create(self, name: str) -> int:
+        """A new file of this save, open for writing and locked. Closed by `commit` and `abort`."""
+        path = os.path.join(self.path, name)
+        while True:
+            try:
+                fd = self.disk.create(path)
+            except FileNotFoundError:  # the first file, or somebody tidied an empty directory away
+                self._make_dirs(self.path)
+                continue
+            if self.disk.lock(fd) and self.disk.stat(path) is not None:
+                self._open[path] = fd
+                return fd
+            self.disk.close(fd)  # a cleaner took the new file for a leftover before it was locked
+
+    def write_small(self, name: str, data: bytes) -> str:
+        """A whole small file, durable; returns its path."""
+        fd = self.create(name)
+        buffer = aligned(len(data))
+        buffer[: len(data)] = data
+        self.disk.write(fd, buffer, 0)
+        self.disk.truncate(fd, len(data))
+        self.disk.sync(fd)
+        return os.path.join(self.path, name)
+
+    def commit(self, manifest: bytes) -> None:
+        """Publishes the save. Raises `ExistsError` when another writer was first."""
+        new = os.path.join(self.path, MANIFEST)
+        self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
+        temporary = self.write_small(f"{MANIFEST}.{self.token}.tmp", manifest)
+        if self._overwrite:
+            self.disk.rename(temporary, new)
+            self._published = True
+        else:
+            try:
+                self.disk.link(temporary, new)
+            except FileExistsError:
+                raise ExistsError(
+                    f"{self.path}: another writer put a checkpoint there first; it is untouched"
+                ) from None
+            self._published = True
+            with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
+                self.disk.unlink(temporary)
+        self.disk.sync_dir(self.path)
+        self._close()
+        if self._overwrite:
+            clean(self.disk, self.path, self._named)
+
+    def abort(self) -> None:
+        """Removes everything this save wrote.
+
+        After an overwrite took place nothing is removed: the old manifest may come back with a power cut.
+        """
+        if not (self._published and self._overwrite):
+            with contextlib.suppress(OSError):
+                if self._published:
+                    self.disk.unlink(os.path.join(self.path, MANIFEST))
+                for path in self._open:
+                    with contextlib.suppress(FileNotFoundError):
+                        self.disk.unlink(path)
+                for directory in reversed(self._made):
+                    self.disk.remove_dir(directory)
+        self._close()
+
+    def _close(self) -> None:
+        for fd in self._open.values():
+            with contextlib.suppress(OSError):
+                self.disk.close(fd)
+        self._open.clear()
+
+    def _make_dirs(self, path: str) -> None:
+        parent = os.path.dirname(path)
+        if self.disk.stat(parent) is None:
+            self._make_dirs(parent)
+        with contextlib.suppress(FileExistsError):
+            self.disk.make_dir(path)
+            self._made.append(path)
+        self.disk.sync_dir(parent)
+
+
+def clean(disk: Disk, path: str, named: Named) -> None:
+    """Removes what crashed or replaced saves left in a directory, and the directory when nothing else is in it.
+
+    Living writers' files stay, and so do foreign ones.
+    """
+    if not disk.has_locks or not _is_dir(disk, path):
+        return
+    manifest = os.path.join(path, MANIFEST)
+
+    def left_over() -> list[str]:
+        keep = set(named(read_file(disk, manifest))) if disk.stat(manifest) else ()
+        return [name for name in disk.list(path) if _OURS.fullmatch(name) and name not in keep]
+
+    try:
+        removed = False
+        for name in left_over():
+            file = os.path.join(path, name)
+            with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
+                # Asked again under the lock: now no living writer can commit this file any more.
+                if disk.lock(fd) and name in left_over():
+                    disk.unlink(file)
+                    removed = True
+    except (CorruptError, UnsupportedError):
+        return  # what a damaged checkpoint consists of is not ours to guess
+    if removed:
+        disk.sync_dir(path)
+    if not disk.list(path):
+        with contextlib.suppress(OSError):
+            disk.remove_dir(path)
+
+
+def delete(disk: Disk, path: str, named: Named) -> None:
+    """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
+    manifest = os.path.join(path, MANIFEST)
+    try:
+        names = list(named(read_file(disk, manifest)))
+    except (CorruptError, UnsupportedError):
+        names = [name for name in disk.list(path) if _OURS.fullmatch(name)]
+    disk.unlink(manifest)
+    disk.sync_dir(path)
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            disk.unlink(os.path.join(path, name))
+    clean(disk, path, named)
+
+
+def pinned(disk: Disk, path: str) -> bool:
+    """Whether a checkpoint is marked never to be deleted."""
+    return disk.stat(os.path.join(path, PIN)) is not None
+
+
+def pin(disk: Disk, path: str, wanted: bool) -> None:
+    """Sets or removes the mark, durably."""
+    mark = os.path.join(path, PIN)
+    if wanted and not pinned(disk, path):
+        disk.close(disk.create(mark))
+    elif not wanted and pinned(disk, path):
+        disk.unlink(mark)
+    disk.sync_dir(path)
