@@ -1,10 +1,12 @@
 """A template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
+import msgspec
 import numpy as np
 
 from . import _dtypes
@@ -17,8 +19,7 @@ from .errors import MismatchError
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, gc=False):
     """What a leaf becomes.
 
     `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; or `value` is the leaf itself.
@@ -26,7 +27,7 @@ class Target:
 
     make: Literal["numpy", "numpy-scalar", "jax", "key", "int", "value"]
     entry: ArrayEntry | None = None
-    dtype: np.dtype[Any] | None = None
+    dtype: Any = None
     weak: bool = False
     value: Any = None
 
@@ -116,7 +117,7 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: st
             dtype = policy.cast(_dtypes.to_numpy(entry.dtype))
             try:
                 if to_jax:
-                    _check_width(dtype, describe(entry))
+                    _check_width(dtype, entry)
                 make = "jax" if to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
                 targets.append(Target(make, entry, dtype, entry.type == "jax-weak"))
             except _Difference as difference:
@@ -145,42 +146,45 @@ def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
         _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, "no leaf of this type can be restored")
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf.dtype, np.dtype) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(leaf, entry)
     want = np.dtype(leaf.dtype)
+    shape = tuple(leaf.shape)
     on_host = isinstance(leaf, np.ndarray | np.generic)
-    expected = f"{want.name}[{','.join(map(str, leaf.shape))}]"
     if isinstance(entry, ValueEntry):
-        if entry.type != "int" or leaf.shape != () or not _dtypes.is_integer(want):
+        expected = _shape_text(leaf)
+        if entry.type != "int" or shape != () or not _dtypes.is_integer(want):
             _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
         dtype, value = want, entry.decode()
         if np.array(value).dtype.hasobject or not fits(np.array(value), want):
             _differ(expected, f"int {value}", "it does not fit; use a wider integer in the template")
     else:
-        if entry.type == "key" or tuple(leaf.shape) != entry.shape:
-            _differ(expected, entry, "shapes must be equal" if entry.type != "key" else "a typed key is no plain array")
-        dtype, value = _dtype_for(want, entry, policy, expected), None
+        if entry.type == "key" or shape != entry.shape:
+            hint = "shapes must be equal" if entry.type != "key" else "a typed key is no plain array"
+            _differ(_shape_text(leaf), entry, hint)
+        dtype, value = _dtype_for(want, entry.dtype, policy.dtype), None
+        if isinstance(dtype, str):
+            _differ(_shape_text(leaf), entry, dtype)
     if not on_host:
-        _check_width(dtype, describe(entry))
+        _check_width(dtype, entry)
     weak = not on_host and bool(getattr(leaf, "weak_type", False)) and dtype == want
     make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
     return Target(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
 
 
-def _dtype_for(want: np.dtype[Any], entry: ArrayEntry, policy: Policy, expected: str) -> np.dtype[Any]:
-    have = _dtypes.to_numpy(entry.dtype)
-    if _dtypes.is_float(have) and policy.dtype not in (None, "template"):
-        return np.dtype(policy.dtype)
-    if have == want or have == want.newbyteorder("<") or _dtypes.widens(have, want):
+@functools.lru_cache(maxsize=512)
+def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | str:
+    """What an array of dtype `found` becomes where the template has `want`, or why it cannot."""
+    have = _dtypes.to_numpy(found)
+    if _dtypes.is_float(have) and asked not in (None, "template"):
+        return np.dtype(asked)
+    if have == want.newbyteorder("<") or _dtypes.widens(have, want):
         return want
     if _dtypes.is_integer(have) and _dtypes.is_integer(want):
         return want  # tested value by value when it is read
     if _dtypes.is_float(have) and _dtypes.is_float(want):
-        if policy.dtype == "template":
-            return want
-        _differ(expected, entry, "dtype='template' narrows floats to the template's")
-    _differ(expected, entry, f"one kind of number does not become another; use {entry.dtype} in the template")
-    return None
+        return want if asked == "template" else "dtype='template' narrows floats to the template's"
+    return f"one kind of number does not become another; use {found} in the template"
 
 
 def _key_target(leaf: Any, entry: Entry) -> Target:
@@ -235,13 +239,17 @@ def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
     )
 
 
-def _check_width(dtype: np.dtype[Any], found: str) -> None:
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+def _check_width(dtype: np.dtype[Any], found: Entry) -> None:
+    allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
+    if allowed != dtype:
         raise _Difference(
-            f"{jax.dtypes.canonicalize_dtype(dtype).name}, for jax_enable_x64 is off",
-            found,
-            "switch it on, or restore into NumPy",
+            f"{allowed.name}, for jax_enable_x64 is off", describe(found), "switch it on, or restore into NumPy"
         )
+
+
+@functools.lru_cache(maxsize=512)
+def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _shape_text(leaf: Any) -> str:

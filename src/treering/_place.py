@@ -1,9 +1,10 @@
 """From host arrays to JAX arrays: which sharding each gets, and the transfer in one batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax import core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -43,7 +44,8 @@ def resolve(
             wishes = [box.value for box in wishes]
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
-    return [_concrete(w) for w in wishes]
+    mesh = _ambient_mesh()
+    return [_concrete(w, mesh) for w in wishes]
 
 
 class _Box:
@@ -58,10 +60,13 @@ def _own(leaf: Any) -> Any:
     return getattr(leaf, "sharding", None)
 
 
-def _concrete(wish: Any) -> Where:
+def _ambient_mesh() -> Any:
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def _concrete(wish: Any, mesh: Any) -> Where:
     """A sharding on real devices: specs and abstract meshes are taken to the mesh that is set."""
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    mesh = None if mesh is None or mesh.empty else mesh
     if wish is None:
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
     if isinstance(wish, NamedSharding) and isinstance(wish.mesh, jax.sharding.AbstractMesh):
@@ -75,40 +80,55 @@ def _concrete(wish: Any) -> Where:
     return wish
 
 
+class Item(msgspec.Struct, frozen=True, gc=False):
+    """A JAX array to be made of one host array per box."""
+
+    where: Any
+    shape: tuple[int, ...]
+    arrays: list[np.ndarray]
+
+
+def on_one_device(where: Sharding) -> bool:
+    """Whether an array with this sharding is one buffer."""
+    return isinstance(where, SingleDeviceSharding) or where.num_devices == 1
+
+
 def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes of an array that the devices of this process need."""
-    if where is None or isinstance(where, SingleDeviceSharding):
+    if where is None:
         return [whole(shape)]
     indices = where.addressable_devices_indices_map(shape).values()
     return list(dict.fromkeys(box_of(index or (), shape) for index in indices))
 
 
-def put(items: Sequence[tuple[Where, tuple[int, ...], Sequence[np.ndarray]]]) -> list[jax.Array]:
-    """Makes JAX arrays of (sharding, shape, one host array per box). One batch for all, adopted where possible."""
-    free = [arrays[0] for where, _, arrays in items if where is None]
+def put(items: Sequence[Item]) -> list[jax.Array]:
+    """Makes the JAX arrays: one batch for all, adopted instead of copied where the backend can."""
+    free: list[np.ndarray] = []
     bound: list[np.ndarray] = []
     places: list[Any] = []
-    for where, shape, arrays in items:
-        if isinstance(where, SingleDeviceSharding):
-            bound.append(arrays[0])
-            places.append(where)
-        elif where is not None:
-            at = dict(zip(boxes(where, shape), arrays, strict=True))
-            for device, index in where.addressable_devices_indices_map(shape).items():
-                bound.append(at[box_of(index or (), shape)])
-                places.append(SingleDeviceSharding(device, memory_kind=where.memory_kind))
+    for item in items:
+        if item.where is None:
+            free.append(item.arrays[0])
+        elif on_one_device(item.where):
+            bound.append(item.arrays[0])
+            places.append(item.where)
+        else:
+            at = dict(zip(boxes(item.where, item.shape), item.arrays, strict=True))
+            for device, index in item.where.addressable_devices_indices_map(item.shape).items():
+                bound.append(at[box_of(index or (), item.shape)])
+                places.append(SingleDeviceSharding(device, memory_kind=item.where.memory_kind))
     free_out = iter(jax.device_put(free))
     bound_out = iter(jax.device_put(bound, places))
-    out: list[jax.Array] = []
-    for where, shape, _ in items:
-        if where is None:
-            out.append(next(free_out))
-        elif isinstance(where, SingleDeviceSharding):
-            out.append(next(bound_out))
-        else:
-            shards = [next(bound_out) for _ in where.addressable_devices_indices_map(shape)]
-            out.append(jax.make_array_from_single_device_arrays(shape, where, shards))
-    return out
+    return [_made(item, free_out, bound_out) for item in items]
+
+
+def _made(item: Item, free: Iterator[jax.Array], bound: Iterator[jax.Array]) -> jax.Array:
+    if item.where is None:
+        return next(free)
+    if on_one_device(item.where):
+        return next(bound)
+    shards = [next(bound) for _ in item.where.addressable_devices_indices_map(item.shape)]
+    return jax.make_array_from_single_device_arrays(item.shape, item.where, shards)
 
 
 def weaken(array: jax.Array) -> jax.Array:

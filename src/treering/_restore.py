@@ -1,5 +1,6 @@
 """Restoring: match, read, place, and the tree again."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import numpy as np
 
 from . import _dtypes, _flax, _match, _place, _tree
 from ._catalogue import ArrayEntry, Entry
+from ._collector import paused
 from ._match import Policy, Target
 from ._place import Where
-from ._sharding import Box, whole
+from ._sharding import whole
 from .errors import MismatchError
 from .formats import Reader
 
@@ -31,6 +33,22 @@ def restore(
     memory_limit: int | None,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
+    with paused():
+        return _restore(reader, entries, skeleton, like, policy, name, sharding, verify, mmap, memory_limit)
+
+
+def _restore(
+    reader: Reader,
+    entries: Mapping[str, Entry],
+    skeleton: _tree.Skeleton | None,
+    like: Any,
+    policy: Policy,
+    name: str,
+    sharding: Any,
+    verify: bool,
+    mmap: bool | None,
+    memory_limit: int | None,
+) -> Any:
     if like is None:
         listed = list(entries.values())
         targets = _match.untemplated(listed, policy, sharding is not None, name)
@@ -78,30 +96,29 @@ def _values(
     limit: int | None,
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
-    needed: list[tuple[int, list[Box]]] = []
-    for n, target in enumerate(targets):
-        if target.entry is not None:
-            shape = target.entry.shape
-            needed.append((n, _place.boxes(places[n], shape) if target.make == "jax" else [whole(shape)]))
-    for group in _groups(needed, targets, _BUDGET if limit is None else limit):
-        wanted = [(_entry(targets[n]), box) for n, boxes in group for box in boxes]
+    for group in _groups(targets, _BUDGET if limit is None else limit):
+        boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
+        wanted = [
+            (_entry(targets[n]), box) for n in group for box in boxes.get(n) or (whole(_entry(targets[n]).shape),)
+        ]
         arrays = iter(reader.read(wanted, verify=verify, map=mmap))
-        to_jax: list[tuple[int, list[np.ndarray]]] = []
-        for n, boxes in group:
-            own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes]
+        items: list[_place.Item] = []
+        for n in group:
+            own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes.get(n) or (0,)]
             if targets[n].make == "jax":
-                to_jax.append((n, own))
+                items.append(_place.Item(places[n], _entry(targets[n]).shape, own))
             else:
                 values[n] = _on_host(own[0], targets[n], places[n])
-        made = _place.put([(places[n], _entry(targets[n]).shape, own) for n, own in to_jax])
-        for (n, _), array in zip(to_jax, made, strict=True):
-            values[n] = _place.weaken(array) if targets[n].weak else array
-    lone = [n for n, target in enumerate(targets) if target.make in ("jax", "numpy") and target.entry is None]
-    for n in lone:  # an int where the template has a 0-d array
-        array = np.array(targets[n].value, targets[n].dtype)
-        values[n] = array if targets[n].make == "numpy" else _place.put([(places[n], (), [array])])[0]
-        if targets[n].weak:
-            values[n] = _place.weaken(values[n])
+        made = iter(_place.put(items))
+        for n in group:
+            if targets[n].make == "jax":
+                values[n] = _place.weaken(next(made)) if targets[n].weak else next(made)
+    for n, target in enumerate(targets):
+        if target.entry is None and target.make in ("jax", "numpy"):  # an int where the template has a 0-d array
+            array = np.array(target.value, target.dtype)
+            values[n] = array if target.make == "numpy" else _place.put([_place.Item(places[n], (), [array])])[0]
+            if target.weak:
+                values[n] = _place.weaken(values[n])
     return values
 
 
@@ -110,20 +127,26 @@ def _entry(target: Target) -> ArrayEntry:
     return target.entry
 
 
-def _groups(
-    needed: Sequence[tuple[int, list[Box]]], targets: Sequence[Target], limit: int
-) -> Iterator[Sequence[tuple[int, list[Box]]]]:
-    group: list[tuple[int, list[Box]]] = []
+def _spread(target: Target, place: Where) -> bool:
+    """Whether a leaf is read in other boxes than the whole."""
+    return target.make == "jax" and place is not None and not _place.on_one_device(place)
+
+
+def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
+    """The leaves to read, in groups that fit the limit."""
+    group: list[int] = []
     held = 0
-    for item in needed:
-        entry = _entry(targets[item[0]])
-        nbytes = int(np.prod(entry.shape, dtype=object)) * _dtypes.itemsize(entry.dtype)
+    for n, target in enumerate(targets):
+        if target.entry is None:
+            continue
+        nbytes = math.prod(target.entry.shape) * _dtypes.itemsize(target.entry.dtype)
         if group and held + nbytes > limit:
             yield group
             group, held = [], 0
-        group.append(item)
+        group.append(n)
         held += nbytes
-    yield group
+    if group:
+        yield group
 
 
 def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:

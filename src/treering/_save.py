@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _flax, _leaves, _tree, stores
 from ._catalogue import encode_float
+from ._collector import paused
 from ._crew import Crew
 from ._paths import absolute
 from ._snapshot import Feed
@@ -175,8 +176,9 @@ def start(
     if _unseen:
         _unseen.pop(0).result()
     place = absolute(path)
-    walked = _tree.walk(_flax.split(tree)[0])
-    content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background)
+    with paused():
+        walked = _tree.walk(_flax.split(tree)[0])
+        content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background)
     check_free(stores.DISK, place, overwrite=overwrite)
     feed = Feed(content.pieces, limit)
     pending = PendingSave(place, info.step, feed)
@@ -207,7 +209,8 @@ def start(
         raise
     _last = pending
     try:
-        feed.run()
+        with paused():
+            feed.run()
     except BaseException as error:
         pending.cancel(error)
         raise

@@ -6,12 +6,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..._crew import Crew
-from ..._sharding import Box, extent
+from ..._sharding import Box, byte_ranges, extent, slices
 from ...errors import CorruptError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk
@@ -24,13 +25,32 @@ _CHUNK = 4 * BLOCK
 _INLINE = 4 * _CHUNK  # less than this is not worth a thread
 
 
-class Part(NamedTuple):
-    """The part of a wanted box that one piece holds: `inner` is global, `begin` the piece's offset in the buffer."""
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """The part of a wanted box that one piece holds: the bytes [begin, end) of a file's buffer.
+
+    With `strides`, not every byte between is part of it, but those of `ranges` are. `at` is where it belongs in
+    the wanted box.
+    """
 
     file: int
-    piece: Box
-    inner: Box
     begin: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    ranges: Any = None
+    at: Any = ...
+
+
+def part_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int) -> Part:
+    """The part `inner` of a piece that begins at `begin`; all boxes are global."""
+    shape = extent(piece)
+    at = slices(inner, box)
+    if inner == piece:
+        return Part(file, begin, begin + itemsize * math.prod(shape), shape, at=at)
+    relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(inner, piece, strict=True))
+    ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, relative, itemsize, BLOCK)]
+    strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Part(file, ranges[0][0], ranges[-1][1], extent(inner), strides, ranges, at)
 
 
 class Memory:
@@ -39,15 +59,12 @@ class Memory:
     def __init__(self, runs: Sequence[tuple[int, Any]]):
         self._runs = runs  # (offset in the buffer of the first byte, memory), ascending
 
-    def view(self, part: Part, dtype: np.dtype) -> np.ndarray:
+    def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
         """The part as an array that shares this memory."""
-        shape = extent(part.piece)
-        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        first = part.begin + sum(
-            (i - o) * stride for (i, _), (o, _), stride in zip(part.inner, part.piece, strides, strict=True)
-        )
-        offset, memory = next(run for run in reversed(self._runs) if run[0] <= first)
-        return np.ndarray(extent(part.inner), dtype, memory, first - offset, strides)
+        offset, memory = self._runs[0]
+        if len(self._runs) > 1:
+            offset, memory = next(run for run in reversed(self._runs) if run[0] <= part.begin)
+        return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
 
 
 class ArrayFile:

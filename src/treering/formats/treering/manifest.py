@@ -50,6 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     format: str = msgspec.field(name="format")
     version: int
+    requires: list[str] = []
     created: str
     software: dict[str, str]
     step: int | None = None
@@ -111,6 +112,8 @@ def decode(data: bytes, name: str) -> Manifest:
                 f"({top.get('software')}); upgrade treering to read it"
             )
         manifest = msgspec.convert(top, Manifest)
+        if manifest.requires:
+            raise UnsupportedError(f"{name}: needs {', '.join(manifest.requires)}; upgrade treering to read it")
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
     for file in manifest.files:

@@ -10,15 +10,15 @@ import numpy as np
 
 from ... import _dtypes
 from ..._catalogue import ArrayEntry, Entry, decode_float
-from ..._sharding import Box, byte_ranges, extent, intersect, slices, whole
+from ..._sharding import Box, extent, intersect, whole
 from ..._tree import Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
 from .. import safetensors
 from . import manifest
-from .files import ArrayFile, Memory, Part, few, merge
-from .manifest import BLOCK, ArrayRow, piece_key
+from .files import ArrayFile, Memory, Part, few, merge, part_of
+from .manifest import ArrayRow, piece_key
 
 
 class ReplacedError(NotFoundError):
@@ -81,21 +81,15 @@ class Reader:
         `map=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
-        parts = [list(self._parts(entry, box)) for entry, box in wanted]
+        parts = [self._parts(entry, box) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for (entry, _), found in zip(wanted, parts, strict=True):
-            size = _dtypes.itemsize(entry.dtype)
+        for found in parts:
             for part in found:
-                relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(part.inner, part.piece, strict=True))
-                file = self._file(part.file)
-                # What is mapped is checked block by block; what is copied is read in one piece per box.
-                gap = BLOCK if file.maps(map) else 1 << 62
-                ranges.setdefault(part.file, []).extend(
-                    (part.begin + begin, part.begin + end)
-                    for begin, end in byte_ranges(extent(part.piece), relative, size, gap)
-                )
+                # What is mapped is checked where it is used; what is copied is read from first to last byte.
+                strided = part.ranges and self._file(part.file).maps(map)
+                ranges.setdefault(part.file, []).extend(part.ranges if strided else [(part.begin, part.end)])
         memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
-        return [self._assemble(*item, found, memory) for item, found in zip(wanted, parts, strict=True)]
+        return [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
 
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage."""
@@ -112,43 +106,41 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
                 try:
-                    list(self._parts(row, whole(row.shape)))
+                    self._parts(row, whole(row.shape))
                 except CorruptError as error:
                     yield Problem(MANIFEST, (row.path,), None, str(error))
 
-    def _assemble(self, entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
-        dtype = _dtypes.to_numpy(entry.dtype)
-        if not parts:
-            return np.empty(extent(box), dtype)
-        if len(parts) == 1:
-            return memory[parts[0].file].view(parts[0], dtype)
-        out = np.empty(extent(box), dtype)
-        for part in parts:
-            out[slices(part.inner, box)] = memory[part.file].view(part, dtype)
-        return out
-
-    def _parts(self, entry: ArrayEntry, box: Box) -> Iterator[Part]:
+    def _parts(self, entry: ArrayEntry, box: Box) -> list[Part]:
+        """Where the bytes of a box are. Raises `CorruptError` when header and manifest disagree about that."""
         assert isinstance(entry, ArrayRow)
-        row = self._resolve(entry)
+        row = self._resolve(entry) if isinstance(entry.where, str) else entry
         size = _dtypes.itemsize(row.dtype)
+        if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
+            nbytes = size * math.prod(row.shape)
+            begin = self._tensor(row.where, piece_key(row.path, None), nbytes)
+            return [Part(row.where, begin, begin + nbytes, row.shape)] if nbytes else []
+        parts: list[Part] = []
         covered = 0
         for number, piece, key in self._pieces(row):
-            inner = box if piece == box else intersect(piece, box)
-            if inner is None:
-                continue
-            file = self._file(number)
-            tensor = file.header.tensors.get(key)
-            nbytes = size * math.prod(extent(piece))
-            if tensor is None or tensor.data_offsets[1] - tensor.data_offsets[0] != nbytes:
-                raise CorruptError(f"{file.path}: expected a tensor {key!r} of {nbytes} bytes, found {tensor}")
-            begin, end = tensor.data_offsets
-            if begin < 0 or file.header.size + end > file.size:
-                raise CorruptError(f"{file.path}: {key!r} lies outside of the file")
-            covered += math.prod(extent(inner))
-            if nbytes:
-                yield Part(number, piece, inner, begin)
+            inner = intersect(piece, box)
+            if inner is not None:
+                begin = self._tensor(number, key, size * math.prod(extent(piece)))
+                covered += math.prod(extent(inner))
+                parts.append(part_of(number, begin, piece, inner, box, size))
         if covered != math.prod(extent(box)):
             raise CorruptError(f"{self.path}: the pieces of {row.path!r} do not cover it; the manifest is wrong")
+        return parts
+
+    def _tensor(self, number: int, key: str, nbytes: int) -> int:
+        """Where a tensor begins in the buffer of a file."""
+        file = self._files.get(number) or self._file(number)
+        tensor = file.header.tensors.get(key)
+        begin, end = tensor.data_offsets if tensor else (0, -1)
+        if end - begin != nbytes:
+            raise CorruptError(f"{file.path}: expected a tensor {key!r} of {nbytes} bytes, found {tensor}")
+        if begin < 0 or file.header.size + end > file.size:
+            raise CorruptError(f"{file.path}: {key!r} lies outside of the file")
+        return begin
 
     def _pieces(self, row: ArrayRow) -> Iterable[tuple[int, Box, str]]:
         if isinstance(row.where, int):
@@ -202,6 +194,16 @@ class Reader:
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
         return tuple(row.path for row in rows if row.where == number)
+
+
+def _assemble(entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
+    dtype = _dtypes.to_numpy(entry.dtype)
+    if len(parts) == 1:
+        return memory[parts[0].file].view(parts[0], dtype)
+    out = np.empty(extent(box), dtype)
+    for part in parts:
+        out[part.at] = memory[part.file].view(part, dtype)
+    return out
 
 
 def _check_row(row: ArrayRow, name: str) -> None:
