@@ -5,7 +5,7 @@ a recursive parser. A leaf is 0 in it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,7 @@ class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
     name: str
-    keys: list[Any] | int
+    keys: list[Any] | Annotated[int, msgspec.Meta(ge=0)]
 
     def __len__(self) -> int:
         return self.keys if isinstance(self.keys, int) else len(self.keys)
@@ -129,11 +129,20 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
     if isinstance(value, tuple) and fields is not None:
         # Named here, since the registry (jaxlib 0.10) repeats the first field's name for all.
         return Node("namedtuple", name, list(fields)), fields
-    if keys and isinstance(keys[0], FlattenedIndexKey | SequenceKey):
+    if keys and all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys):
         return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
-    plain = [getattr(key, "key", None) if isinstance(key, DictKey) else getattr(key, "name", key) for key in keys]
+    plain = [_plain_key(key) for key in keys]
     of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))
     return Node("dict" if of_dict else "object", name, [_encode_key(k) for k in plain]), [key_text(k) for k in plain]
+
+
+def _plain_key(key: Any) -> Any:
+    """What a key object of JAX holds. Other registrations may use bare names."""
+    from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+    if isinstance(key, DictKey | FlattenedIndexKey):
+        return key.key
+    return key.name if isinstance(key, GetAttrKey) else key.idx if isinstance(key, SequenceKey) else key
 
 
 def _encode_key(key: Any) -> Any:

@@ -89,6 +89,8 @@ class Transaction:
     def commit(self, manifest: bytes) -> None:
         """Publishes the save. Raises `ExistsError` when another writer was first."""
         new = os.path.join(self.path, MANIFEST)
+        if not self._open:
+            self._make_dirs(self.path)
         self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
         temporary = self.write_small(f"{MANIFEST}.{self.token}.tmp", manifest)
         if self._overwrite:

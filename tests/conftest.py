@@ -1,0 +1,42 @@
+"""What all tests share."""
+
+import os
+
+# Eight CPU devices, so that sharded arrays are real; before JAX is imported anywhere.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from treering import _save, stores
+from treering.stores.disk import Disk
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_threads() -> Iterator[None]:
+    """Every save of a test is over at its end, and nobody was left untold of a failure."""
+    yield
+    if _save._last is not None:
+        assert _save._last._finished.wait(30)
+    unseen, _save._unseen[:] = list(_save._unseen), []
+    assert not unseen
+    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("treering"):
+            thread.join(10)
+            assert not thread.is_alive(), alive
+
+
+@pytest.fixture
+def use_disk(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a double in the place of the disk for the rest of the test."""
+
+    def use(disk: Disk) -> Disk:
+        monkeypatch.setattr(stores, "DISK", disk)
+        return disk
+
+    return use

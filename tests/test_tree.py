@@ -1,0 +1,147 @@
+"""Pytrees as paths, leaves and skeletons."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from treering import _paths, _tree
+from treering.errors import CorruptError, UnsupportedError
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    a: Any
+    b: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Unnamed:
+    """A container whose children have no names."""
+
+    def __init__(self, *children: Any):
+        self.children = children
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Unnamed":
+        return cls(*children)
+
+
+TREE = {
+    "dict": {"b": 1, "a": 2},
+    "ints": {2: 1, 10: 2},
+    "list": [1, [2, 3], []],
+    "tuple": (1, (), (2,)),
+    "point": Point(1, {"z": 2}),
+    "record": Record(1, [2]),
+    "unnamed": Unnamed(1, (2, 3)),
+    "none": [None, 1],
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "default": collections.defaultdict(int, q=1),
+}
+
+
+def test_the_order_is_that_of_jax() -> None:
+    walked = _tree.walk(TREE)
+    assert list(walked.leaves) == _tree.flatten(TREE)[0]
+    by_jax = jax.tree_util.tree_flatten_with_path(TREE, is_leaf=lambda x: x is None)[0]
+    assert len(by_jax) == len(walked.paths)
+
+
+def test_paths_read_the_same_for_keys_attributes_and_indices() -> None:
+    paths = set(_tree.walk(TREE).paths)
+    assert {"dict/a", "ints/10", "list/1/0", "point/x", "point/y/z", "record/b/0", "unnamed/1/1", "none/0"} <= paths
+
+
+def test_the_skeleton_builds_nested_containers() -> None:
+    walked = _tree.walk(TREE)
+    built = _tree.build(walked.skeleton, walked.leaves)
+    assert built == {
+        **TREE,
+        "point": {"x": 1, "y": {"z": 2}},
+        "record": {"a": 1, "b": [2]},
+        "unnamed": [1, (2, 3)],
+        "ordered": {"b": 1, "a": 2},
+        "default": {"q": 1},
+    }
+
+
+@pytest.mark.parametrize("at", ["dict", "list/1", "tuple/1", "point/y", "none", "unnamed", "record/b/0", ""])
+def test_a_subtree_of_the_skeleton_builds_that_part(at: str) -> None:
+    walked = _tree.walk(TREE)
+    part = _tree.subtree(walked.skeleton, at)
+    assert part is not None
+    whole: Any = _tree.build(walked.skeleton, walked.leaves)
+    for key in at.split("/") if at else ():
+        whole = whole[int(key)] if isinstance(whole, list | tuple) else whole[key]
+    below = [leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _paths.below(path, at) is not None]
+    assert _tree.build(part, below) == whole
+
+
+def test_no_such_place_in_the_skeleton() -> None:
+    assert _tree.subtree(_tree.walk(TREE).skeleton, "dict/c") is None
+
+
+def test_the_same_structure_is_named_once() -> None:
+    first, second = _tree.walk(TREE), _tree.walk(jax.tree.map(lambda x: x + 1, TREE))
+    assert first.paths is second.paths
+    assert list(second.leaves) != list(first.leaves)
+
+
+def test_keys_with_dots_stay_apart() -> None:
+    assert set(_tree.walk({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
+
+
+def test_depth_is_no_limit() -> None:
+    tree: Any = 7
+    for _ in range(200):
+        tree = {"a": [tree]}
+    walked = _tree.walk(tree)
+    assert walked.paths == ["/".join(["a/0"] * 200)]
+    assert _tree.build(walked.skeleton, walked.leaves) == tree
+
+
+class Two:
+    """A container with an attribute and an index that read the same."""
+
+    def __init__(self, a: Any, b: Any):
+        self.pair = a, b
+
+
+jax.tree_util.register_pytree_with_keys(
+    Two,
+    lambda two: (((jax.tree_util.GetAttrKey("1"), two.pair[0]), (jax.tree_util.SequenceKey(1), two.pair[1])), None),
+    lambda _, children: Two(*children),
+)
+
+
+def test_two_leaves_with_one_path_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"inner/1: two leaves have this path"):
+        _tree.walk({"inner": Two(1, 2)})
+
+
+def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"a/b: JAX cannot flatten this dict"):
+        _tree.walk({"a": {"b": {1: 2, "x": 3}}})
+
+
+def test_keys_of_other_types_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"the key \(1, 2\) is a tuple"):
+        _tree.walk({"a": {(1, 2): 3}})
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [[], [0, 0], [_tree.Node("list", "", 2), 0], [_tree.Node("dict", "", [[1]]), 0]],
+)
+def test_a_skeleton_that_does_not_add_up_is_corrupt(skeleton: Any) -> None:
+    with pytest.raises(CorruptError):
+        _tree.build(skeleton, [1])
