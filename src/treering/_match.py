@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
+import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -234,9 +235,11 @@ def _is_int(entry: Entry) -> bool:
 
 def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
     """Whether integers survive a change of width."""
-    return bool(np.array_equal(values, values.astype(dtype).astype(values.dtype))) and not (
-        values.dtype.kind == "i" and dtype.kind == "u" and bool((values < 0).any())
-    )
+    if not values.size:
+        return True
+    wide = values.astype(np.int64) if values.dtype.kind == "V" else values
+    limits = ml_dtypes.iinfo(dtype)
+    return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
 
 
 def _check_width(dtype: np.dtype[Any], found: Entry) -> None:

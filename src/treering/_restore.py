@@ -157,7 +157,8 @@ def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
             f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
             f"use {array.dtype.name} in the template"
         )
-    return array.astype(target.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and narrowing was asked for
+        return array.astype(target.dtype)
 
 
 def _on_host(array: np.ndarray, target: Target, place: Where) -> Any:

@@ -1,0 +1,425 @@
+"""Restoring: what a template decides, what is refused, and where arrays go."""
+
+import collections
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.errors import CorruptError, MismatchError, NotFoundError
+from treering.stores.disk import Disk
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> Any:
+    """Saves a tree and returns the path."""
+
+    def save(tree: Any) -> pathlib.Path:
+        tr.save(tmp_path / "c", tree, overwrite=True)
+        return tmp_path / "c"
+
+    return save
+
+
+MODEL = {
+    "params": {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(3, np.float32)}},
+    "step": 7,
+}
+
+
+# What comes back
+
+
+def test_a_template_leaf_decides_what_comes_back(saved: Any) -> None:
+    value = np.arange(4, dtype=np.float32)
+    path = saved({"x": value})
+    for like, kind in [
+        (jnp.zeros(4), jax.Array),
+        (jax.ShapeDtypeStruct((4,), jnp.float32), jax.Array),
+        (np.zeros(4, np.float32), np.ndarray),
+    ]:
+        found = tr.restore(path, like={"x": like})["x"]
+        assert isinstance(found, kind)
+        np.testing.assert_array_equal(found, value)
+    assert isinstance(tr.restore(path)["x"], np.ndarray)
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_numpy_arrays_are_writable_and_the_file_never_changes(saved: Any, mmap: bool | None) -> None:
+    path = saved({"x": np.zeros(100_000), "y": np.zeros(3)})
+    found = tr.restore(path, like={"x": np.empty(100_000), "y": np.empty(3)}, mmap=mmap)
+    found["x"][:] = 1
+    found["y"] += 1
+    assert tr.verify(path).ok
+    assert not tr.restore(path)["x"].any()
+
+
+@pytest.mark.parametrize("mmap", [None, False])
+def test_restored_arrays_outlive_their_checkpoint(saved: Any, tmp_path: pathlib.Path, mmap: bool | None) -> None:
+    path = saved({"x": np.arange(1 << 20), "j": jnp.arange(1 << 20)})
+    found = tr.restore(path, like={"x": np.empty(1 << 20, int), "j": jnp.zeros(1 << 20, int)}, mmap=mmap)
+    saved({"x": 0})
+    for array in found.values():
+        np.testing.assert_array_equal(array, np.arange(1 << 20))
+
+
+def test_aligned_arrays_are_adopted_from_the_mapped_file_without_a_copy(saved: Any) -> None:
+    state = {str(n): jnp.full((1 << 18,), n, jnp.float32) for n in range(4)} | {"odd": jnp.ones(3)}
+    path = saved(state)
+    found = tr.restore(path, like=state)
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps if str(path) in line]
+    for n in range(4):
+        pointer = found[str(n)].unsafe_buffer_pointer()
+        assert any(begin <= pointer < end for begin, end in ranges)
+
+
+def test_a_donated_restored_array_leaves_the_file_alone(saved: Any) -> None:
+    state = {"x": jnp.arange(1 << 18, dtype=jnp.float32)}
+    path = saved(state)
+    found = tr.restore(path, like=state)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(found))
+    assert tr.verify(path).ok
+    np.testing.assert_array_equal(tr.restore(path)["x"], np.arange(1 << 18, dtype=np.float32))
+
+
+def test_a_part_by_ellipsis_and_by_at(saved: Any) -> None:
+    path = saved(MODEL)
+    part = {"kernel": np.zeros((2, 3), np.float32), "bias": ...}
+    found = tr.restore(path, like={"params": {"dense": part}, "step": ...})
+    assert found["step"] is ... and found["params"]["dense"]["bias"] is ...
+    found = tr.restore(path, like=part, at="params/dense")
+    np.testing.assert_array_equal(found["kernel"], MODEL["params"]["dense"]["kernel"])
+    assert tr.restore(path, at="step") == 7
+    assert list(tr.restore(path, at="params")) == ["dense"]
+    with pytest.raises(NotFoundError, match="nothing lies at 'param'; closest: params"):
+        tr.restore(path, at="param")
+
+
+def test_only_the_part_asked_for_is_read(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    tree = {"params": np.zeros(1 << 20, np.uint8), "opt": np.zeros(8 << 20, np.uint8)}
+    tr.save(tmp_path / "c", tree)
+
+    class Counting(Disk):
+        total = 0
+
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            Counting.total += len(buffer)
+            return super().read(fd, buffer, offset)
+
+    for mmap in (None, False):
+        Counting.total = 0
+        use_disk(Counting())
+        tr.restore(tmp_path / "c", at="params", mmap=mmap)
+        assert Counting.total < 2 * (1 << 20) + 10_000
+
+
+# Differences
+
+
+def test_all_differences_come_in_one_error(saved: Any) -> None:
+    path = saved(MODEL)
+    like = {
+        "params": {"dense": {"kernel": jnp.zeros((3, 2)), "biass": jnp.zeros(3)}},
+        "step": "seven",
+        "extra": {"x": jax.ShapeDtypeStruct((2,), jnp.int8)},
+    }
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(path, like=like)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: the checkpoint does not fit the template: 5 differences\n")
+    for line in [
+        "  params/dense/kernel: expected float32[3,2], found float32[2,3]; shapes must be equal",
+        "  params/dense/biass: expected float32[3], found nothing (closest: params/dense/bias); missing='template' or",
+        "  step: expected str, found int; ",
+        "  extra/x: expected int8[2], found nothing; ",
+        "  params/dense/bias: expected nothing, found float32[3]; extra='ignore' or extra=['params/dense/bias'] leaves",
+    ]:
+        assert line in text
+
+
+def test_missing_leaves_come_from_the_template_when_asked(saved: Any) -> None:
+    path = saved({"a": np.zeros(2)})
+    like = {"a": np.ones(2), "lora": {"x": np.full(3, 5.0), "y": 3}}
+    for missing in ("template", "lora/*", ["nothing", "**/x", "lora/y"]):
+        if missing == "lora/*":
+            missing = ["lora/*"]
+        found = tr.restore(path, like=like, missing=missing)
+        assert found["lora"]["x"] is like["lora"]["x"] and found["lora"]["y"] == 3
+        assert not found["a"].any()
+    with pytest.raises(MismatchError, match="lora/y"):
+        tr.restore(path, like=like, missing=["lora/x"])
+    with pytest.raises(MismatchError, match="the template has no value to take"):
+        tr.restore(path, like={"a": np.ones(2), "b": jax.ShapeDtypeStruct((), float)}, missing="template")
+    with pytest.raises(MismatchError, match="missing='ignore': expected 'error', 'template' or"):
+        tr.restore(path, like=like, missing="ignore")
+
+
+def test_extra_leaves_are_left_out_when_asked(saved: Any) -> None:
+    path = saved({"a": np.zeros(2), "ema": {"a": np.zeros(2)}})
+    assert list(tr.restore(path, like={"a": np.ones(2)}, extra="ignore")) == ["a"]
+    assert list(tr.restore(path, like={"a": np.ones(2)}, extra=["ema/**"])) == ["a"]
+    with pytest.raises(MismatchError, match="ema/a"):
+        tr.restore(path, like={"a": np.ones(2)}, extra=["other/**"])
+
+
+def test_none_and_functions_are_no_arrays(saved: Any) -> None:
+    path = saved({"f": jax.nn.relu, "n": None, "x": np.ones(2), "was": np.ones(2)})
+    like = {"f": jnp.tanh, "n": None, "x": np.ones(2), "was": np.ones(2), "new": None}
+    found = tr.restore(path, like=like)
+    assert found["f"] is jnp.tanh and found["n"] is None and found["new"] is None
+    with pytest.raises(MismatchError, match="was: expected nothing, found float64"):
+        tr.restore(path, like=like | {"was": None})
+    with pytest.raises(MismatchError, match=r"n: expected float64.*found nothing"):
+        tr.restore(path, like=like | {"n": np.ones(2)})
+    without = tr.restore(path, like={"x": np.ones(2), "was": np.ones(2)})
+    assert set(without) == {"x", "was"}
+
+
+def test_another_named_tuple_at_the_same_path_is_noticed(saved: Any) -> None:
+    a = collections.namedtuple("ScaleByAdamState", "count mu")
+    b = collections.namedtuple("TraceState", "count mu")
+    path = saved({"opt": (a(1, np.ones(2)), b(2, np.ones(2)))})
+    tr.restore(path, like={"opt": (a(1, np.ones(2)), b(2, np.ones(2)))})
+    with pytest.raises(MismatchError, match="opt/0: expected TraceState, found ScaleByAdamState; was the order"):
+        tr.restore(path, like={"opt": (b(1, np.ones(2)), a(2, np.ones(2)))})
+    tr.restore(path, like={"opt": [{"count": 0, "mu": np.ones(2)}] * 2})
+
+
+# Dtypes
+
+
+def test_floats_widen_by_themselves_and_narrow_when_asked(saved: Any) -> None:
+    path = saved({"x": np.array([1.1, 2], np.float32)})
+    assert tr.restore(path, like={"x": np.zeros(2)})["x"].dtype == np.float64
+    half = {"x": jnp.zeros(2, jnp.bfloat16)}
+    with pytest.raises(MismatchError, match=r"x: expected bfloat16\[2\], found float32\[2\]; dtype='template'"):
+        tr.restore(path, like=half)
+    assert tr.restore(path, like=half, dtype="template")["x"].dtype == jnp.bfloat16
+    assert tr.restore(path, like=half, dtype=jnp.float16)["x"].dtype == jnp.float16
+    assert tr.restore(path, dtype="float16")["x"].dtype == np.float16
+    with pytest.raises(MismatchError, match="dtype='int8'"):
+        tr.restore(path, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "widens"),
+    [
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float16", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("float8_e4m3fn", "bfloat16", True),
+        ("float8_e5m2", "float16", True),
+        ("float8_e8m0fnu", "float32", True),
+        ("float8_e8m0fnu", "float16", False),
+        ("float4_e2m1fn", "float8_e4m3fn", True),
+        ("float8_e4m3fn", "float8_e5m2", False),
+    ],
+)
+def test_widening_means_that_every_value_survives(saved: Any, old: str, new: str, widens: bool) -> None:
+    kinds = [np.dtype(getattr(ml_dtypes, name, name)) for name in (old, new)]
+    every = np.arange(2 ** min(8 * kinds[0].itemsize, 16)).astype(f"u{kinds[0].itemsize}").view(kinds[0])
+    if old == "float4_e2m1fn":
+        every = every[:16]
+    path = saved({"x": every})
+    like = {"x": np.zeros(every.shape, kinds[1])}
+    if widens:
+        found = tr.restore(path, like=like)["x"]
+        with np.errstate(all="ignore"):
+            numbers = ~np.isnan(found.astype(np.float64))
+            same = found.astype(kinds[0]).view(f"u{kinds[0].itemsize}") == every.view(f"u{kinds[0].itemsize}")
+        assert numbers.any() and same[numbers].all()
+    else:
+        with pytest.raises(MismatchError):
+            tr.restore(path, like=like)
+
+
+def test_integers_change_width_when_every_value_fits(saved: Any) -> None:
+    path = saved({"x": np.array([-1, 127], np.int64)})
+    assert tr.restore(path, like={"x": jnp.zeros(2, jnp.int8)})["x"].tolist() == [-1, 127]
+    with pytest.raises(MismatchError, match=r"x: expected uint8 .template., found values of int64 that do not fit"):
+        tr.restore(path, like={"x": np.zeros(2, np.uint8)})
+    path = saved({"x": np.array([2**63], np.uint64)})
+    with pytest.raises(MismatchError, match="do not fit"):
+        tr.restore(path, like={"x": np.zeros(1, np.int64)})
+
+
+def test_an_int_and_a_0d_integer_array_stand_for_one_another(saved: Any) -> None:
+    path = saved({"step": 7})
+    found = tr.restore(path, like={"step": jnp.zeros((), jnp.int32)})["step"]
+    assert isinstance(found, jax.Array) and found.dtype == jnp.int32 and found == 7
+    assert isinstance(tr.restore(path, like={"step": np.array(0, np.int16)})["step"], np.ndarray)
+    path = saved({"step": jnp.int32(7)})
+    assert type(tr.restore(path, like={"step": 0})["step"]) is int
+    path = saved({"step": 2**40})
+    with pytest.raises(MismatchError, match="it does not fit"):
+        tr.restore(path, like={"step": jnp.zeros((), jnp.int32)})
+
+
+@pytest.mark.parametrize(
+    ("value", "like"),
+    [
+        (1.5, 1),
+        (True, 1),
+        (1, 1.5),
+        (1, True),
+        (np.ones(2), np.ones(2, bool)),
+        (np.ones(2, int), np.ones(2)),
+        ("a", b"a"),
+    ],
+)
+def test_one_kind_does_not_become_another(saved: Any, value: Any, like: Any) -> None:
+    with pytest.raises(MismatchError, match="x: expected"):
+        tr.restore(saved({"x": value}), like={"x": like})
+
+
+def test_64_bit_arrays_are_never_truncated_for_jax(saved: Any) -> None:
+    path = saved({"x": np.array([2.0**60]), "i": np.array([2**60])})
+    with pytest.raises(MismatchError, match=r"(?s)i: expected int32, for jax_enable_x64 is off.*x: expected float32"):
+        tr.restore(path, sharding=lambda *_: None)
+    with jax.enable_x64(True):
+        found = tr.restore(path, sharding=lambda *_: None)
+        assert found["i"].dtype == jnp.int64 and int(found["i"][0]) == 2**60
+
+
+# Where arrays go
+
+
+def mesh_of(*axes: int) -> jax.sharding.Mesh:
+    names = ("x", "y", "z")[: len(axes)]
+    return jax.make_mesh(axes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+P = jax.P
+SOURCES = [(1, P()), (8, P("x")), ((2, 4), P("x", "y")), ((4, 2), P(None, "x")), ((2, 2, 2), P(("z", "x"), "y"))]
+TARGETS = [(1, P()), (4, P("x")), ((2, 4), P("y", "x")), ((2, 4), P(None, ("x", "y"))), ((2, 2), P("x"))]
+
+
+@pytest.mark.parametrize("mmap", [None, False])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_sharding_to_any_other(saved: Any, source: Any, target: Any, mmap: bool | None) -> None:
+    def sharding(spec: Any) -> jax.NamedSharding:
+        axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+        return jax.NamedSharding(mesh_of(*axes), spec[1])
+
+    value = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+    path = saved({"x": jax.device_put(value, sharding(source))})
+    found = tr.restore(
+        path, like={"x": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(target))}, mmap=mmap
+    )
+    assert found["x"].sharding == sharding(target)
+    np.testing.assert_array_equal(found["x"], value)
+    np.testing.assert_array_equal(tr.restore(path)["x"], value)
+    np.testing.assert_array_equal(tr.open(path)["x"][3:11, 5::3], value[3:11, 5::3])
+
+
+def test_each_byte_of_a_replicated_array_is_written_once(saved: Any) -> None:
+    value = jax.device_put(np.zeros((64, 64), np.float32), jax.NamedSharding(mesh_of(2, 4), P("x")))
+    path = saved({"x": value, "copy": jax.device_put(np.zeros(1024), jax.NamedSharding(mesh_of(8), P()))})
+    (file,) = path.glob("*.safetensors")
+    assert file.stat().st_size == 4096 + value.nbytes + 1024 * 4
+
+
+def test_the_sharding_argument_wins_over_the_templates(saved: Any) -> None:
+    mesh = mesh_of(8)
+    row, all_of_it = jax.NamedSharding(mesh, P("x")), jax.NamedSharding(mesh, P())
+    state = {"params": {"w": jnp.zeros((8, 2)), "b": jnp.zeros(8)}, "n": 3}
+    path = saved(state)
+    for wish in (
+        row,
+        {"params": row, "n": None},
+        lambda path, shape, dtype: row,
+        {"params": {"w": row, "b": row}, "n": None},
+    ):
+        found = tr.restore(path, like=state, sharding=wish)
+        assert found["params"]["w"].sharding == found["params"]["b"].sharding == row
+        found = tr.restore(path, sharding=wish)
+        assert found["params"]["w"].sharding == row and isinstance(found["params"]["w"], jax.Array) and found["n"] == 3
+    seen: list[Any] = []
+    tr.restore(path, like=state, sharding=lambda *a: seen.append(a) or all_of_it)
+    assert seen == [("params/b", (8,), np.float32), ("params/w", (8, 2), np.float32)]
+    with jax.set_mesh(mesh):
+        assert tr.restore(path, like=state, sharding=P("x"))["params"]["b"].sharding == row
+        assert tr.restore(path, like=jax.eval_shape(lambda: state))["params"]["b"].sharding == all_of_it
+    with pytest.raises(MismatchError, match="needs a mesh"):
+        tr.restore(path, like=state, sharding=P("x"))
+    with pytest.raises(MismatchError, match="prefix of the template"):
+        tr.restore(path, like=state, sharding={"params": [row]})
+
+
+def test_a_recorded_sharding_is_a_template_on_another_machine(saved: Any) -> None:
+    value = jax.device_put(np.zeros((16, 4), np.float32), jax.NamedSharding(mesh_of(2, 4), P(("x", "y"), None)))
+    path = saved({"x": value, "y": jnp.zeros(3)})
+    ckpt = tr.open(path)
+    recorded = ckpt["x"].sharding
+    assert recorded.spec == P(("x", "y"), None) and dict(recorded.mesh.shape) == {"x": 2, "y": 4}
+    assert ckpt["y"].sharding is None
+    with jax.set_mesh(mesh_of(4, 2)):
+        like = {"x": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=recorded), "y": ...}
+        assert tr.restore(path, like=like)["x"].sharding.mesh.shape == {"x": 4, "y": 2}
+
+
+def test_memory_kinds_are_kept(saved: Any) -> None:
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+    path = saved({"x": jax.device_put(jnp.arange(4.0), where)})
+    found = tr.restore(path, like={"x": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where)})["x"]
+    assert found.sharding == where and found.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("limit", [1, 5000, None])
+def test_restoring_in_bounded_groups_gives_the_same(saved: Any, limit: int | None) -> None:
+    state = {str(n): jnp.full((n * 100,), n) for n in range(20)}
+    found = tr.restore(saved(state), like=state, memory_limit=limit, mmap=False)
+    assert all((found[k] == state[k]).all() for k in state)
+
+
+# Reading while others write
+
+
+def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    path = tmp_path / "c"
+    tr.save(path, {"x": np.zeros(1000)})
+
+    class Overwritten(Disk):
+        """Another writer replaces the checkpoint just before its array file is opened."""
+
+        times = 2
+
+        def open(self, path: str) -> int:
+            if path.endswith(".safetensors") and self.times:
+                self.times -= 1
+                now, stores.DISK = stores.DISK, Disk()
+                tr.save(tmp_path / "c", {"x": np.full(1000, 5 - self.times)}, overwrite=True)
+                stores.DISK = now
+            return super().open(path)
+
+    use_disk(Overwritten())
+    assert tr.restore(path)["x"][0] == 5
+    held = tr.open(path)
+    stores.DISK = Disk()
+    tr.save(path, {"x": np.ones(1000)}, overwrite=True)
+    with pytest.raises(NotFoundError, match="was replaced while it was open; open it again"):
+        held["x"][:]
+
+
+def test_an_open_array_survives_an_overwrite(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"x": np.zeros(1000)})
+    held = tr.open(tmp_path / "c")["x"]
+    assert held[0] == 0
+    tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)
+    assert held[999] == 0
+
+
+def test_a_missing_array_file_is_damage(saved: Any) -> None:
+    path = saved({"x": np.zeros(1000)})
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(CorruptError, match="expected an array file, found nothing"):
+        tr.restore(path)
