@@ -1,0 +1,351 @@
+"""The run in a training loop."""
+
+import datetime
+import errno
+import logging
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError
+from treering.stores.disk import Disk
+
+
+def damage(run: pathlib.Path, step: int, what: str) -> None:
+    folder = run / f"step-{step:08}"
+    file = folder / "treering.json" if what == "manifest" else next(folder.glob("*.safetensors"))
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[-100 if what == "manifest" else -1] ^= 1
+    file.write_bytes(data[:-1] if what == "truncated" else data)
+
+
+def loop(run: pathlib.Path, steps: Any, keep: Any = None, metrics: Any = None, **options: Any) -> list[int]:
+    with tr.Checkpointer(run, keep=keep, **options) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": np.full(3, step)}, metrics=metrics and metrics(step))
+        ckpts.wait()
+        return ckpts.steps
+
+
+# What is kept: the sequences that users of other libraries rely on
+
+
+def test_last_two_of_five(tmp_path: pathlib.Path) -> None:
+    assert loop(tmp_path, range(5), tr.keep.last(2)) == [3, 4]
+
+
+def test_every_fourth_and_the_last_two(tmp_path: pathlib.Path) -> None:
+    assert loop(tmp_path, range(11), tr.keep.every(4) | tr.keep.last(2), save_every=2) == [0, 4, 8, 10]
+
+
+def test_the_best_two_and_every_third(tmp_path: pathlib.Path) -> None:
+    keep = tr.keep.best(2, "acc", "max") | tr.keep.every(3)
+    assert loop(tmp_path, range(9), keep, lambda step: {"acc": step / 10}) == [0, 3, 6, 7, 8]
+    assert loop(tmp_path, [9], keep, lambda step: {"acc": step / 10}) == [0, 3, 6, 8, 9]
+
+
+def test_steps_without_the_metric_are_kept_or_not(tmp_path: pathlib.Path) -> None:
+    scores = {43: 0.6, 44: 0.5, 45: 0.4}
+
+    def metrics(step: int) -> Any:
+        return {"acc": scores[step]} if step in scores else None
+
+    assert loop(tmp_path, range(41, 46), tr.keep.best(1, "acc", "max"), metrics) == [41, 42, 43, 45]
+    dropping = tr.keep.best(1, "acc", "max", unscored="drop")
+    assert loop(tmp_path, [46], dropping, metrics) == [43, 46]
+
+
+def test_steps_are_saved_at_multiples_and_when_forced(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, save_every=2) as ckpts:
+        saved = [ckpts.save(step, {"x": step}) is not None for step in range(5)]
+        ckpts.save(5, {"x": 5}, force=True)
+        ckpts.wait()
+        assert saved == [True, False, True, False, True]
+        assert ckpts.steps == [0, 2, 4, 5] and ckpts.latest_step == 5
+
+
+def test_a_nan_is_never_best(tmp_path: pathlib.Path) -> None:
+    losses = {1: 0.5, 2: float("nan"), 3: 0.7}
+    assert loop(tmp_path, losses, tr.keep.best(1, "loss", "min"), lambda s: {"loss": losses[s]}) == [1, 3]
+    ckpts = tr.Checkpointer(tmp_path)
+    assert ckpts.best_step("loss", "min") == 1 and ckpts.best_step("loss", "max") == 3
+    assert ckpts.best_step("other", "max") is None
+    only = tmp_path / "only"
+    loop(only, [1], metrics=lambda s: {"loss": float("nan")})
+    assert tr.Checkpointer(only).best_step("loss", "min") is None
+
+
+def test_what_was_just_saved_is_kept_even_when_it_is_an_old_step(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [5, 6])
+    assert loop(tmp_path, [2], tr.keep.last(1)) == [2, 6]
+
+
+def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, range(3))
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
+        ckpts.pin(0)
+        ckpts.pin(0)
+        ckpts.save(3, {"x": 3})
+        ckpts.wait()
+        assert ckpts.steps == [0, 3]
+        with pytest.raises(MismatchError, match="pinned; unpin it first"):
+            ckpts.delete(0)
+        ckpts.unpin(0)
+        ckpts.unpin(0)
+        ckpts.delete(0)
+        assert ckpts.steps == [3]
+        for call in (ckpts.pin, ckpts.unpin, ckpts.delete, ckpts.open):
+            with pytest.raises(NotFoundError, match="expected step 0, found 3"):
+                call(0)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003"]
+
+
+def test_foreign_files_and_other_prefixes_are_left_alone(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2], prefix="ema-")
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    assert loop(tmp_path, [2, 3], tr.keep.last(1)) == [3]
+    assert sorted(os.listdir(tmp_path)) == ["ema-00000001", "ema-00000002", "step-00000001", "step-00000003"]
+    with pytest.raises(ExistsError, match=r"notes\.txt"):
+        loop(tmp_path, [1])
+
+
+# When it is saved
+
+
+def test_save_every_may_be_a_function_or_a_time(tmp_path: pathlib.Path) -> None:
+    assert loop(tmp_path / "a", range(6), save_every=lambda step: step in (1, 4)) == [1, 4]
+    assert loop(tmp_path / "b", range(6), save_every=datetime.timedelta(hours=1)) == []
+    assert loop(tmp_path / "c", range(3), save_every=datetime.timedelta(0)) == [0, 1, 2]
+
+
+def test_a_step_that_exists_is_an_error_or_skipped_or_replaced(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": 1})
+        for _ in range(2):  # while it is under way, and when it is committed
+            with pytest.raises(ExistsError, match="step 1 is saved already"):
+                ckpts.save(1, {"x": 2})
+            assert ckpts.save(1, {"x": 2}, on_exists="skip") is None
+            ckpts.wait()
+        assert ckpts.restore() == {"x": 1}
+        ckpts.save(1, {"x": 3}, on_exists="overwrite")
+        assert ckpts.restore() == {"x": 3}
+        ckpts.save(2, {"x": 4})
+        ckpts.save(2, {"x": 5}, on_exists="overwrite")
+        assert ckpts.restore() == {"x": 5}
+
+
+def test_what_is_recorded_with_each_step(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
+        ckpts.save(3, {"x": 1}, metrics={"loss": jnp.float32(0.25), "acc": np.float64(0.5), "n": 3})
+        ckpt = ckpts.open()
+        assert (ckpt.step, ckpt.metadata, ckpt.metrics) == (3, {"lr": 0.1}, {"loss": 0.25, "acc": 0.5, "n": 3.0})
+        assert ckpt.path == ckpts.path(3) == str(tmp_path / "step-00000003")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"save_every": 0}, "save_every=0"),
+        ({"keep": 3}, r"keep=3: expected a policy such as treering.keep.last\(3\)"),
+        ({"prefix": "a/b"}, "prefix"),
+        ({"prefix": "run2"}, "prefix"),
+    ],
+)
+def test_wrong_arguments(tmp_path: pathlib.Path, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(MismatchError, match=error):
+        tr.Checkpointer(tmp_path, **arguments)
+
+
+def test_wrong_steps_and_modes(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (-1, 1.0, "1", None):
+            with pytest.raises(MismatchError, match="step="):
+                ckpts.save(step, {"x": 1})  # type: ignore[arg-type]
+        with pytest.raises(MismatchError, match="on_exists='replace'"):
+            ckpts.save(1, {"x": 1}, on_exists="replace")  # type: ignore[arg-type]
+        ckpts.save(jnp.int32(1), {"x": 1})  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match="closed"):
+        ckpts.save(2, {"x": 1})
+    assert ckpts.restore() == {"x": 1}
+
+
+def test_making_one_touches_nothing(tmp_path: pathlib.Path) -> None:
+    ckpts = tr.Checkpointer(tmp_path / "run")
+    assert ckpts.steps == [] and ckpts.latest_step is None and ckpts.restored_step is None
+    with pytest.raises(NotFoundError, match="expected a step to restore, found none"):
+        ckpts.restore()
+    ckpts.close()
+    assert os.listdir(tmp_path) == []
+
+
+# Failures in the background
+
+
+class Full(Disk):
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "exit", "restore"])
+def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
+    use_disk(Full())
+    ckpts = tr.Checkpointer(tmp_path)
+    pending = ckpts.save(1, {"x": np.ones(3)})
+    assert pending is not None
+    pending._finished.wait()
+    with pytest.raises(SaveError, match="No space left"):
+        if call == "save":
+            ckpts.save(2, {"x": 1})
+        elif call == "exit":
+            with ckpts:
+                pass
+        else:
+            getattr(ckpts, call)()
+    stores.DISK = Disk()
+    ckpts.wait()
+    assert ckpts.steps == []
+
+
+def test_a_failed_save_does_not_hide_the_error_of_the_loop(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_disk(Full())
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": np.ones(3)})
+        raise ZeroDivisionError
+    assert "No space left" in caplog.text
+
+
+def test_a_failed_deletion_does_not_fail_the_save(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sticky(Disk):
+        def unlink(self, path: str) -> None:
+            if path.endswith("step-00000001/treering.json"):
+                raise OSError(errno.EIO, "Input/output error")
+            super().unlink(path)
+
+    use_disk(Sticky())
+    assert loop(tmp_path, [1, 2, 3], tr.keep.last(1))[-1] == 3
+    assert "deleting old steps failed" in caplog.text
+    stores.DISK = Disk()
+    assert loop(tmp_path, [4], tr.keep.last(1)) == [4]
+
+
+# Going on
+
+
+def init() -> Any:
+    return {"w": jnp.ones((2, 3)), "step": 0, "act": jax.nn.relu, "key": jax.random.key(1), "none": None}
+
+
+def test_restore_or_init_begins_and_goes_on(tmp_path: pathlib.Path) -> None:
+    calls: list[bool] = []
+
+    def counted() -> Any:
+        state = init()
+        calls.append(isinstance(state["w"], jax.core.Tracer))
+        return state
+
+    with tr.Checkpointer(tmp_path) as ckpts:
+        state, step = ckpts.restore_or_init(counted)
+        assert step == 0 and calls == [False] and ckpts.restored_step is None
+        ckpts.save(4, state | {"w": state["w"] * 2, "step": 4})
+    with tr.Checkpointer(tmp_path) as ckpts:
+        state, step = ckpts.restore_or_init(counted)
+        assert calls == [False, True]
+        assert step == 4 == ckpts.restored_step == state["step"]
+        assert state["act"] is jax.nn.relu and state["none"] is None and float(state["w"][0, 0]) == 2.0
+        assert state["key"] == jax.random.key(1)
+
+
+def test_restore_or_init_puts_arrays_where_they_belong(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.NamedSharding(mesh, jax.P("x"))
+
+    def wide() -> Any:
+        return {"w": jnp.arange(16.0), "n": 3, "key": jax.random.key(0)}
+
+    where = {"w": spread, "n": None, "key": None}
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for _ in range(2):  # made, then restored
+            state, step = ckpts.restore_or_init(wide, sharding=where)
+            assert state["w"].sharding == spread and state["n"] == 3
+            assert state["w"].tolist() == list(range(16))
+            if not step:
+                ckpts.save(1, state)
+
+
+@pytest.mark.parametrize("what", ["manifest", "bytes", "truncated"])
+def test_a_damaged_newest_step_is_reported_skipped_and_replaced(
+    tmp_path: pathlib.Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop(tmp_path, [1, 2, 3])
+    damage(tmp_path, 3, what)
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
+        with caplog.at_level(logging.ERROR, "treering"):
+            state = ckpts.restore({"x": np.zeros(3, int)})
+        assert "step 3 is damaged" in caplog.text
+        assert state["x"][0] == 2 == ckpts.restored_step
+        with pytest.raises(CorruptError):
+            ckpts.restore(step=3)
+        ckpts.save(3, {"x": np.full(3, 33)})
+        assert ckpts.restore()["x"][0] == 33
+        assert ckpts.steps == [2, 3]
+    assert tr.verify(tmp_path).ok
+
+
+def test_a_damaged_step_is_replaced_without_having_been_restored(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1])
+    damage(tmp_path, 1, "truncated")
+    assert loop(tmp_path, [1]) == [1]
+    assert tr.verify(tmp_path).ok
+
+
+def test_damaged_steps_do_not_count(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, range(4))
+    damage(tmp_path, 3, "manifest")
+    assert loop(tmp_path, [4], tr.keep.last(2)) == [2, 3, 4]
+
+
+def test_a_wrong_template_is_no_reason_to_fall_back(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2])
+    with pytest.raises(MismatchError):
+        tr.Checkpointer(tmp_path).restore({"y": 1})
+
+
+def test_a_run_without_a_good_step_is_not_begun_anew(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2])
+    for step in (1, 2):
+        damage(tmp_path, step, "bytes")
+    ckpts = tr.Checkpointer(tmp_path)
+    with pytest.raises(CorruptError, match="step-00000002"):
+        ckpts.restore_or_init(lambda: {"x": np.zeros(3, int)})
+    with pytest.raises(CorruptError):
+        ckpts.restore(fallback=False)
+
+
+def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1])
+    new, old = tmp_path / "step-00000002", tmp_path / "step-00000001"
+    new.mkdir()
+    for folder in (new, old):
+        (folder / "arrays-abcdef-00000-of-00001.safetensors").write_bytes(b"half")
+        (folder / "treering.json.abcdef.tmp").write_bytes(b"{")
+    (tmp_path / "step-00000003").mkdir()
+    assert tr.steps(tmp_path) == [1] and tr.open(tmp_path).step == 1
+    ckpts = tr.Checkpointer(tmp_path)
+    assert ckpts.latest_step == 1 and (new / "treering.json.abcdef.tmp").exists()
+    with ckpts:
+        ckpts.save(4, {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000004"]
+    assert len(os.listdir(old)) == 2

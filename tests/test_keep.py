@@ -1,0 +1,74 @@
+"""Retention is a pure function."""
+
+import datetime
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from treering import keep
+from treering.errors import MismatchError
+from treering.keep import Saved
+
+
+def saved(*steps: Any, created: Any = None) -> list[Saved]:
+    """Steps, or (step, loss) pairs."""
+    pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
+    return [
+        Saved(step, {} if loss is None else {"loss": loss}, created[n] if created else 0.0)
+        for n, (step, loss) in enumerate(pairs)
+    ]
+
+
+def test_last() -> None:
+    assert keep.last(2).kept(saved(1, 5, 9)) == {5, 9}
+    assert keep.last(5).kept(saved(1, 5)) == {1, 5}
+    assert keep.last(1).kept([]) == set()
+
+
+def test_best_in_both_modes_with_ties_and_nan() -> None:
+    steps = saved((1, 0.5), (2, math.nan), (3, 0.5), (4, 0.9), (5, -math.inf), (6, None))
+    assert keep.best(2, "loss", "min", unscored="drop").kept(steps) == {5, 3}
+    assert keep.best(1, "loss", "max", unscored="drop").kept(steps) == {4}
+    assert keep.best(1, "loss", "max").kept(steps) == {4, 6}
+    assert keep.rank(steps, "loss", "min") == [5, 3, 1, 4, 2]
+
+
+def test_every_counts_step_0() -> None:
+    assert keep.every(4).kept(saved(0, 2, 4, 6, 8)) == {0, 4, 8}
+
+
+def test_every_interval_of_time_keeps_the_first() -> None:
+    times = [0, 10, 50, 61, 70, 200]
+    found = keep.every(datetime.timedelta(minutes=1)).kept(saved(*range(6), created=times))
+    assert found == {0, 3, 5}
+
+
+def test_steps() -> None:
+    assert keep.steps(1, 7).kept(saved(1, 2)) == {1}
+
+
+def test_a_union_keeps_what_any_of_its_parts_keeps() -> None:
+    policies = [keep.last(1), keep.every(3), keep.steps(4), keep.best(1, "loss", "min", unscored="drop")]
+    for n in range(7):
+        for losses in itertools.product([0.1, None], repeat=n):
+            steps = saved(*enumerate(losses))
+            union = policies[0] | policies[1] | policies[2] | policies[3]
+            assert union.kept(steps) == set().union(*(policy.kept(steps) for policy in policies))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keep.last(0),
+        lambda: keep.last(True),
+        lambda: keep.every(1.5),  # type: ignore[arg-type]
+        lambda: keep.every(datetime.timedelta(0)),
+        lambda: keep.best(1, "loss", "lowest"),  # type: ignore[arg-type]
+        lambda: keep.best(1, "loss", "min", unscored="maybe"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments(make: Any) -> None:
+    with pytest.raises(MismatchError, match=r"keep\."):
+        make()
