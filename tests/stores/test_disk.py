@@ -1,0 +1,111 @@
+"""The disk's few operations, and their portable fallbacks forced on."""
+
+import errno
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.stores import disk as module
+from treering.stores.buffers import aligned
+from treering.stores.disk import Disk
+
+
+@pytest.fixture(params=["native", "portable"])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on Linux, and as where none of the calls exist that only some systems have."""
+    if request.param == "portable":
+        for name in ("O_DIRECT", "O_CLOEXEC", "pwrite", "preadv", "posix_fallocate", "posix_fadvise"):
+            monkeypatch.delattr(os, name)
+        monkeypatch.setattr(module, "fcntl", None)
+        monkeypatch.setattr(Disk, "has_locks", False)
+        monkeypatch.setattr(module.sys, "platform", "other")
+    return request.param
+
+
+def test_saving_restoring_and_overwriting_work_everywhere(tmp_path: pathlib.Path, platform: str) -> None:
+    rng = np.random.default_rng(0)
+    for n in range(3):
+        state = {"x": rng.random(1_500_000), "y": rng.random(7), "n": n}
+        tr.save(tmp_path / "c", state, overwrite=True)
+        for mmap in (None, True, False):
+            found = tr.restore(tmp_path / "c", mmap=mmap)
+            np.testing.assert_array_equal(found["x"], state["x"])
+            np.testing.assert_array_equal(found["y"], state["y"])
+    assert tr.verify(tmp_path / "c").ok
+    left = len(list((tmp_path / "c").glob("*.safetensors")))
+    assert left == (1 if platform == "native" else 3)  # without locks nothing can be known to be left over
+
+
+@pytest.mark.usefixtures("platform")
+def test_a_new_file_is_exclusive_and_read_only(tmp_path: pathlib.Path) -> None:
+    disk, path = Disk(), str(tmp_path / "x")
+    fd = disk.create(path)
+    buffer = aligned(5000)
+    buffer[:3] = b"abc"
+    disk.write(fd, buffer, 0)
+    disk.truncate(fd, 3)
+    disk.sync(fd)
+    disk.close(fd)
+    assert module.read_file(disk, path) == b"abc"
+    assert os.stat(path).st_mode & 0o777 == 0o444
+    with pytest.raises(FileExistsError):
+        disk.create(path)
+
+
+def test_writes_go_on_after_short_ones(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4096], offset))
+    tr.save(tmp_path / "c", {"x": np.arange(100_000)})
+    assert tr.verify(tmp_path / "c").ok
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 100)
+    with pytest.raises(tr.errors.SaveError, match="less than a page"):
+        tr.save(tmp_path / "d", {"x": np.arange(100_000)})
+
+
+def test_reads_go_on_after_short_ones(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tr.save(tmp_path / "c", {"x": np.arange(100_000)})
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [b[:1000] for b in buffers], offset))
+    for mmap in (True, False):
+        np.testing.assert_array_equal(tr.restore(tmp_path / "c", mmap=mmap)["x"], np.arange(100_000))
+
+
+def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            os.close(real(path, flags & ~os.O_DIRECT, *rest, **more))
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    tr.save(tmp_path / "c", {"x": np.arange(100_000)})
+    assert tr.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_file_systems_without_hard_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    tr.save(tmp_path / "c", {"x": np.arange(10)})
+    assert tr.verify(tmp_path / "c").ok and len(os.listdir(tmp_path / "c")) == 2
+    transaction = Disk()
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    with pytest.raises(FileExistsError):
+        transaction.link(str(tmp_path / "a"), str(tmp_path / "b"))
+
+
+def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
+    with module.opened(Disk(), "/proc/self/maps") as fd:
+        assert not Disk().is_local(fd)
+    (tmp_path / "x").write_text("x")
+    with module.opened(Disk(), str(tmp_path / "x")) as fd:
+        assert Disk().is_local(fd)

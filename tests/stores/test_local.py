@@ -1,0 +1,179 @@
+"""Commit, deletion and leftovers."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+
+import treering as tr
+from treering import stores
+from treering.formats.treering import manifest
+from treering.stores import local
+from treering.stores.disk import Disk
+
+
+class Recording(Disk):
+    """Logs what changes the disk."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.names: dict[int, str] = {}
+
+    def _note(self, operation: str, path: str) -> None:
+        self.log.append((operation, os.path.basename(path).split("-")[0]))
+
+    def make_dir(self, path: str) -> None:
+        self._note("make_dir", path)
+        super().make_dir(path)
+
+    def create(self, path: str) -> int:
+        self._note("create", path)
+        fd = super().create(path)
+        self.names[fd] = path
+        return fd
+
+    def sync(self, fd: int) -> None:
+        self._note("sync", self.names[fd])
+        super().sync(fd)
+
+    def sync_dir(self, path: str) -> None:
+        self._note("sync_dir", path)
+        super().sync_dir(path)
+
+    def link(self, old: str, new: str) -> None:
+        self._note("link", new)
+        super().link(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        self._note("rename", new)
+        super().rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        self._note("unlink", path)
+        super().unlink(path)
+
+    def close(self, fd: int) -> None:
+        if fd in self.names:
+            self._note("close", self.names.pop(fd))
+        super().close(fd)
+
+
+def short(log: list[tuple[str, str]]) -> list[str]:
+    return [f"{operation} {'tmp' if name.endswith('.tmp') else name}" for operation, name in log]
+
+
+def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
+    disk = use_disk(Recording())
+    tr.save(tmp_path / "run" / "c", {"x": np.ones(3)})
+    assert short(disk.log) == [
+        "create arrays",  # fails: there is no directory yet
+        "make_dir run",
+        f"sync_dir {tmp_path.name.split('-')[0]}",
+        "make_dir c",
+        "sync_dir run",
+        "create arrays",
+        "sync arrays",
+        "sync_dir c",
+        "create tmp",
+        "sync tmp",
+        "link treering.json",
+        "unlink tmp",
+        "sync_dir c",
+        "close arrays",
+        "close tmp",
+    ]
+    disk.log.clear()
+    tr.save(tmp_path / "run" / "c", {"x": np.ones(3)}, overwrite=True)
+    assert short(disk.log) == [
+        "create arrays",
+        "sync arrays",
+        "sync_dir c",
+        "create tmp",
+        "sync tmp",
+        "rename treering.json",
+        "sync_dir c",
+        "close arrays",
+        "close tmp",
+        "unlink arrays",
+        "sync_dir c",
+    ]
+
+
+def test_deleting_takes_the_manifest_first(tmp_path: pathlib.Path, use_disk) -> None:
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    disk = use_disk(Recording())
+    local.delete(disk, str(tmp_path / "c"), manifest.file_names)
+    assert short(disk.log) == ["unlink treering.json", "sync_dir c", "unlink arrays"]
+    assert os.listdir(tmp_path) == []
+
+
+WRITER = """
+    import sys, threading, numpy as np, treering as tr
+    from treering import stores
+    class Held(stores.Disk):
+        def sync(self, fd):
+            print("writing", flush=True)
+            sys.stdin.readline()
+            super().sync(fd)
+    stores.DISK = Held()
+    tr.save(sys.argv[1], {"x": np.ones(3)}, overwrite=True)
+    """
+
+
+def start_writer(path: pathlib.Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "c"
+    writer = start_writer(path)
+    half = {p.name for p in path.iterdir()}
+    assert len(half) == 1
+    local.clean(stores.DISK, str(path), manifest.file_names)
+    assert {p.name for p in path.iterdir()} == half
+    tr.save(path, {"x": np.zeros(3)})  # commits beside the other, which will replace it
+    assert half < {p.name for p in path.iterdir()}
+    writer.communicate("go\n" * 3, timeout=60)
+    assert tr.restore(path)["x"][0] == 1 and len(list(path.iterdir())) == 2
+
+    writer = start_writer(path)
+    writer.kill()
+    writer.communicate()
+    assert len(list(path.iterdir())) == 3
+    assert tr.restore(path)["x"][0] == 1
+    tr.save(path, {"x": np.full(3, 2)}, overwrite=True)
+    assert tr.restore(path)["x"][0] == 2 and len(list(path.iterdir())) == 2
+
+
+def test_a_file_that_was_tidied_away_before_it_was_locked_is_made_again(tmp_path: pathlib.Path, use_disk) -> None:
+    class Unlucky(Disk):
+        times = 2
+
+        def lock(self, fd: int) -> bool:
+            if self.times:
+                self.times -= 1
+                (file,) = (tmp_path / "c").glob("arrays-*")
+                file.unlink()
+                (tmp_path / "c").rmdir()
+            return super().lock(fd)
+
+    use_disk(Unlucky())
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    assert tr.verify(tmp_path / "c").ok
+
+
+def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "c"
+    tr.save(path, {"x": np.ones(3)})
+    (path / "treering.json").chmod(0o644)
+    (path / "treering.json").write_bytes(b"{}")
+    local.clean(stores.DISK, str(path), manifest.file_names)
+    assert len(list(path.iterdir())) == 2
+    tr.save(path, {"x": np.ones(3)}, overwrite=True)
+    assert tr.verify(path).ok and len(list(path.iterdir())) == 2

@@ -1,0 +1,54 @@
+"""Comparing."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treering as tr
+
+
+def test_differences_by_path(tmp_path: pathlib.Path) -> None:
+    a = {"same": np.ones(3), "w": np.zeros(4, np.float32), "s": 1, "gone": 2, "k": jax.random.key(0), "i": np.arange(3)}
+    b = {"same": np.ones(3), "w": np.array([0, 0, -2, 0], np.float32), "s": 1.0, "new": 3, "k": jax.random.key(1)}
+    b["i"] = np.arange(4)
+    tr.save(tmp_path / "a", a)
+    tr.save(tmp_path / "b", b)
+    expected = {
+        "w": "1 of 4 values differ, at most by 2",
+        "s": "int 1 → float 1.0",
+        "k": "1 of 2 values differ, at most by 1",
+        "i": "int64[3] → int64[4]",
+    }
+    for left in (tmp_path / "a", tr.open(tmp_path / "a"), a):
+        for right in (str(tmp_path / "b"), tr.open(tmp_path / "b"), b):
+            found = tr.diff(left, right)
+            assert found
+            assert (found.only_a, found.only_b, found.changed, found.equal) == (("gone",), ("new",), expected, 1)
+    assert str(tr.diff(a, b)).startswith("1 leaves are equal\n  - gone\n  + new\n  ~ i: int64[3] → int64[4]")
+
+
+def test_equality_is_bit_by_bit(tmp_path: pathlib.Path) -> None:
+    nan = np.array([np.nan, 1], np.float32)
+    other = nan.copy()
+    other.view(np.uint32)[0] += 1
+    assert not tr.diff({"x": nan, "n": float("nan")}, {"x": nan.copy(), "n": float("nan")})
+    assert tr.diff({"x": nan}, {"x": other}).changed == {"x": "1 of 2 values differ, at most by 0"}
+    assert tr.diff({"x": np.array(0.0)}, {"x": np.array(-0.0)})
+    assert not tr.diff({"x": jnp.ones(2, jnp.bfloat16)}, {"x": np.ones(2, jnp.bfloat16)})
+    assert not tr.diff({"x": np.zeros((0, 3))}, {"x": np.zeros((0, 3))})
+
+
+def test_large_arrays_are_compared_in_slices(monkeypatch) -> None:
+    from treering import _diff
+
+    monkeypatch.setattr(_diff, "_SLICE", 100)
+    a, b = np.zeros((40, 5)), np.zeros((40, 5))
+    b[39, 4] = b[0, 0] = 3
+    assert tr.diff({"x": a}, {"x": b}).changed == {"x": "2 of 200 values differ, at most by 3"}
+
+
+def test_parts_of_checkpoints(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "a", {"params": {"w": np.ones(2)}, "opt": 3})
+    assert not tr.diff(tr.open(tmp_path / "a").at("params"), {"w": np.ones(2)})
