@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from . import _run, _save, stores
-from ._catalogue import decode_float
+from ._catalogue import decode
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._paths import absolute
 from ._save import PendingSave
@@ -295,7 +295,7 @@ class Checkpointer:
             pass  # deleted by somebody else since it was listed
         else:
             created = datetime.datetime.fromisoformat(summary.created).timestamp()
-            self._known[step] = Saved(step, {n: decode_float(v) for n, v in summary.metrics.items()}, created)
+            self._known[step] = Saved(step, {n: decode("float", v) for n, v in summary.metrics.items()}, created)
 
     def _is_damaged(self, step: int) -> bool:
         if step in self._committed() and step not in self._known:

@@ -109,7 +109,8 @@ def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
     if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
         source = jax.random.key_data(source)
     array = np.asarray(source[part] if part else source)
-    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(-1)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(_leaves.whole_bytes(little)).reshape(-1)
 
 
 def _text(entry: Entry, leaf: Any) -> str:

@@ -77,6 +77,8 @@ def to_numpy(text: str) -> "np.dtype[Any]":
 @functools.lru_cache(maxsize=512)
 def to_text(dtype: "np.dtype[Any]") -> str:
     """The text of a NumPy dtype of any byte order. Raises `UnsupportedError` when it cannot be stored."""
+    if dtype.kind == "T":
+        raise UnsupportedError(f"dtype {dtype}; use fixed-width text (astype('U')) or bytes")
     little = dtype.newbyteorder("<")
     text = little.str if dtype.kind in "US" else dtype.name
     if text in ("float128", "float96", "complex256", "complex192", "longdouble", "clongdouble"):

@@ -102,16 +102,21 @@ def host_bytes(piece: Piece, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     array = np.asarray(data)
     if array.dtype != piece.dtype or not array.flags.c_contiguous or isinstance(piece.data, np.ndarray):
         array = array.astype(piece.dtype, order="C")
-    if array.itemsize == 1 and array.dtype.kind == "V" and _dtypes.is_integer(array.dtype):
-        array = array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)  # sign into the upper bits
-    return array.reshape(-1).view(np.uint8)
+    return whole_bytes(array).reshape(-1).view(np.uint8)
+
+
+def whole_bytes(array: np.ndarray) -> np.ndarray:
+    """The same values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
+    if array.dtype.kind != "V" or not _dtypes.is_integer(array.dtype):
+        return array
+    return array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)
 
 
 def _add_numpy(content: Content, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
-    stored, text, _ = _storage(array.dtype, cast)
+    stored, text, packed = _storage(array.dtype, cast)
     leaf = len(content.entries)
     content.entries.append(ArrayEntry(path, kind, text, array.shape))
-    copies = detach or array.dtype != stored or not array.flags.c_contiguous
+    copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
     content.pieces.append(Piece(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
 
 
@@ -141,7 +146,7 @@ def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any) -> N
 
 @functools.lru_cache(maxsize=512)
 def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype[Any], str, bool]:
-    """What is stored for a dtype, its text, and whether JAX keeps several elements in a byte."""
+    """What is stored for a dtype, its text, and whether elements are smaller than their byte."""
     stored = _dtypes.to_numpy(_dtypes.to_text(dtype))
     if cast is not None and _dtypes.is_float(stored):
         stored = cast

@@ -59,6 +59,8 @@ def walk(tree: Any) -> Walk:
             return Walk(_known[treedef][0], leaves, _known[treedef][1])
     except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
         leaves, treedef = None, None
+    except RecursionError:
+        raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
     paths, found, skeleton = _walk(tree)
     if leaves is None:
         return Walk(paths, found, skeleton)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import xxhash
@@ -40,8 +40,8 @@ class File(msgspec.Struct, frozen=True):
     """An array file: its size, and the size and checksum of everything before the tensors."""
 
     name: str
-    size: int
-    header: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    header: Annotated[int, msgspec.Meta(ge=0)]
     xxh3: str
 
 

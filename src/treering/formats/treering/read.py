@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ... import _dtypes
-from ..._catalogue import ArrayEntry, Entry, decode_float
+from ..._catalogue import ArrayEntry, Entry, decode
 from ..._sharding import Box, extent, intersect, whole
 from ..._tree import Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
@@ -61,7 +61,7 @@ class Reader:
                 _check_row(row, name)
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
-        self.metrics = {n: decode_float(v) for n, v in self._manifest.metrics.items()}
+        self.metrics = {n: decode("float", v) for n, v in self._manifest.metrics.items()}
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}

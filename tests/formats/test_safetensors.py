@@ -1,0 +1,81 @@
+"""The layout of safetensors files."""
+
+import json
+from typing import Any
+
+import pytest
+
+from treering.errors import CorruptError, TreeringError, UnsafeError
+from treering.formats.safetensors import Tensor, check, decode_header, encode_header, header_size
+
+
+def header(tensors: Any, metadata: Any = None) -> bytes:
+    text = json.dumps({**({"__metadata__": metadata} if metadata is not None else {}), **tensors}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def entry(begin: int, end: int, shape: Any = None, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+def test_round_trip() -> None:
+    tensors = {"a": Tensor("F32", (2, 3), (0, 24)), "": Tensor("U8", (0,), (24, 24))}
+    data = encode_header(tensors, {"k": "v"}, 4096)
+    assert len(data) == 4096 == header_size(data[:8], 5000, "x")
+    found = decode_header(data, "x")
+    assert found.metadata == {"k": "v"} and found.size == 4096
+    assert {name: (t.dtype, t.shape, t.data_offsets) for name, t in found.tensors.items()} == {
+        name: (t.dtype, t.shape, t.data_offsets) for name, t in tensors.items()
+    }
+    check(found, [4, 1], 4096 + 24, "x")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": entry(0, 4), "b": entry(5, 8)},
+        {"a": entry(0, 4), "b": entry(3, 8)},
+        {"a": entry(1, 8)},
+        {"a": entry(0, 8, [9])},
+        {"a": entry(0, 8, [2**40, 2**40])},
+        {"a": entry(8, 0, [8])},
+    ],
+)
+def test_holes_overlaps_and_wrong_sizes_are_unsafe(tensors: Any) -> None:
+    data = header(tensors)
+    with pytest.raises(UnsafeError):
+        check(decode_header(data, "x"), [1] * len(tensors), len(data) + 8, "x")
+
+
+def test_a_file_of_another_size_is_corrupt() -> None:
+    data = header({"a": entry(0, 8)})
+    for size in (7, 9):
+        with pytest.raises(CorruptError):
+            check(decode_header(data, "x"), [1], len(data) + size, "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"a":1}',
+        b'{"a":{"shape":"x"}}',
+        b'{"__metadata__":{"a":1}}',
+        b'{"a":{"shape":[0.5]}}',
+        b"\xff",
+    ],
+)
+def test_other_headers_are_corrupt(text: bytes) -> None:
+    with pytest.raises(CorruptError, match="x: the header"):
+        decode_header(len(text).to_bytes(8, "little") + text, "x")
+
+
+def test_sizes_beyond_the_file_or_the_format() -> None:
+    with pytest.raises(CorruptError, match="cut short"):
+        header_size((10**11).to_bytes(8, "little"), 10**6, "x")
+    with pytest.raises(UnsafeError, match="the format allows"):
+        header_size((10**9).to_bytes(8, "little"), 10**12, "x")
+    with pytest.raises(TreeringError):
+        header_size(b"123", 10**12, "x")

@@ -1,0 +1,268 @@
+"""The native format, as an independent reader and as every later release must find it."""
+
+import json
+import math
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import golden_trees
+import spec_reader
+import treering as tr
+from treering import _leaves, _tree
+from treering.errors import CorruptError, UnsupportedError
+from treering.formats.treering import layout, manifest
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+TREES = {"v1-everything": golden_trees.everything, "v1-sharded": golden_trees.sharded}
+
+
+def host(leaf: Any) -> Any:
+    """A leaf as the independent reader gives it."""
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array | np.generic | np.ndarray):
+        return np.asarray(leaf)
+    return None if callable(leaf) else leaf
+
+
+def same(found: Any, expected: Any) -> bool:
+    if not isinstance(expected, np.ndarray):
+        return type(found) is type(expected) and repr(found) == repr(expected)
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    if expected.dtype.kind == "V":
+        return expected.astype(np.float64).tobytes() == found.astype(np.float64).tobytes()
+    return found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
+    walked = _tree.walk(TREES[name]())
+    found = spec_reader.read(GOLDEN / name)
+    assert list(found) == list(walked.paths)
+    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+        assert same(found[path], host(leaf)), path
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_golden_files_restore(name: str) -> None:
+    assert tr.verify(GOLDEN / name).ok
+    tree = TREES[name]()
+    assert not tr.diff(GOLDEN / name, tree)
+    with jax.enable_x64(True):
+        found = tr.restore(GOLDEN / name, like=tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert not tr.diff(found, tree)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_written_now_is_read_by_the_independent_reader(tmp_path: pathlib.Path, name: str) -> None:
+    tree = TREES[name]()
+    tr.save(tmp_path / "c", tree, step=3, metrics={"loss": math.inf})
+    walked = _tree.walk(tree)
+    found = spec_reader.read(tmp_path / "c")
+    assert list(found) == list(walked.paths)
+    assert all(same(found[p], host(leaf)) for p, leaf in zip(walked.paths, walked.leaves, strict=True))
+    assert jax.tree.structure(spec_reader.tree(tmp_path / "c")) == jax.tree.structure(tr.restore(tmp_path / "c"))
+
+
+def test_array_files_are_plain_safetensors_files(tmp_path: pathlib.Path) -> None:
+    tree = {"a": jnp.ones((3, 5)), "b": {"c": np.arange(7, dtype=np.int16), "": np.zeros((0, 2)), "x\n": np.ones(64)}}
+    tree["__metadata__"] = np.arange(3)
+    tr.save(tmp_path / "c", tree)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    tensors = safetensors.numpy.load_file(file)
+    assert set(tensors) == {"a", "b/c", "b/", "b/x\n", "__metadata__~@"}
+    np.testing.assert_array_equal(tensors["b/c"], tree["b"]["c"])
+    with safetensors.safe_open(file, "numpy") as opened:
+        assert opened.metadata()["format"] == "treering"
+
+
+def test_pieces_are_aligned_for_their_elements(tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    tree = {str(n): rng.integers(0, 9, n).astype(f"u{2 ** (n % 4)}") for n in range(60)}
+    tr.save(tmp_path / "c", tree)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert (8 + size) % 4096 == 0
+    for name, array in tree.items():
+        begin, end = header[name]["data_offsets"]
+        assert begin % array.itemsize == 0 and end - begin == array.nbytes
+        if array.nbytes % 64 == 0:
+            assert begin % 64 == 0
+
+
+def test_headers_stay_below_the_limit_by_starting_another_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    plan = layout.plan
+    monkeypatch.setattr(layout, "plan", lambda content, token: plan(content, token, 5000))
+    tree = {f"leaf-{n}": np.full(n, n, np.uint8) for n in range(200)}
+    tr.save(tmp_path / "c", tree)
+    files = sorted((tmp_path / "c").glob("*.safetensors"))
+    assert len(files) > 5 and files[-1].name.endswith(f"-of-{len(files):05}.safetensors")
+    for mmap in (None, False):
+        found = tr.restore(tmp_path / "c", mmap=mmap)
+        assert all((found[name] == array).all() for name, array in tree.items())
+    assert tr.verify(tmp_path / "c").ok and len(spec_reader.read(tmp_path / "c")) == 200
+
+
+def test_the_header_estimate_is_never_too_low() -> None:
+    names = ["\x01" * 50, "é" * 40, "plain"]
+    leaves = [np.zeros((3,) * n, np.uint8) for n in (1, 5, 9)] * 50
+    paths = [f"{names[n % 3]}{n}" for n in range(150)]
+    content = _leaves.collect(paths, leaves)
+    for limit in (1000, 5000, 50_000):
+        for file in layout.plan(content, "abcdef", limit):
+            if len(file.begins) > 1:
+                assert len(file.header) <= limit + 4096
+
+
+# Manifests that are not what they should be
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> pathlib.Path:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tied = np.ones(3)
+    spread = jax.device_put(np.arange(16.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
+    tr.save(tmp_path / "c", {"a": np.arange(4), "s": spread, "t": [tied, tied], "v": 1.5}, step=1, metadata={"x": 1})
+    return tmp_path / "c"
+
+
+def rewrite(path: pathlib.Path, change: Any, text: bool = False) -> None:
+    """Changes a manifest and gives it a checksum that fits."""
+    file = path / "treering.json"
+    content: Any = file.read_bytes()[:-28] + b"}"
+    if text:
+        body = change(content)
+    else:
+        content = json.loads(content)
+        change(content)
+        body = json.dumps(content).encode()
+    file.chmod(0o644)
+    file.write_bytes(body[:-1] + b',"xxh3":"' + manifest.xxh3(body[:-1]).encode() + b'"}\n')
+
+
+CHANGES = [
+    lambda m: m.pop("leaves"),
+    lambda m: m.pop("created"),
+    lambda m: m.update(version="1"),
+    lambda m: m.update(format="other"),
+    lambda m: m.update(step="x"),
+    lambda m: m["leaves"].append(m["leaves"][0]),
+    lambda m: m["leaves"].pop(),
+    lambda m: m["leaves"].append(["value", "zz", "int", 1]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", 7]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", -1]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", [9, 0]]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", [0, 0]]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", [0, -1]]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", "s"]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", "a"]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [4], "", "nothing"]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [5], "", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [-4], "", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [2**62, 4], "", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "tensor", "int64", [4], "", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "key", "int64", [], "threefry2x32", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["thing", "a"]),
+    lambda m: m["leaves"].__setitem__(0, 7),
+    lambda m: m["leaves"].__setitem__(4, ["value", "v", "int", 1.5]),
+    lambda m: m["layouts"][0]["boxes"].pop(),
+    lambda m: m["layouts"][0]["boxes"].__setitem__(0, [[0, 1], [0, 1]]),
+    lambda m: m["layouts"][0]["boxes"].__setitem__(0, [[1, 3]]),
+    lambda m: m["layouts"][0]["files"].__setitem__(0, []),
+    lambda m: m["layouts"][0]["files"].__setitem__(0, [5]),
+    lambda m: m["files"][0].update(name="../c/" + m["files"][0]["name"]),
+    lambda m: m["files"][0].update(name="/etc/passwd"),
+    lambda m: m["files"][0].update(name="missing.safetensors"),
+    lambda m: m["files"][0].update(size=1),
+    lambda m: m["files"][0].update(header=100),
+    lambda m: m["files"][0].update(header=10**15),
+    lambda m: m["files"][0].update(header=-1),
+    lambda m: m["files"][0].update(xxh3="0" * 16),
+    lambda m: m["tree"].append(0),
+    lambda m: m["tree"].pop(),
+    lambda m: m["tree"].__setitem__(0, ["list", "", -1]),
+    lambda m: m["tree"].__setitem__(0, ["list", "", 10**9]),
+    lambda m: m["tree"].__setitem__(0, ["set", "", 4]),
+    lambda m: m["tree"].__setitem__(0, ["dict", "", [[1], 2, 3, 4]]),
+    lambda m: m.update(metrics={"loss": "many"}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_a_manifest_that_does_not_add_up_is_corrupt(saved: pathlib.Path, number: int) -> None:
+    rewrite(saved, CHANGES[number])
+    with pytest.raises(CorruptError):
+        tr.restore(saved)
+
+
+TEXTS = [
+    lambda t: t.replace(b'"step":1', b'"step":1,"step":2'),
+    lambda t: t.replace(b'"x":1', b'"x":1,"x":2'),
+    lambda t: t.replace(b'"x":1', b'"x":NaN'),
+    lambda t: t.replace(b'"x":1', b'"x":1e999'),
+    lambda t: t.replace(b'"x":1', b'"x":' + b"9" * 5000),
+    lambda t: t.replace(b'"x":1', b'"x":' + b"[" * 100_000 + b"]" * 100_000),
+    lambda t: t.replace(b'"x":1', b'"x":"\xff"'),
+    lambda t: b"[]",
+    lambda t: b"{}",
+    lambda t: t[:-10] + b"}",
+]
+
+
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_a_manifest_that_is_not_strict_json_is_corrupt(saved: pathlib.Path, number: int) -> None:
+    rewrite(saved, TEXTS[number], text=True)
+    with pytest.raises(CorruptError):
+        tr.restore(saved)
+    assert not tr.verify(saved).ok
+
+
+def test_later_versions_and_unknown_features_are_refused_by_name(saved: pathlib.Path) -> None:
+    rewrite(saved, lambda m: m.update(requires=["zstd"]))
+    with pytest.raises(UnsupportedError, match="needs zstd; upgrade treering"):
+        tr.open(saved)
+    rewrite(saved, lambda m: m.update(version=2, requires=[]))
+    with pytest.raises(UnsupportedError, match="expected format version 1, found 2"):
+        tr.restore(saved)
+    with pytest.raises(UnsupportedError):
+        tr.verify(saved)
+
+
+def test_fields_may_be_added_within_a_version(saved: pathlib.Path) -> None:
+    rewrite(saved, lambda m: m.update(more={"a": [1]}))
+    assert tr.restore(saved)["v"] == 1.5
+
+
+def test_a_holder_is_found_by_its_turn(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Two files with the same pieces, as two processes that hold a replicated array would share them out."""
+    (file,) = saved.glob("*.safetensors")
+    shutil.copy(file, saved / "second.safetensors")
+
+    def share(m: Any) -> None:
+        m["files"].append({**m["files"][0], "name": "second.safetensors"})
+        m["layouts"][0]["files"] = [[0, 1]] * 8
+        m["leaves"][1][-1] = [0, 3]
+
+    rewrite(saved, share)
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    begin = spec_reader_begin(data, "s~@0")
+    data[begin] ^= 1  # the file that is not asked may hold anything
+    file.write_bytes(data)
+    np.testing.assert_array_equal(tr.open(saved)["s"][:], np.arange(16, dtype=np.float32))
+
+
+def spec_reader_begin(data: bytes, key: str) -> int:
+    size = int.from_bytes(data[:8], "little")
+    return 8 + size + json.loads(bytes(data[8 : 8 + size]))[key]["data_offsets"][0]

@@ -1,0 +1,75 @@
+"""The trees behind the files in tests/golden: what a reader of every later release must find there.
+
+The files were written by the release that introduced the version of the format, and are never written again.
+"""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+Adam = collections.namedtuple("Adam", "count mu")
+
+
+def everything() -> Any:
+    """A leaf of every type, in a container of every kind."""
+    numbers = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    tied = np.arange(5, dtype=np.int64)
+    dtypes = [name for name in dir(ml_dtypes) if name.startswith(("bfloat", "float", "int", "uint"))]
+    return {
+        "dtypes": {
+            **{name: np.array([0, 1]).astype(getattr(ml_dtypes, name)) for name in dtypes if name[-1].isalnum()},
+            **{
+                name: np.array([0, 1, 1]).astype(name) for name in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")
+            },
+            **{name: np.array([1.5, -0.0, np.nan]).astype(name) for name in ("f2", "f4", "f8", "c8", "c16")},
+            "datetime": np.array(["2026-11-20", "NaT"], "datetime64[D]"),
+            "text": np.array(["a", "äöü"]),
+            "bytes": np.array([b"ab", b"c"]),
+        },
+        "small": [np.array([-8, 7]).astype(ml_dtypes.int4), jnp.array([-2, 1]).astype(jnp.int2)],
+        "jax": jnp.arange(6.0).reshape(2, 3),
+        "weak": jnp.asarray(2.0),
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        "scalar": np.float32(1.5),
+        "zero-d": np.array(3),
+        "empty": np.zeros((0, 3), np.float32),
+        "transposed": numbers.T,
+        "tied": [tied, tied],
+        "values": [
+            True,
+            1,
+            2**70,
+            -(2**60),
+            -0.0,
+            float("inf"),
+            float("nan"),
+            1 - 2j,
+            "text\n\0",
+            b"\xff",
+            None,
+            jax.nn.relu,
+        ],
+        "tuple": (1, (), {}),
+        "named": Adam(3, {"w": numbers[0]}),
+        "__metadata__": numbers[1],
+        "a/b~c": {"": np.int8(1), " ": {"~@0": 2, "😀": 3}},
+        "ints": {1: 1, 10: 2},
+        "bools": {False: 1},
+        "floats": {0.5: 1},
+        "bytes": {b"\xff": 1},
+    }
+
+
+def sharded() -> Any:
+    """Arrays in several pieces, on eight devices."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"rows": jax.P("data"), "both": jax.P("data", "model"), "swapped": jax.P("model", "data"), "all": jax.P()}
+    values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    return {
+        name: jax.device_put(values + n, jax.NamedSharding(mesh, spec)) for n, (name, spec) in enumerate(specs.items())
+    }
