@@ -3,7 +3,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test quick lint bench lowest clean
+.PHONY: demo test quick lint docs bench lowest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -19,6 +19,9 @@ lint: $(VENV)/lint
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
+
+docs: $(VENV)/test
+	$(RUN) -m pytest tests/test_docs.py
 
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks

@@ -45,6 +45,7 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     @property
@@ -115,6 +116,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
+        """The step it was saved with, None when it was saved without."""
         return self._reader.step
 
     @property

@@ -1,0 +1,25 @@
+"""Every code block of the README and the docs runs; every link leads somewhere."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {"__name__": "docs"}
+    text = page.read_text()
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        line = text.count("\n", 0, match.start()) + 1
+        exec(compile("\n" * line + match[1], page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

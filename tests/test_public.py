@@ -1,0 +1,85 @@
+"""The public face."""
+
+import inspect
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import treering as tr
+
+NAMES = [name for name in tr.__all__ if name not in ("__version__", "errors", "keep")]
+
+
+def test_there_are_few_names_and_dir_shows_them() -> None:
+    assert len(tr.__all__) <= 25
+    assert dir(tr) == sorted(tr.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tr.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_and_its_public_members_have_docstrings(name: str) -> None:
+    public = getattr(tr, name)
+    assert inspect.getdoc(public)
+    obvious = {"ndim", "step", "count", "index", "get", "items", "keys", "values"}
+    if inspect.isclass(public):
+        for member, value in vars(public).items():
+            if (
+                not member.startswith("_")
+                and member not in obvious
+                and (callable(value) or isinstance(value, property))
+            ):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if inspect.isfunction(getattr(tr, n))])
+def test_options_are_keyword_only(name: str) -> None:
+    for parameter in inspect.signature(getattr(tr, name)).parameters.values():
+        assert (
+            parameter.kind is parameter.KEYWORD_ONLY or parameter.default is parameter.empty or parameter.name == "like"
+        )
+
+
+def test_the_same_options_restore_everywhere() -> None:
+    def options(function: object) -> dict[str, object]:
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+        return {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "step"}
+
+    assert options(tr.restore) == options(tr.Checkpoint.restore)
+    saving = options(tr.save), options(tr.save_async)
+    assert saving[0].keys() == saving[1].keys()
+
+
+def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
+    errors = tr.errors
+    for error, base in [
+        (errors.NotFoundError, FileNotFoundError),
+        (errors.ExistsError, FileExistsError),
+        (errors.MismatchError, ValueError),
+        (errors.UnsafeError, errors.CorruptError),
+        (errors.SaveError, OSError),
+        (errors.PeerError, ConnectionError),
+    ]:
+        assert issubclass(error, base) and issubclass(error, errors.TreeringError)
+        assert str(error("one sentence")) == "one sentence"
+
+
+def test_type_checkers_see_the_names_that_exist(tmp_path: pathlib.Path) -> None:
+    lines = [f"reveal_type(tr.{name})" for name in tr.__all__ if not name.startswith("__")]
+    (tmp_path / "use.py").write_text("import treering as tr\n" + "\n".join(lines) + "\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        str(tmp_path / "use.py"),
+    ]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    assert found["summary"]["errorCount"] == 0, found["generalDiagnostics"]
+    revealed = [d["message"] for d in found["generalDiagnostics"] if d["severity"] == "information"]
+    assert len(revealed) == len(lines) and not any("Unknown" in message for message in revealed)
