@@ -69,6 +69,19 @@ def test_restored_arrays_outlive_their_checkpoint(saved: Any, tmp_path: pathlib.
         np.testing.assert_array_equal(array, np.arange(1 << 20))
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_no_two_results_share_memory(saved: Any, mmap: bool) -> None:
+    tied = np.zeros(1000)
+    ckpt = tr.open(saved({"a": tied, "b": tied, "c": [np.zeros(3)]}))
+    first, second = ckpt.restore(mmap=mmap), ckpt.restore(mmap=mmap)
+    first["a"][:] = 1
+    first["c"][0][:] = 1
+    part = ckpt["a"][:10]
+    part += 1
+    assert not first["b"].any() and not second["a"].any() and not second["b"].any() and not second["c"][0].any()
+    assert not ckpt["a"][:].any() and not ckpt.restore(mmap=mmap)["a"].any()
+
+
 def test_aligned_arrays_are_adopted_from_the_mapped_file_without_a_copy(saved: Any) -> None:
     state = {str(n): jnp.full((1 << 18,), n, jnp.float32) for n in range(4)} | {"odd": jnp.ones(3)}
     path = saved(state)

@@ -1,12 +1,14 @@
 """Saving, in the background and not, and everything that can go wrong with it."""
 
 import errno
+import gc
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -86,6 +88,16 @@ def test_donation_right_after_the_call_changes_nothing(tmp_path: pathlib.Path, u
     assert found["n"] == 0
 
 
+def test_arrays_may_be_deleted_after_the_call(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(HeldDisk())
+    state = {"x": jnp.arange(1 << 16)}
+    pending = tr.save_async(tmp_path / "c", state)
+    state["x"].delete()
+    disk.go.set()
+    pending.result()
+    np.testing.assert_array_equal(tr.restore(tmp_path / "c")["x"], np.arange(1 << 16))
+
+
 def test_numpy_leaves_may_change_after_the_call(tmp_path: pathlib.Path, use_disk: Any) -> None:
     disk = use_disk(HeldDisk())
     state = {"a": np.zeros(1000), "t": np.zeros((30, 40), np.int16).T, "list": [1, 2]}
@@ -112,8 +124,12 @@ def test_the_accelerator_path_copies_before_it_returns(
     disk = use_disk(HeldDisk())
     mesh = jax.make_mesh((8,), ("x",), devices=jax.devices())
     spread = jax.device_put(np.arange(64.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
-    state = {"w": jnp.arange(4096.0), "spread": spread}
+    state = {"w": jnp.arange(4096.0), "spread": spread, "dropped": jnp.ones(7)}
+    dropped = weakref.ref(state["dropped"])
     pending = tr.save_async(tmp_path / "c", state)
+    del state["dropped"]
+    gc.collect()
+    assert dropped() is None, "a state that is not donated would stay in the device's memory"
     for leaf in state.values():
         leaf.delete()
     disk.go.set()
@@ -323,6 +339,12 @@ def test_paths_in_use_are_refused(tmp_path: pathlib.Path) -> None:
     assert everything(tmp_path) == ["file", "folder", "folder/thesis.tex"]
     (tmp_path / "empty").mkdir()
     tr.save(tmp_path / "empty", {"x": np.ones(3)})
+
+
+def test_a_dangling_link_is_an_error_and_no_endless_loop(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "c")
+    with pytest.raises(tr.errors.SaveError, match="No such file"):
+        tr.save(tmp_path / "link", {"x": np.ones(3)})
 
 
 def test_foreign_files_in_a_checkpoint_survive_an_overwrite(tmp_path: pathlib.Path) -> None:

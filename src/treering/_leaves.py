@@ -26,11 +26,12 @@ _FUNCTIONS = (
 )
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class Piece(msgspec.Struct, gc=False):
     """A part of an array leaf that this process writes.
 
-    `data` is the array that holds it, `dtype` what is stored; `copies` says that its bytes must be copied
-    first: from a device, or because they are laid out otherwise, or because the caller may change them.
+    `data` is the array that holds it until its bytes are handed over, and `dtype` what is stored; `copies` says
+    that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
+    caller may change them.
     """
 
     leaf: int

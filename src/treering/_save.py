@@ -179,6 +179,7 @@ def start(
     with paused():
         walked = _tree.walk(_flax.split(tree)[0])
         content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background)
+    skeleton = walked.skeleton
     check_free(stores.DISK, place, overwrite=overwrite)
     feed = Feed(content.pieces, limit)
     pending = PendingSave(place, info.step, feed)
@@ -191,9 +192,7 @@ def start(
                 feed.writers_needed.wait()
                 if previous:
                     previous._finished.wait()
-                pending._nbytes = native.write(
-                    stores.DISK, place, walked.skeleton, content, feed, info, crew, overwrite
-                )
+                pending._nbytes = native.write(stores.DISK, place, skeleton, content, feed, info, crew, overwrite)
                 if then:
                     then()
         except BaseException as caught:

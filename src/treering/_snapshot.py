@@ -106,6 +106,7 @@ class Feed:
         for n in range(first, last):
             piece = self._pieces[n]
             self._views[n] = host_bytes(piece, next(on_host)) if piece.copies else np.asarray(piece.data)
+            piece.data = None  # or the state of this step would stay in the device's memory until it is written
             unpublished += piece.nbytes
             if unpublished >= _PUBLISH or n == last - 1:
                 unpublished = 0

@@ -112,7 +112,11 @@ class Disk:
     def preallocate(self, fd: int, size: int) -> None:
         """Reserves the blocks, so that a full disk shows before anything is written."""
         if size and self.is_local(fd) and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """Writes all of an aligned buffer."""

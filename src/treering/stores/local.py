@@ -6,6 +6,7 @@ commit is through, so whoever gets a file's lock and then finds it in no manifes
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -19,6 +20,8 @@ from .disk import Disk, opened, read_file
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
 _OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5}-of-\d{5}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
+
+_TRIES = 10  # at making a file, while others tidy up
 
 Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
 
@@ -65,16 +68,19 @@ class Transaction:
     def create(self, name: str) -> int:
         """A new file of this save, open for writing and locked. Closed by `commit` and `abort`."""
         path = os.path.join(self.path, name)
-        while True:
+        for attempt in range(_TRIES):
             try:
                 fd = self.disk.create(path)
             except FileNotFoundError:  # the first file, or somebody tidied an empty directory away
+                if attempt == _TRIES - 1:
+                    raise
                 self._make_dirs(self.path)
                 continue
             if self.disk.lock(fd) and self.disk.stat(path) is not None:
                 self._open[path] = fd
                 return fd
             self.disk.close(fd)  # a cleaner took the new file for a leftover before it was locked
+        raise FileNotFoundError(errno.ENOENT, "removed again and again while it was being written", path)
 
     def write_small(self, name: str, data: bytes) -> str:
         """A whole small file, durable; returns its path."""

@@ -1,7 +1,7 @@
 """An array file that is open: its blocks checked, its bytes in memory."""
 
+import bisect
 import math
-import mmap
 import os
 import threading
 import weakref
@@ -61,9 +61,8 @@ class Memory:
 
     def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
         """The part as an array that shares this memory."""
-        offset, memory = self._runs[0]
-        if len(self._runs) > 1:
-            offset, memory = next(run for run in reversed(self._runs) if run[0] <= part.begin)
+        n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, part.begin, key=lambda run: run[0]) - 1
+        offset, memory = self._runs[n]
         return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
 
 
@@ -92,7 +91,6 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: expected {blocks} checksums of blocks of {BLOCK} bytes")
         self._good = bytearray(blocks)
         self._local = disk.is_local(self._fd)
-        self._map: mmap.mmap | None = None
 
     def maps(self, wish: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""
@@ -103,9 +101,8 @@ class ArrayFile:
         if self.maps(wish):
             if verify and (bad := list(self.bad_blocks(ranges))):
                 self._raise_damaged(bad)
-            if self._map is None:
-                self._map = self._disk.map(self._fd, self.size)
-            return Memory([(-self.header.size, self._map)])
+            # A mapping of its own for each caller: what one writes into its arrays, no other must see.
+            return Memory([(-self.header.size, self._disk.map(self._fd, self.size))])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
         jobs = [
             (block, min(block + _CHUNK // BLOCK, -(-len(memory) // BLOCK) + start // BLOCK), memory, start)

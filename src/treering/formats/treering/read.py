@@ -89,7 +89,8 @@ class Reader:
                 strided = part.ranges and self._file(part.file).maps(map)
                 ranges.setdefault(part.file, []).extend(part.ranges if strided else [(part.begin, part.end)])
         memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
-        return [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
+        arrays = [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
+        return _apart(arrays, parts)
 
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage."""
@@ -194,6 +195,18 @@ class Reader:
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
         return tuple(row.path for row in rows if row.where == number)
+
+
+def _apart(arrays: list[np.ndarray], parts: list[list[Part]]) -> list[np.ndarray]:
+    """Copies what would share its memory with another of the arrays: leaves that were one array when saved."""
+    seen: set[tuple[int, int]] = set()
+    for n, found in enumerate(parts):
+        if len(found) == 1:
+            place = found[0].file, found[0].begin
+            if place in seen:
+                arrays[n] = arrays[n].copy()
+            seen.add(place)
+    return arrays
 
 
 def _assemble(entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
