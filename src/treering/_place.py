@@ -10,9 +10,11 @@ from jax import core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._sharding import Box, box_of, whole
+from ._tree import flatten
 from .errors import MismatchError
 
 Where = Sharding | None  # None: the default device, uncommitted
+_UNCOMMITTED = object()
 
 
 def resolve(
@@ -32,31 +34,18 @@ def resolve(
     else:
         is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
         try:
-            wishes = jax.tree.leaves(
-                jax.tree.map(
-                    lambda s, part: jax.tree.map(lambda _: _Box(s), part, is_leaf=lambda x: x is None),
-                    wish,
-                    template,
-                    is_leaf=is_leaf,
-                ),
-                is_leaf=lambda x: isinstance(x, _Box),
-            )
-            wishes = [box.value for box in wishes]
+            spread = jax.tree.map(lambda s, part: [s] * len(flatten(part)[0]), wish, template, is_leaf=is_leaf)
+            wishes = jax.tree.leaves(spread, is_leaf=is_leaf)
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
     mesh = _ambient_mesh()
     return [_concrete(w, mesh) for w in wishes]
 
 
-class _Box:
-    def __init__(self, value: Any):
-        self.value = value
-
-
 def _own(leaf: Any) -> Any:
-    """The template's own sharding; an uncommitted array has none."""
-    if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
-        return None
+    """The template's own sharding; an uncommitted array stays uncommitted, whatever mesh is set."""
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return _UNCOMMITTED
     return getattr(leaf, "sharding", None)
 
 
@@ -67,6 +56,8 @@ def _ambient_mesh() -> Any:
 
 def _concrete(wish: Any, mesh: Any) -> Where:
     """A sharding on real devices: specs and abstract meshes are taken to the mesh that is set."""
+    if wish is _UNCOMMITTED:
+        return None
     if wish is None:
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
     if isinstance(wish, NamedSharding) and isinstance(wish.mesh, jax.sharding.AbstractMesh):
