@@ -44,6 +44,10 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
     type: ValueType
     value: Any = None
 
+    def at(self, path: str) -> "ValueEntry":
+        """The same value under another path."""
+        return ValueEntry(path, self.type, self.value)
+
     def decode(self) -> Any:
         """The Python value; None for functions, which have no value here."""
         return decode(self.type, self.value)

@@ -216,7 +216,7 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def __repr__(self) -> str:
-        from ._match import describe
+        from ._match import describe, shorten
 
         step = "" if self.step is None else f", step {self.step}"
         part = f", at {self._part}" if self._part else ""
@@ -224,7 +224,7 @@ class Checkpoint(Mapping[str, Any]):
         width = max((len(path) for path in self), default=0)
         lines = []
         for path, entry in self._entries.items():
-            value = "" if isinstance(entry, ArrayEntry) else f" {entry.decode()!r:.60}"
+            value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
             lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
         return "\n".join([head, *lines])
 

@@ -36,7 +36,7 @@ SAFETENSORS = {
 }
 # Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
-_WIDE = {"complex128": 16}
+_WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
 _SIZED = re.compile(r"(datetime64|timedelta64)(?:\[\w+\])?|<U(\d{1,8})|\|S(\d{1,8})")
 
 
@@ -104,17 +104,29 @@ def is_integer(dtype: "np.dtype[Any]") -> bool:
 
 @functools.lru_cache(maxsize=512)
 def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
-    """Whether every value of the float or complex dtype `old` is one of `new` too."""
-    import ml_dtypes
+    """Whether every value of the float or complex dtype `old` is one of `new` too, signs of zeros included."""
     import numpy as np
 
     if old.kind == "c" and new.kind == "c":
         return new.itemsize >= old.itemsize
     if not (is_float(old) and is_float(new)):
         return False
-    try:
-        a, b = ml_dtypes.finfo(old), ml_dtypes.finfo(new)
-        smallest_a, smallest_b = (float(np.float64(f.smallest_subnormal)) for f in (a, b))
-        return float(b.max) >= float(a.max) and smallest_b <= smallest_a and b.nmant >= a.nmant
-    except ValueError:  # ml_dtypes describes no such float
-        return False
+    if old.itemsize > 2:
+        return new.kind == "f" and new.itemsize >= old.itemsize
+    bits = int(old.name[5]) if old.name.startswith(("float4", "float6")) else 8 * old.itemsize
+    every = np.arange(1 << bits, dtype=f"u{old.itemsize}").view(old)
+    with np.errstate(all="ignore"):
+        before = every.astype(np.float64)
+        after = cast(every, new).astype(np.float64)
+    same = (before == after) & (np.signbit(before) == np.signbit(after))
+    return bool((same | (np.isnan(before) & np.isnan(after))).all())
+
+
+def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+    """`astype`, also between the small dtypes that have no casts to one another; C-ordered."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and who narrows asked for it
+        if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
+            array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
+        return array.astype(dtype, order="C")

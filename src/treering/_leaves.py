@@ -24,6 +24,8 @@ _FUNCTIONS = (
     jax.custom_jvp,
     jax.custom_vjp,
 )
+# Leaves that only stand where an array is shared from elsewhere in the tree.
+_PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -77,14 +79,15 @@ def collect(paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, d
                 content.entries.append(ValueEntry(path, *encode(leaf)))
             elif kind == "function":
                 content.entries.append(ValueEntry(path, "function", _function_name(leaf)))
-            elif (first := first_use.setdefault(id(leaf), n)) != n:
-                content.tied[n] = first
-                same = content.entries[first]
-                content.entries.append(same.at(path) if isinstance(same, ArrayEntry) else same)
-            elif kind == "numpy" or kind == "numpy-scalar":
-                _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
+            elif id(leaf) in first_use:
+                content.tied[n] = first_use[id(leaf)]
+                content.entries.append(content.entries[content.tied[n]].at(path))
             else:
-                _add_jax(content, path, kind, leaf, cast)
+                if kind in ("numpy", "numpy-scalar"):
+                    _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
+                else:
+                    _add_jax(content, path, kind, leaf, cast)
+                first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
             content.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
@@ -102,7 +105,7 @@ def host_bytes(piece: Piece, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     array = np.asarray(data)
     if array.dtype != piece.dtype or not array.flags.c_contiguous or isinstance(piece.data, np.ndarray):
-        array = array.astype(piece.dtype, order="C")
+        array = _dtypes.cast(array, piece.dtype)
     return whole_bytes(array).reshape(-1).view(np.uint8)
 
 
@@ -183,7 +186,7 @@ def _kind(leaf_type: type) -> str:
         return "key"
     if isinstance(leaf_type, type(jax.Array)) or issubclass(leaf_type, jax.Array):
         return "jax"
-    if issubclass(leaf_type, _FUNCTIONS) or issubclass(leaf_type, functools.partial):
+    if issubclass(leaf_type, _FUNCTIONS) or issubclass(leaf_type, functools.partial) or name in _PLACEHOLDERS:
         return "function"
     raise UnsupportedError(f"{name}; convert it to an array, a number, text or bytes, or leave it out of the tree")
 
@@ -197,7 +200,7 @@ def _function_name(leaf: Any) -> str:
 
 
 def is_function(leaf: Any) -> bool:
-    """Whether a leaf is a function, which counts as "no array here"."""
+    """Whether a leaf is a function or a placeholder, which count as "no array here"."""
     while type(leaf) is functools.partial:
         leaf = leaf.func
-    return isinstance(leaf, _FUNCTIONS)
+    return isinstance(leaf, _FUNCTIONS) or f"{type(leaf).__module__}.{type(leaf).__qualname__}" in _PLACEHOLDERS

@@ -137,6 +137,11 @@ def describe(entry: Entry) -> str:
     return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
 
 
+def shorten(value: Any) -> str:
+    """A value for people to read: not more than 60 characters, and no number that Python refuses to print."""
+    return f"({value.bit_length()} bits)" if type(value) is int and abs(value) >> 200 else f"{value!r:.60}"
+
+
 def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
     if type(leaf) in _SCALARS:
         if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
@@ -158,11 +163,14 @@ def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
             _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
         dtype, value = want, entry.decode()
         if np.array(value).dtype.hasobject or not fits(np.array(value), want):
-            _differ(expected, f"int {value}", "it does not fit; use a wider integer in the template")
+            _differ(expected, f"int {shorten(value)}", "it does not fit; use a wider integer in the template")
     else:
         if entry.type == "key" or shape != entry.shape:
             hint = "shapes must be equal" if entry.type != "key" else "a typed key is no plain array"
             _differ(_shape_text(leaf), entry, hint)
+        if isinstance(leaf, np.str_ | np.bytes_):
+            found = _dtypes.to_numpy(entry.dtype)
+            want = found if found.kind == want.kind else want  # of any length
         dtype, value = _dtype_for(want, entry.dtype, policy.dtype), None
         if isinstance(dtype, str):
             _differ(_shape_text(leaf), entry, dtype)

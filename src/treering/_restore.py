@@ -109,16 +109,18 @@ def _values(
                 items.append(_place.Item(places[n], _entry(targets[n]).shape, own))
             else:
                 values[n] = _on_host(own[0], targets[n], places[n])
-        made = iter(_place.put(items))
+        placed = iter(_place.put(items))
         for n in group:
             if targets[n].make == "jax":
-                values[n] = _place.weaken(next(made)) if targets[n].weak else next(made)
+                values[n] = _place.weaken(next(placed)) if targets[n].weak else next(placed)
     for n, target in enumerate(targets):
-        if target.entry is None and target.make in ("jax", "numpy"):  # an int where the template has a 0-d array
+        if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = np.array(target.value, target.dtype)
-            values[n] = array if target.make == "numpy" else _place.put([_place.Item(places[n], (), [array])])[0]
-            if target.weak:
-                values[n] = _place.weaken(values[n])
+            if target.make == "jax":
+                (made,) = _place.put([_place.Item(places[n], (), [array])])
+                values[n] = _place.weaken(made) if target.weak else made
+            else:
+                values[n] = _on_host(array, target, None)
     return values
 
 
@@ -157,8 +159,7 @@ def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
             f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
             f"use {array.dtype.name} in the template"
         )
-    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and narrowing was asked for
-        return array.astype(target.dtype)
+    return _dtypes.cast(array, target.dtype)
 
 
 def _on_host(array: np.ndarray, target: Target, place: Where) -> Any:

@@ -27,6 +27,10 @@ class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def __len__(self) -> int:
         return self.keys if isinstance(self.keys, int) else len(self.keys)
 
+    def names(self) -> Sequence[Any]:
+        """The keys as they are written; none where children are numbered."""
+        return () if isinstance(self.keys, int) else self.keys
+
     def children(self) -> Sequence[Any]:
         """The keys as Python values."""
         return range(self.keys) if isinstance(self.keys, int) else [_decode_key(k) for k in self.keys]
@@ -43,7 +47,7 @@ class Walk(NamedTuple):
     skeleton: Skeleton
 
 
-_known: dict[Any, tuple[Sequence[str], Skeleton]] = {}
+_known: dict[Any, tuple[Sequence[str], Skeleton, str | None]] = {}
 
 
 def walk(tree: Any) -> Walk:
@@ -55,8 +59,9 @@ def walk(tree: Any) -> Walk:
     """
     try:
         leaves, treedef = flatten(tree)
-        if treedef in _known:
-            return Walk(_known[treedef][0], leaves, _known[treedef][1])
+        known = _known.get(treedef)
+        if known and (known[2] is None or known[2] == str(treedef)):
+            return Walk(known[0], leaves, known[1])
     except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
         leaves, treedef = None, None
     except RecursionError:
@@ -68,7 +73,10 @@ def walk(tree: Any) -> Walk:
         raise UnsupportedError("a container of this tree flattens differently with and without key paths")
     if len(_known) >= 4:
         del _known[next(iter(_known))]
-    _known[treedef] = paths, skeleton
+    # Treedefs with the keys 1, 1.0 and True are equal to one another; their texts are not.
+    only_text = all(type(key) is str for node in skeleton if isinstance(node, Node) for key in node.names())
+    _known.pop(treedef, None)  # or the equal one would stay as the key
+    _known[treedef] = paths, skeleton, None if only_text else str(treedef)
     return Walk(paths, leaves, skeleton)
 
 
@@ -215,8 +223,9 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
 def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
     """Nested dicts from paths alone, for selections and for formats that record no tree."""
     root: dict[str, Any] = {}
-    for path, value in zip(paths, values, strict=True):
-        if path == "":
+    names = list(paths)
+    for path, value in zip(names, values, strict=True):
+        if names == [""]:
             return value
         *parents, last = split(path)
         place = root

@@ -53,6 +53,8 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path: pathl
     for step in range(1, last + 1):
         expected = expected * 1.000001 + step
     np.testing.assert_array_equal(tr.restore(tmp_path / "killed")["x"], np.full(1 << 19, expected))
-    leftovers = {p.name for p in (tmp_path / "killed").iterdir()} - {f"step-{s:08}" for s in tr.steps(tmp_path / "killed")}
+    leftovers = {p.name for p in (tmp_path / "killed").iterdir()} - {
+        f"step-{s:08}" for s in tr.steps(tmp_path / "killed")
+    }
     assert not leftovers
     assert all(len(list(p.iterdir())) == 2 for p in (tmp_path / "killed").iterdir())

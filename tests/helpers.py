@@ -1,0 +1,85 @@
+"""What several test modules need."""
+
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import treering as tr
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Asserts that two pytrees are equal bit for bit, in structure, kinds of leaves and contents."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    ours, theirs = _leaves(a), _leaves(b)
+    assert len(ours) == len(theirs)
+    for (place, x), (other_place, y) in zip(ours, theirs, strict=True):
+        assert place == other_place  # a treedef does not tell the keys 1, 1.0 and True apart
+        for name, (p, q) in _compared(x, y).items():
+            assert p == q, f"{place or '(root)'}: {name}: {p!r:.200} is not {q!r:.200}"
+
+
+def every_way(tmp_path: Path, tree: Any, *likes: Any) -> Iterator[Any]:
+    """What comes back from a save of either kind, restored with mapped and with copied files.
+
+    With several templates, a tuple of what comes back for each.
+    """
+    for background in (False, True):
+        path = f"{tempfile.mkdtemp(dir=tmp_path)}/ckpt"
+        if background:
+            tr.save_async(path, tree).result()
+        else:
+            tr.save(path, tree)
+        for mmap in (None, False):
+            found = tuple(tr.restore(path, like=like, mmap=mmap) for like in likes)
+            yield found if len(likes) > 1 else found[0]
+
+
+def assert_survives(tmp_path: Path, tree: Any) -> None:
+    """Asserts that a tree comes back the same in every way when it is its own template."""
+    for restored in every_way(tmp_path, tree, tree):
+        assert_same(restored, tree)
+
+
+def assert_survives_plainly(tmp_path: Path, tree: Any) -> None:
+    """Asserts that a tree without JAX arrays comes back the same with itself as the template and with none."""
+    for restored, plain in every_way(tmp_path, tree, tree, None):
+        assert_same(restored, tree)
+        assert_same(plain, tree)
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths]
+
+
+def _compared(x: Any, y: Any) -> dict[str, tuple[Any, Any]]:
+    ours, theirs = _identity(x), _identity(y)
+    return {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+
+
+def _identity(leaf: Any) -> dict[str, Any]:
+    """Everything in which equal leaves must not differ."""
+    if isinstance(leaf, jax.Array):
+        about = {"kind": "jax.Array", "dtype": leaf.dtype, "shape": leaf.shape, "committed": leaf.committed}
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(leaf))
+            return {**about, "impl": str(jax.random.key_impl(leaf)), "bytes": data.tobytes()}
+        return {**about, "weak": leaf.aval.weak_type, "bytes": _bytes(np.asarray(leaf))}
+    if isinstance(leaf, np.ndarray | np.generic):
+        return {"kind": type(leaf), "dtype": leaf.dtype, "shape": leaf.shape, "bytes": _bytes(np.asarray(leaf))}
+    if isinstance(leaf, float):
+        return {"kind": type(leaf), "bytes": struct.pack("<d", leaf)}
+    if isinstance(leaf, complex):
+        return {"kind": type(leaf), "bytes": struct.pack("<dd", leaf.real, leaf.imag)}
+    return {"kind": type(leaf), "value": leaf}
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    if array.dtype.name.startswith(("int1", "int2", "int4", "uint1", "uint2", "uint4")) and array.itemsize == 1:
+        array = array.astype(np.int8)  # the upper bits of these belong to no value
+    return array.tobytes()

@@ -1,0 +1,811 @@
+"""Every kind of leaf and key there is, saved and restored, bit for bit."""
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import string
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import treering as tr
+from helpers import assert_same, assert_survives, assert_survives_plainly, every_way
+from treering.errors import MismatchError, UnsupportedError
+
+ML_DTYPES = sorted(n for n, t in vars(ml_dtypes).items() if isinstance(t, type) and issubclass(t, np.generic))
+NUMPY_DTYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *("datetime64[ns]", "datetime64[D]", "datetime64[25s]", "timedelta64[us]", "timedelta64"),
+    *("S1", "S7", "U1", "U5"),
+]
+JAX_DTYPES = [
+    *("bool", "int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint16", "uint32"),
+    *("float16", "bfloat16", "float32", "complex64", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+WIDE_JAX_DTYPES = ["int64", "uint64", "float64", "complex128"]
+FLOATS = [n for n in ML_DTYPES if "float" in n] + ["float16", "float32", "float64"]
+BITS = {"int1": 1, "int2": 2, "int4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+KEY_IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
+NASTY_KEYS = [
+    *(
+        "",
+        " ",
+        "/",
+        "//",
+        ".",
+        "..",
+        "~",
+        "~0",
+        "~1",
+        "~@",
+        "~@0,0",
+        "a/b",
+        "a~b",
+        "a.b",
+        "a b",
+        "\n",
+        "\t",
+        "\0",
+        "a\0b",
+    ),
+    *("🌲", "é", "e\u0301", "__metadata__", "dtype:a", "xxh3", "treering.json", "..\\..", "*", "**", "?", "[0]", "0"),
+    *('"', "'", "\\", "\\u0041", "\x7f", "\x85", "\u2028", "\ufeff", "a" * 300),
+]
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def filled(name: str) -> np.ndarray:
+    """Every bit pattern of the narrow dtypes, random ones of the others."""
+    dtype = dtype_of(name)
+    if dtype.kind == "U":  # not every number is a code point
+        return np.array([["", "é🌲"], ["a\0b", "zzzzz"]], dtype)
+    if name == "bool":
+        return np.array([[True, False], [False, False]])
+    if name.startswith(("int", "uint")) and name.lstrip("u") in BITS:
+        bits = BITS[name.lstrip("u")]
+        low = 0 if name.startswith("u") else -(1 << bits - 1)
+        return np.arange(low, low + (1 << bits)).astype(dtype)
+    if dtype.itemsize == 1 and dtype.kind != "S":
+        return np.arange(1 << BITS.get(name, 8), dtype=np.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(256, 256)
+    return np.frombuffer(random.Random(name).randbytes(dtype.itemsize * 24), dtype).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize("name", [*ML_DTYPES, *NUMPY_DTYPES])
+def test_every_numpy_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
+    tree = {"a": filled(name), "scalar": filled(name).reshape(-1)[1]}
+    assert_survives_plainly(tmp_path, tree)
+
+
+@pytest.mark.parametrize("name", JAX_DTYPES)
+def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
+    array = filled(name)
+    tree = {"a": jnp.asarray(array)}
+    assert tree["a"].dtype == array.dtype and np.asarray(tree["a"]).tobytes() == array.tobytes()
+    for restored, from_shape, on_host in every_way(tmp_path, tree, tree, jax.eval_shape(lambda: tree), {"a": array}):
+        assert_same(restored, tree)
+        assert_same(from_shape, tree)
+        assert_same(on_host, {"a": array})
+    for restored in every_way(tmp_path, {"a": array}, tree):
+        assert_same(restored, tree)
+
+
+@pytest.mark.parametrize("name", WIDE_JAX_DTYPES)
+def test_wide_dtypes_survive_with_x64_and_are_never_narrowed_without(tmp_path: Path, name: str) -> None:
+    with jax.enable_x64(True):
+        tree = {"a": jnp.asarray(filled(name))}
+        assert tree["a"].dtype == name
+        assert_survives(tmp_path, tree)
+        template = jax.eval_shape(lambda: tree)
+    path = next(tmp_path.glob("*/ckpt"))
+    with pytest.raises(MismatchError, match="x64"):
+        tr.restore(path, like=template)
+    assert_same(tr.restore(path), {"a": filled(name)})
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1), (2, 3, 1, 2)])
+def test_no_shape_is_special(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    assert_survives(tmp_path, {"np": array, "jax": jnp.asarray(array), "int4": array.astype(ml_dtypes.int4)})
+    assert_survives(tmp_path, array)
+
+
+def test_a_tree_of_nothing_but_empty_arrays(tmp_path: Path) -> None:
+    assert_survives(tmp_path, {"a": np.zeros((0, 2)), "b": jnp.zeros((3, 0)), "c": np.zeros(0, "U3")})
+
+
+@pytest.mark.parametrize("tree", [{}, [], (), None, [None], {"a": {}, "b": [(), [], None]}, 7, "text", {"a": 1.5}])
+def test_a_tree_without_any_array(tmp_path: Path, tree: Any) -> None:
+    assert_survives_plainly(tmp_path, tree)
+
+
+def _unaligned() -> np.ndarray:
+    array = np.frombuffer(bytes(range(33)), np.float64, 4, 1)
+    assert not array.flags.aligned
+    return array
+
+
+BASE = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+LAYOUTS = {
+    "fortran": np.asfortranarray(BASE),
+    "transposed": BASE.transpose(2, 0, 1),
+    "negative strides": BASE[::-1, :, ::-2],
+    "every other": BASE[::2, 1::2],
+    "stride 0": np.broadcast_to(np.float32(3), (5, 7)),
+    "partly stride 0": np.broadcast_to(BASE[0], (2, 4, 5)),
+    "0-d view": BASE[1, 2, 3, ...],
+    "field of a record": np.zeros(5, [("pad", "u1"), ("x", "f4")])["x"],
+    "unaligned": _unaligned(),
+    "empty with strides": BASE[::-1][3:],
+    "transposed int4": np.arange(-8, 8).astype(ml_dtypes.int4).reshape(4, 4).T,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_an_array_lies_in_memory_does_not_matter(tmp_path: Path, layout: str) -> None:
+    array = LAYOUTS[layout]
+    for found in every_way(tmp_path, {"a": array}, {"a": array}, None):
+        for restored in found:
+            assert_same(restored, {"a": array})
+            assert restored["a"].flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">u4", ">i8", ">f2", ">f4", ">f8", ">c8", ">c16", ">U3", ">M8[s]", ">m8[D]"])
+def test_big_endian_arrays_come_back_as_their_template_is(tmp_path: Path, dtype: str) -> None:
+    little = filled(np.dtype(dtype).newbyteorder("<").str)
+    big = little.astype(dtype)
+    assert big.byteswap().tobytes() == little.tobytes()
+    for saved in (big, little):
+        for as_big, as_little, plain in every_way(tmp_path, saved, big, little, None):
+            assert_same(as_big, big)
+            assert_same(as_little, little)
+            assert_same(plain, little)
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "int2"])
+def test_other_readers_find_the_same_small_integers_however_they_were_saved(tmp_path: Path, name: str) -> None:
+    values = filled(name)
+    tr.save(tmp_path / "a", {"np": values, "strided": values[::-1][::-1], "jax": jnp.asarray(values)})
+    tr.save_async(tmp_path / "b", {"np": values, "jax": jnp.asarray(values)}).result()
+    for directory in ("a", "b"):
+        (file,) = (tmp_path / directory).glob("*.safetensors")
+        for stored in safetensors.numpy.load_file(file).values():
+            assert np.array_equal(stored.view(np.int8), values.astype(np.int8))  # sign-extended, says docs/format.md
+
+
+def test_numpy_scalars_stay_numpy_scalars(tmp_path: Path) -> None:
+    scalars = [
+        *(np.float32(1.5), np.float64(-0.0), np.float16("nan"), np.int64(-(2**63)), np.uint64(2**64 - 1), np.int8(-1)),
+        *(np.bool_(True), np.bool_(False), np.complex64(1 - 2j), np.complex128(complex("nan-0j"))),
+        *(np.str_("é\0x"), np.str_(""), np.bytes_(b"a\0b"), np.bytes_(b"")),
+        *(np.datetime64("2020-02-29T12:00"), np.datetime64("NaT"), np.timedelta64(-3, "D")),
+        *(ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(2), ml_dtypes.int4(-8), ml_dtypes.uint2(3)),
+        np.frombuffer(b"\x01\x00\xa0\x7f", np.float32)[0],
+    ]
+    assert_survives_plainly(tmp_path, scalars)
+
+
+def test_a_numpy_text_scalar_of_another_length_than_the_template_is_taken(tmp_path: Path) -> None:
+    tree = {"s": np.str_("longer"), "b": np.bytes_(b"longer")}
+    for restored in every_way(tmp_path, tree, {"s": np.str_("x"), "b": np.bytes_(b"x")}):
+        assert_same(restored, tree)
+
+
+def _nan(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<Q", bits))[0]
+
+
+PYTHON_VALUES = {
+    "bool": [True, False],
+    "int": [0, 1, -1, 2**31, 2**53, 2**53 + 1, -(2**53) - 1, 2**63, -(2**63), 2**64, -(2**200)],
+    "float": [0.0, -0.0, 1.0, 0.1, 5e-324, -5e-324, 1.7976931348623157e308, 1e16, 1e22, float("inf"), -float("inf")],
+    "nan": [_nan(b) for b in (0x7FF8 << 48, 0xFFF8 << 48, 0x7FF8_0000_DEAD_BEEF, (0x7FF0 << 48) + 1, 2**64 - 1)],
+    "complex": [1j, complex(-0.0, 0.0), complex(0.0, -0.0), complex(float("inf"), _nan(0xFFF8_0000_0000_0007))],
+    "str": ["", "text", "é🌲\0\n\u2028", "nan:0", '"\\', "\x7f\x80", "a" * 100_000],
+    "bytes": [b"", b"\0\xff", bytes(range(256)) * 40],
+    "none": [None, [None], {"a": None}],
+}
+
+
+@pytest.mark.parametrize("kind", PYTHON_VALUES)
+def test_python_values_keep_their_type_and_every_bit(tmp_path: Path, kind: str) -> None:
+    tree = {"values": PYTHON_VALUES[kind]}
+    assert_survives_plainly(tmp_path, tree)
+    opened = tr.open(next(tmp_path.glob("*/ckpt"))).values()
+    assert_same(list(opened), jax.tree.leaves(tree, is_leaf=lambda x: x is None))
+
+
+def test_integers_of_6000_digits(tmp_path: Path) -> None:
+    tree = {"big": 10**6000 + 7, "negative": -(10**6000)}
+    assert_survives_plainly(tmp_path, tree)
+
+
+def test_a_checkpoint_with_an_integer_of_6000_digits_can_be_printed(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a", {"big": 10**6000, "w": np.ones(1)})
+    assert "big" in repr(tr.open(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    "value", [2**63, 2**64, -(2**63) - 1, 10**30, 10**6000], ids=lambda v: f"{v.bit_length()} bits"
+)
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_a_python_integer_too_big_for_the_template_is_a_mismatch(tmp_path: Path, value: int, dtype: str) -> None:
+    tr.save(tmp_path / "a", {"n": value})
+    with pytest.raises(MismatchError, match="n: expected"):
+        tr.restore(tmp_path / "a", like={"n": np.zeros((), dtype)})
+
+
+@pytest.mark.parametrize(
+    ("saved", "template"),
+    [
+        *(("uint8", "int8"), ("uint16", "int16"), ("uint32", "int32"), ("uint64", "int64"), ("uint64", "int8")),
+        *(("int8", "uint8"), ("int32", "uint32"), ("int64", "uint64"), ("int64", "int32"), ("int32", "int8")),
+        *(("int8", "int4"), ("uint8", "int4"), ("int32", "uint4"), ("int4", "uint8"), ("int4", "uint32")),
+        *(("int4", "uint4"), ("uint4", "int4"), ("int4", "int2"), ("uint2", "int2")),
+    ],
+)
+def test_an_integer_that_does_not_fit_the_template_is_refused_not_wrapped(
+    tmp_path: Path, saved: str, template: str
+) -> None:
+    have, want = dtype_of(saved), dtype_of(template)
+    low, high = (int(f(ml_dtypes.iinfo(want))) for f in (lambda i: i.min, lambda i: i.max))
+    info = ml_dtypes.iinfo(have)
+    outside = [int(x) for x in (info.min, info.max, -1, high + 1) if info.min <= x <= info.max and not low <= x <= high]
+    assert outside
+    for n, value in enumerate(outside):
+        tr.save(tmp_path / str(n), {"a": _integers([0, value], have)})
+        with pytest.raises(MismatchError):
+            tr.restore(tmp_path / str(n), like={"a": np.zeros(2, want)})
+    tr.save(tmp_path / "fits", {"a": _integers([0, 1], have)})
+    assert_same(tr.restore(tmp_path / "fits", like={"a": np.zeros(2, want)}), {"a": _integers([0, 1], want)})
+
+
+def _integers(values: list[int], dtype: np.dtype[Any]) -> np.ndarray:
+    return np.array(values, dtype) if dtype.kind in "iu" else np.array(values, np.int64).astype(dtype)
+
+
+@pytest.mark.parametrize("saved", FLOATS)
+def test_a_float_that_a_wider_template_takes_keeps_its_value(tmp_path: Path, saved: str) -> None:
+    special = np.array([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan])
+    values = filled(saved) if dtype_of(saved).itemsize <= 2 else special.astype(saved)
+    tr.save(tmp_path / "a", {"a": values})
+    taken, changed = [], {}
+    for template in FLOATS:
+        with contextlib.suppress(MismatchError):
+            found = tr.restore(tmp_path / "a", like={"a": np.zeros(values.shape, dtype_of(template))})["a"]
+            taken.append(template)
+            with np.errstate(invalid="ignore"):  # signalling NaNs
+                before, after = values.astype(np.float64), found.astype(np.float64)
+            same = (before == after) & (np.signbit(before) == np.signbit(after)) | (np.isnan(before) & np.isnan(after))
+            if not same.all():
+                changed[template] = sorted({*before[~same].tolist()})
+    assert saved in taken and "float64" in taken
+    assert not changed
+
+
+@pytest.mark.parametrize("saved", FLOATS)
+def test_floats_become_those_of_any_template_where_that_is_asked_for(tmp_path: Path, saved: str) -> None:
+    values = np.array([0.5, 1.0, 2.0]).astype(dtype_of(saved))  # every float has these
+    tr.save(tmp_path / "a", {"a": values})
+    for template in map(dtype_of, FLOATS):
+        found = tr.restore(tmp_path / "a", like={"a": np.zeros(3, template)}, dtype="template")
+        assert_same(found, {"a": values.astype(np.float64).astype(template)})
+
+
+@pytest.mark.parametrize("impl", KEY_IMPLS)
+def test_typed_keys_of_every_implementation(tmp_path: Path, impl: str) -> None:
+    key = jax.random.key(7, impl=impl)
+    tree = {
+        "one": key,
+        "batch": jax.random.split(key, 3),
+        "grid": jax.random.split(key, (2, 1, 2)),
+        "none of them": jax.random.split(key, 3)[:0],
+        "here": jax.device_put(key, jax.devices()[-1]),
+        "raw": jax.random.key_data(key),
+    }
+    for restored, plain, from_shape in every_way(tmp_path, tree, tree, None, jax.eval_shape(lambda: tree)):
+        assert_same(restored, tree)
+        assert_same(plain["batch"], tree["batch"])
+        assert jax.random.bits(plain["one"]) == jax.random.bits(key)
+        assert isinstance(plain["raw"], np.ndarray)
+        assert_same({**from_shape, "here": None}, {**tree, "here": None})
+
+
+def test_a_key_is_not_taken_for_another_implementation_or_for_its_bits(tmp_path: Path) -> None:
+    key = jax.random.key(0)
+    tr.save(tmp_path / "a", {"k": key})
+    for like in (jax.random.key(0, impl="rbg"), jax.random.key_data(key), jax.random.split(key, 2), 0):
+        with pytest.raises(MismatchError, match="k: expected"):
+            tr.restore(tmp_path / "a", like={"k": like})
+    tr.save(tmp_path / "b", {"k": jax.random.key_data(key)})
+    with pytest.raises(MismatchError, match="k: expected"):
+        tr.restore(tmp_path / "b", like={"k": key})
+
+
+def test_dict_keys_may_be_any_text(tmp_path: Path) -> None:
+    for place, tree in enumerate(
+        [
+            {key: np.full(2, n) for n, key in enumerate(NASTY_KEYS)},
+            {"in": {key: {key: jnp.full(2, n)} for n, key in enumerate(NASTY_KEYS)}},
+            {key: key for key in NASTY_KEYS},
+        ]
+    ):
+        directory = tmp_path / str(place)
+        directory.mkdir()
+        assert_survives(directory, tree)
+        untemplated = tr.restore(next(directory.glob("*/ckpt")))
+        assert_same(untemplated, jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, tree))
+
+
+def test_every_leaf_has_a_path_by_which_it_is_found(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a", {"in": {key: np.full(2, n) for n, key in enumerate(NASTY_KEYS)}})
+    ckpt = tr.open(tmp_path / "a")
+    assert set(ckpt) == {"in/" + key.replace("~", "~0").replace("/", "~1") for key in NASTY_KEYS}
+    for n, key in enumerate(NASTY_KEYS):
+        assert ckpt["in/" + key.replace("~", "~0").replace("/", "~1")][0] == n
+
+
+def test_an_array_at_the_root_and_one_under_an_empty_key(tmp_path: Path) -> None:
+    for tree in (np.ones(2), {"": np.ones(2)}, {"": {"": np.ones(2)}}, [{"": 1}, {"": np.ones(2)}]):
+        assert_survives_plainly(tmp_path, tree)
+
+
+def test_an_empty_key_does_not_hide_its_siblings_in_a_selection(tmp_path: Path) -> None:
+    tree = {"": np.ones(1), "a": np.ones(2), "b": {"": np.ones(3)}}
+    tr.save(tmp_path / "a", tree)
+    assert_same(tr.open(tmp_path / "a").select("**").restore(), tree)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [[1, -1, 2**70, 10], [True, False], [1.0, -2.5, 1e300, float("inf")], [b"", b"a/~", b"\xff\0"], [1, 1.5, False]],
+    ids=["int", "bool", "float", "bytes", "mixed"],
+)
+def test_dict_keys_that_are_not_text(tmp_path: Path, keys: list[Any]) -> None:
+    tree = {"a": {key: np.full(2, n) for n, key in enumerate(keys)}}
+    assert_survives_plainly(tmp_path, tree)
+
+
+def test_keys_that_compare_equal_are_not_mixed_up_between_saves(tmp_path: Path) -> None:
+    for n, key in enumerate([1, True, 1.0, 0, False, 0.0, -0.0]):
+        tr.save(tmp_path / str(n), {"a": {key: np.ones(2)}})
+        found = tr.restore(tmp_path / str(n))
+        assert [*map(repr, found["a"])] == [repr(key)]
+        assert list(tr.open(tmp_path / str(n))) == [f"a/{key}"]
+
+
+def test_a_dot_in_a_key_is_no_separator(tmp_path: Path) -> None:
+    tree = {"a.b": np.ones(1), "a": {"b": np.zeros(1)}, "a/b": np.full(1, 2.0), "a~1b": np.full(1, 3.0)}
+    assert_survives(tmp_path, tree)
+
+
+def test_a_tree_200_levels_deep(tmp_path: Path) -> None:
+    tree: Any = {"w": np.ones(3), "n": 7}
+    for level in range(200):
+        tree = {"d": tree} if level % 3 == 0 else [tree] if level % 3 == 1 else (None, tree)
+    assert_survives_plainly(tmp_path, tree)
+
+
+def test_a_hundred_thousand_leaves(tmp_path: Path) -> None:
+    tree = [list(row) for row in np.arange(100_000, dtype=np.int32).reshape(100, 1000)]
+    tree = [[np.asarray(leaf) for leaf in row] for row in tree]
+    tr.save(tmp_path / "a", tree)
+    found = tr.restore(tmp_path / "a", like=tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert all(type(leaf) is np.ndarray and leaf.dtype == np.int32 for row in found for leaf in row)
+    assert np.array_equal(np.array(found), np.array(tree))
+
+
+def _array_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("make", [np.ones, jnp.ones], ids=["numpy", "jax"])
+def test_an_array_in_two_leaves_is_written_once(tmp_path: Path, make: Any) -> None:
+    array = make((300, 1000), np.float32)
+    key = jax.random.key(1)
+    tree = {"a": array, "b": [array, make((300, 1000), np.float32)], "c": (array,), "k": key, "l": key}
+    for n, save in enumerate((tr.save, lambda p, t: tr.save_async(p, t).result())):
+        save(tmp_path / str(n), tree)
+        assert 2 * array.nbytes <= _array_bytes(tmp_path / str(n)) < 2.2 * array.nbytes
+        for mmap in (None, False):
+            assert_same(tr.restore(tmp_path / str(n), like=tree, mmap=mmap), tree)
+        assert_same(tr.restore(tmp_path / str(n), at="c", like=(array,)), (array,))
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_writing_to_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
+    tmp_path: Path, mmap: bool | None
+) -> None:
+    array = np.arange(300_000, dtype=np.float32)
+    tr.save(tmp_path / "a", {"a": array, "b": array, "c": array.copy()})
+    for like in (None, {name: array.copy() for name in "abc"}):
+        found = tr.restore(tmp_path / "a", like=like, mmap=mmap)
+        found["a"][:] = -1
+        assert np.array_equal(found["b"], array) and np.array_equal(found["c"], array)
+    assert tr.verify(tmp_path / "a").problems == ()
+    assert_same(tr.restore(tmp_path / "a", like=dict.fromkeys("abc", array)), dict.fromkeys("abc", array))
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_writing_to_a_restored_numpy_array_never_changes_a_jax_array(tmp_path: Path, mmap: bool | None) -> None:
+    array = np.arange(300_000, dtype=np.float32)
+    tr.save(tmp_path / "a", {"a": array, "b": array})
+    found = tr.restore(tmp_path / "a", like={"a": array, "b": jnp.asarray(array)}, mmap=mmap)
+    found["a"][:] = -1
+    assert np.array_equal(found["b"], array)
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_gives(
+    tmp_path: Path, mmap: bool | None
+) -> None:
+    tree = {"a": np.arange(300_000, dtype=np.float32)}
+    tr.save(tmp_path / "a", tree)
+    ckpt = tr.open(tmp_path / "a")
+    on_device = ckpt.restore(like={"a": jnp.asarray(tree["a"])}, mmap=mmap)
+    ckpt.restore(like=tree, mmap=mmap)["a"][:] = -1
+    ckpt.restore(mmap=mmap)["a"][:] = -1
+    ckpt["a"][100:200][:] = -1
+    np.asarray(ckpt["a"])[:] = -1
+    assert np.array_equal(on_device["a"], tree["a"])
+    assert_same(ckpt.restore(like=tree, mmap=mmap), tree)
+    assert_same(ckpt["a"][:], tree["a"])
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
+    tmp_path: Path, mmap: bool | None
+) -> None:
+    array = jnp.arange(300_000, dtype=jnp.float32)
+    tree = {"a": array, "b": array, "c": array + 0}
+    tr.save(tmp_path / "a", tree)
+    found = tr.restore(tmp_path / "a", like=tree, mmap=mmap)
+    donated = jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(found["a"]))
+    assert np.array_equal(found["b"], array) and np.array_equal(found["c"], array) and donated[5] == -1
+    assert tr.verify(tmp_path / "a").problems == ()
+    assert_same(tr.restore(tmp_path / "a", like=tree), tree)
+
+
+def test_what_happens_to_the_arrays_after_save_async_is_not_saved(tmp_path: Path) -> None:
+    array, given_away = np.arange(300_000, dtype=np.float32), jnp.arange(300_000, dtype=jnp.float32)
+    expected = {"np": array.copy(), "strided": array[::3].copy(), "jax": jnp.array(given_away, copy=True)}
+    pending = tr.save_async(tmp_path / "a", {"np": array, "strided": array[::3], "jax": given_away})
+    array[:] = -1
+    jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(given_away))
+    pending.result()
+    assert_same(tr.restore(tmp_path / "a", like=expected), expected)
+
+
+def _train_state(place: Callable[[Any], Any]) -> dict[str, Any]:
+    state = {
+        "w": jnp.ones((4, 4)),
+        "weak": jnp.asarray(0.5) * 2,
+        "weak int": jnp.asarray(3),
+        "step": jnp.zeros((), jnp.int32),
+        "key": jax.random.key(0),
+        "int4": jnp.ones(3, jnp.int4),
+        "weak wide": jnp.full((2, 2), 1.5) * jnp.asarray(2.0),
+    }
+    assert state["weak"].weak_type and state["weak int"].weak_type and state["weak wide"].weak_type
+    return jax.tree.map(place, state)
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "uncommitted": lambda x: x,
+    "committed": lambda x: jax.device_put(x, jax.devices()[0]),
+    "committed elsewhere": lambda x: jax.device_put(x, jax.devices()[-1]),
+}
+
+
+@contextlib.contextmanager
+def _compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    found: list[str] = []
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        yield found
+    found += [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+
+
+@pytest.mark.parametrize("mmap", [None, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_resumed_train_step_is_not_traced_or_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, mmap: bool | None
+) -> None:
+    traces = []
+
+    @jax.jit
+    def train_step(state: dict[str, Any]) -> dict[str, Any]:
+        traces.append(1)
+        key, use = jax.random.split(state["key"])
+        w = state["w"] + jax.random.normal(use, state["w"].shape) * state["weak"] + state["weak int"]
+        return {**state, "w": w, "key": key, "step": state["step"] + 1, "weak": state["weak"] * 0.5}
+
+    state = _train_state(PLACES[place])
+    with _compilations(caplog) as compiled:
+        state = train_step(train_step(state))
+    assert len(traces) == 1 and len(compiled) == 1
+
+    tr.save(tmp_path / "a", state)
+    templates = [state, jax.eval_shape(lambda: state)] if place == "uncommitted" else [state]
+    for like in templates:
+        restored = tr.restore(tmp_path / "a", like=like, mmap=mmap)
+        assert_same(restored, state)
+        with _compilations(caplog) as compiled:
+            resumed = train_step(restored)
+        assert not compiled
+        assert_same(resumed, train_step(state))
+    assert len(traces) == 1
+
+
+def test_weak_types_come_back_only_where_the_template_is_weak(tmp_path: Path) -> None:
+    weak, strong = jnp.asarray(1.5), jnp.asarray(1.5, jnp.float32)
+    assert weak.weak_type and not strong.weak_type
+    for saved in (weak, strong):
+        for as_weak, as_strong in every_way(tmp_path, saved, weak, strong):
+            assert_same(as_weak, weak)
+            assert_same(as_strong, strong)
+
+
+def test_arrays_on_several_devices_and_committed_ones_stay_where_the_template_is(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding)
+    tree = {"sharded": array, "int4": array.astype(jnp.int4), "third": jax.device_put(jnp.ones(3), jax.devices()[3])}
+    for restored in every_way(tmp_path, tree, tree):
+        assert_same(restored, tree)
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, tree))
+
+
+def _a_function(x: Any) -> Any:
+    return x
+
+
+class _WithMethods:
+    def method(self, x: Any) -> Any:
+        return x
+
+
+FUNCTIONS = [
+    *(_a_function, lambda x: x, len, str, jax.nn.relu, jax.nn.gelu, jnp.tanh, jax.jit(_a_function)),
+    *(jax.vmap(_a_function), jax.grad(_a_function), functools.partial(jax.nn.gelu, approximate=False), _WithMethods),
+    *(functools.partial(functools.partial(_a_function)), jax.custom_vjp(_a_function), jax.checkpoint(_a_function)),
+]
+
+
+def test_a_function_is_recorded_by_name_and_taken_from_the_template(tmp_path: Path) -> None:
+    tree = {"f": FUNCTIONS, "w": np.ones(1)}
+    others = {"f": [_a_function] * len(FUNCTIONS), "w": np.ones(1)}
+    for restored, from_others in every_way(tmp_path, tree, tree, others):
+        assert_same(restored, tree)
+        assert_same(from_others, others)
+    assert tr.restore(next(tmp_path.glob("*/ckpt")))["f"] == [None] * len(FUNCTIONS)
+    assert "_a_function" in repr(tr.open(next(tmp_path.glob("*/ckpt"))))
+
+
+def test_a_none_stays_none_and_an_array_never_takes_its_place_unnoticed(tmp_path: Path) -> None:
+    tr.save(tmp_path / "hole", {"a": None, "b": np.ones(1)})
+    tr.save(tmp_path / "full", {"a": np.ones(2), "b": np.ones(1)})
+    with pytest.raises(MismatchError, match="a: expected"):
+        tr.restore(tmp_path / "hole", like={"a": np.ones(2), "b": np.ones(1)})
+    with pytest.raises(MismatchError, match="a: expected"):
+        tr.restore(tmp_path / "full", like={"a": None, "b": np.ones(1)})
+    with pytest.raises(MismatchError, match="a: expected"):
+        tr.restore(tmp_path / "full", like={"a": _a_function, "b": np.ones(1)})
+    assert tr.restore(tmp_path / "hole", like={"a": _a_function, "b": np.ones(1)})["a"] is _a_function
+
+
+def test_a_python_scalar_is_only_taken_for_its_own_type(tmp_path: Path) -> None:
+    values = {"bool": True, "int": 1, "float": 1.0, "complex": 1 + 0j, "str": "1", "bytes": b"1"}
+    for name, value in values.items():
+        tr.save(tmp_path / name, {"a": value})
+        for other, like in values.items():
+            if other == name:
+                assert_same(tr.restore(tmp_path / name, like={"a": like}), {"a": value})
+            else:
+                with pytest.raises(MismatchError, match=f"a: expected {other}, found {name}"):
+                    tr.restore(tmp_path / name, like={"a": like})
+
+
+def test_an_integer_and_an_integer_array_without_axes_stand_for_each_other(tmp_path: Path) -> None:
+    forms = [5, np.int64(5), np.array(5, np.int16), jnp.asarray(5), jnp.zeros((), jnp.uint8) + 5, ml_dtypes.int4(5)]
+    for saved in forms:
+        for found in every_way(tmp_path, {"a": saved}, *({"a": like} for like in forms)):
+            assert_same(list(found), [{"a": like} for like in forms])
+
+
+class _Loose(np.ndarray):
+    pass
+
+
+def _deleted() -> jax.Array:
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
+UNSAVABLE = {
+    "object": object(),
+    "set": {1, 2},
+    "objects": np.array([1, "a", None], object),
+    "record": np.zeros(2, [("x", "f4")]),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "void": np.void(b"abc"),
+    "shape": jax.ShapeDtypeStruct((2,), np.float32),
+    "masked": np.ma.masked_array([1, 2], [True, False]),
+    "subclass": np.ones(3).view(_Loose),
+    "matrix/slash": np.ones((2, 2)).view(np.recarray),
+    "longdouble": np.longdouble(1),
+    "long doubles": np.ones(2, np.longdouble),
+    "surrogate": "\ud800",
+    "int subclass": type("Level", (int,), {})(3),
+    "str subclass": type("Name", (str,), {})("x"),
+    "path": Path("x"),
+    "dtype": np.dtype("f4"),
+}
+
+
+@pytest.mark.parametrize("save", [tr.save, tr.save_async])
+def test_all_leaves_that_cannot_be_saved_are_named_at_once_and_nothing_is_written(tmp_path: Path, save: Any) -> None:
+    deleted = _deleted()
+    bad = {**UNSAVABLE, "deleted": deleted, "deleted key": jax.random.key(0)}
+    bad["deleted key"].delete()
+    with pytest.raises(UnsupportedError) as caught:
+        save(tmp_path / "a", {"good": np.ones(3), "bad": bad, "list": [1, object()]})
+    named = {line.strip().split(": ")[0] for line in str(caught.value).splitlines()[1:]}
+    assert named == {*("bad/" + key.replace("/", "~1") for key in bad), "list/1"}
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_unsavable_object_in_two_leaves_is_named_twice(tmp_path: Path) -> None:
+    deleted, objects = _deleted(), np.array([object()])
+    with pytest.raises(UnsupportedError) as caught:
+        tr.save(tmp_path / "a", {"a": objects, "b": objects, "c": deleted, "d": deleted})
+    assert all(f"  {name}: " in str(caught.value) for name in "abcd")
+    assert os.listdir(tmp_path) == []
+
+
+def test_tracers_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+    def inside(x: jax.Array, key: jax.Array) -> jax.Array:
+        with pytest.raises(UnsupportedError) as caught:
+            tr.save(tmp_path / "a", {"x": x, "key": key, "y": [x + 1], "constant": np.ones(2)})
+        assert all(f"  {path}: a tracer" in str(caught.value) for path in ("x", "key", "y/0"))
+        return x
+
+    jax.jit(inside)(jnp.ones(2), jax.random.key(0))
+    assert os.listdir(tmp_path) == []
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _TwoNames:
+    """A container with an item and an attribute of one name."""
+
+    def __init__(self, item: Any, attribute: Any):
+        self.children = item, attribute
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = jax.tree_util.DictKey("1"), jax.tree_util.GetAttrKey("1")
+        return tuple(zip(keys, self.children, strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "_TwoNames":
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [_TwoNames(np.ones(1), np.zeros(1)), {b"\xff": np.ones(1), b"\\xff": np.ones(2)}],
+    ids=["item and attribute", "bytes"],
+)
+def test_two_leaves_of_one_path_are_refused(tmp_path: Path, tree: Any) -> None:
+    with pytest.raises(UnsupportedError):
+        tr.save(tmp_path / "a", {"ok": np.ones(1), "t": tree})
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(UnsupportedError):
+        tr.save_async(tmp_path / "a", {"ok": np.ones(1), "t": tree})
+    assert os.listdir(tmp_path) == []
+
+
+def test_containers_of_one_path_below_two_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="t/1/w"):
+        tr.save(tmp_path / "a", {"t": _TwoNames({"w": np.ones(1)}, {"w": np.zeros(1)})})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("key", [None, (1, 2), np.int64(1), np.str_("a"), "\ud800", type("Name", (str,), {})("a")])
+def test_a_key_that_no_path_can_name_is_refused_with_its_place(tmp_path: Path, key: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"in/0: .*key"):
+        tr.save(tmp_path / "a", {"in": [{key: np.ones(1)}], "ok": np.ones(1)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_keys_that_jax_cannot_sort_are_refused_with_their_place(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="in/0: JAX cannot flatten this dict"):
+        tr.save(tmp_path / "a", {"in": [{1: np.ones(1), "a": np.ones(1)}], "ok": np.ones(1)})
+    assert os.listdir(tmp_path) == []
+
+
+DTYPES = st.sampled_from([*NUMPY_DTYPES[:14], "bfloat16", "int4", "float8_e4m3fn", "U3", "S2", "datetime64[ns]"])
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.text(
+    string.ascii_letters + "/~.@", max_size=3
+)
+
+
+@st.composite
+def _arrays(draw: st.DrawFn) -> Any:
+    array = filled(draw(DTYPES)).reshape(-1)
+    shape = draw(SHAPES)
+    offset = draw(st.integers(0, array.size - 1))
+    array = np.resize(np.roll(array, offset), shape)
+    array = draw(st.sampled_from([lambda a: a, lambda a: a.T, lambda a: a[::-1] if a.ndim else a, np.asfortranarray]))(
+        array
+    )
+    narrow = array.dtype.kind not in "MUS" and array.dtype.itemsize <= 4
+    return jnp.asarray(array) if narrow and draw(st.booleans()) else array
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+    | st.binary(max_size=6)
+    | _arrays()
+    | _arrays().map(lambda a: a.reshape(-1)[0] if isinstance(a, np.ndarray) and a.size else a)
+    | st.builds(lambda n: jax.random.key(n), st.integers(0, 9))
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(NAMES, inner, max_size=4)
+        | st.dictionaries(st.integers(), inner, max_size=3)
+        | st.dictionaries(st.binary(max_size=2).filter(bytes.isascii), inner, max_size=2)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(tree=TREES, background=st.booleans(), mmap=st.sampled_from([None, True, False]))
+def test_any_tree_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, tree: Any, background: bool, mmap: bool | None
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "a"
+    if background:
+        tr.save_async(path, tree).result()
+    else:
+        tr.save(path, tree)
+    assert_same(tr.restore(path, like=tree, mmap=mmap), tree)
+    assert_same(
+        tr.restore(path, mmap=mmap),
+        jax.tree.map(lambda x: x if _is_key(x) or not isinstance(x, jax.Array) else np.asarray(x), tree),
+    )
+    assert tr.verify(path).problems == ()
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,319 @@
+"""Flax NNX: modules, states, optimizers and random streams, whole and in parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import treering as tr
+from helpers import assert_same, every_way
+from treering.errors import MismatchError, UnsupportedError
+
+
+class Net(nnx.Module):
+    """Layers of many kinds. `tied` and `linear.kernel` are one Variable."""
+
+    def __init__(self, rngs: nnx.Rngs, layers: int = 2):
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(layers)])
+        self.by_name = nnx.Dict({"plain": nnx.Param(jnp.ones(2)), "a/b": nnx.Param(jnp.zeros(3))})
+        self.tied = self.linear.kernel
+        self.marked = nnx.Param(jnp.ones((2, 2)), out_sharding=("x", None), eager_sharding=False)
+        self.calls = nnx.Variable(jnp.array(0))
+        self.nested = nnx.Variable({"x": jnp.arange(2), "y": [jnp.zeros(1, jnp.bfloat16), None]})
+        self.raw = nnx.data(jnp.arange(3.0))
+        self.activation = nnx.relu
+        self.name = "net"
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        x = self.dropout(self.activation(self.norm(self.linear(x))))
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.tied.T
+
+
+class Odd(nnx.Module):
+    """What is no JAX array."""
+
+    def __init__(self, fill: int):
+        self.python = nnx.Variable(fill)
+        self.text = nnx.Variable(str(fill))
+        self.nothing = nnx.Param(None)
+        self.host = nnx.data(np.full(3, fill))
+        self.key = nnx.Variable(jax.random.key(fill, impl="rbg"))
+        self.static = "odd"
+
+
+def assert_same_objects(a: Any, b: Any) -> None:
+    """Like `assert_same`, for trees of NNX objects: static attributes and sharing count too."""
+    (graph, state), (other_graph, other_state) = nnx.split(a), nnx.split(b)
+    assert graph == other_graph
+    assert_same(state, other_state)
+
+
+def trained(seed: int = 0) -> Net:
+    net = Net(nnx.Rngs(seed))
+    net(jnp.linspace(-1, 1, 12).reshape(4, 3))
+    return net
+
+
+TEMPLATES = {
+    "live": lambda: Net(nnx.Rngs(7)),
+    "abstract": lambda: nnx.eval_shape(lambda: Net(nnx.Rngs(7))),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
+    tmp_path: Path, template: Callable[[], Net]
+) -> None:
+    net, x = trained(), jnp.linspace(-2, 2, 12).reshape(4, 3)
+    for restored in every_way(tmp_path, net, template()):
+        assert type(restored) is Net and restored.name == "net" and restored.activation is nnx.relu
+        assert_same_objects(restored, net)
+        other = nnx.clone(net)
+        assert_same(restored(x), other(x))
+        assert_same_objects(restored, other)
+
+
+def test_paths_are_attributes_without_any_value_and_a_shared_variable_stands_once(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a", {"net": Net(nnx.Rngs(0, dropout=1))})
+    assert sorted(tr.open(tmp_path / "a")) == [
+        *("net/by_name/a~1b", "net/by_name/plain", "net/calls"),
+        *("net/dropout/rngs/count", "net/dropout/rngs/key", "net/layers/0/kernel", "net/layers/1/kernel"),
+        *("net/linear/bias", "net/linear/kernel", "net/marked", "net/nested/x", "net/nested/y/0", "net/nested/y/1"),
+        *("net/norm/bias", "net/norm/mean", "net/norm/scale", "net/norm/var", "net/raw"),
+    ]
+
+
+def test_variables_that_hold_no_jax_array_survive(tmp_path: Path) -> None:
+    for restored in every_way(tmp_path, [Odd(1), Odd(2)], [Odd(3), Odd(4)]):
+        assert_same_objects(restored, [Odd(1), Odd(2)])
+    for restored in every_way(tmp_path, Odd(1), None):
+        assert (restored["python"], restored["text"], restored["nothing"]) == (1, "1", None)
+
+
+def test_restoring_into_a_live_module_leaves_that_module_alone(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a", trained())
+    template = Net(nnx.Rngs(7))
+    restored = tr.restore(tmp_path / "a", like=template)
+    restored.linear.bias[...] = jnp.full(4, 9.0)
+    restored.nested.get_value()["x"] = jnp.zeros(2)
+    assert_same_objects(template, Net(nnx.Rngs(7)))
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_variable_shared_by_two_attributes_stays_shared(tmp_path: Path, template: Callable[[], Net]) -> None:
+    for restored in every_way(tmp_path, trained(), template()):
+        assert restored.tied is restored.linear.kernel
+        restored.tied[...] = jnp.zeros((3, 4))
+        assert not restored.linear.kernel[...].any()
+
+
+def test_what_objects_of_one_tree_share_stays_shared(tmp_path: Path) -> None:
+    net = trained()
+    for restored in every_way(tmp_path, {"a": net, "b": [net.linear, net]}, {"a": net, "b": [net.linear, net]}):
+        assert restored["b"][1] is restored["a"] and restored["b"][0] is restored["a"].linear
+
+
+def test_a_variable_that_stands_in_the_tree_by_itself(tmp_path: Path) -> None:
+    variable = nnx.Param(jnp.arange(3.0))
+    tree = {"v": variable, "w": [nnx.BatchStat(jnp.ones(2))]}
+    boxed = {"v": nnx.Param(jnp.zeros(3)), "w": [nnx.BatchStat(jnp.zeros(2))]}
+    for restored, bare in every_way(tmp_path, tree, boxed, {"v": jnp.zeros(3), "w": [jnp.zeros(2)]}):
+        assert type(restored["v"]) is nnx.Param and type(restored["w"][0]) is nnx.BatchStat
+        assert_same(restored["v"][...], variable[...])
+        assert_same(bare, {"v": jnp.arange(3.0), "w": [jnp.ones(2)]})
+
+
+def test_a_lone_variable_shared_between_places_of_the_tree_stays_shared(tmp_path: Path) -> None:
+    net = trained()
+    for tree in ({"a": net.tied, "b": net.tied}, {"net": net, "kernel": net.tied}):
+        for restored in every_way(tmp_path, tree, tree):
+            first, second = (
+                (restored["a"], restored["b"]) if "a" in tree else (restored["net"].tied, restored["kernel"])
+            )
+            first[...] = first[...] + 1
+            assert_same(second[...], first[...])
+
+
+def test_a_state_comes_back_as_a_state(tmp_path: Path) -> None:
+    net = trained()
+    for restored in every_way(tmp_path, nnx.state(net), nnx.state(Net(nnx.Rngs(7)))):
+        assert type(restored) is nnx.State
+        assert_same(restored, nnx.state(net))
+        other = Net(nnx.Rngs(7))
+        nnx.update(other, restored)
+        assert_same_objects(other, net)
+
+
+def test_filtered_and_split_states_survive(tmp_path: Path) -> None:
+    net = trained()
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
+    for restored in every_way(tmp_path, (params, rest), nnx.split(Net(nnx.Rngs(7)), nnx.Param, ...)[1:]):
+        assert_same(restored, (params, rest))
+        assert_same_objects(nnx.merge(graph, *restored), net)
+    for restored in every_way(tmp_path, {"g": graph, "p": params}, {"g": graph, "p": params}):
+        assert restored["g"] == graph
+
+
+def test_a_module_and_its_state_can_stand_for_each_other(tmp_path: Path) -> None:
+    net = trained()
+    for restored in every_way(tmp_path, {"m": net}, {"m": nnx.state(Net(nnx.Rngs(7)))}):
+        assert_same(restored, {"m": nnx.state(net)})
+    for restored in every_way(tmp_path, {"m": nnx.state(net)}, {"m": Net(nnx.Rngs(7))}):
+        assert_same_objects(restored["m"], net)
+    for restored in every_way(tmp_path, nnx.to_pure_dict(nnx.state(net)), Net(nnx.Rngs(7))):
+        assert_same_objects(restored, net)
+
+
+def test_without_a_template_there_are_plain_dicts_of_arrays(tmp_path: Path) -> None:
+    net = trained()
+    tr.save(tmp_path / "a", net)
+    found = tr.restore(tmp_path / "a")
+    assert type(found) is dict and type(found["linear"]["kernel"]) is np.ndarray
+    assert np.array_equal(found["linear"]["kernel"], net.linear.kernel[...])
+    assert np.array_equal(found["layers"][1]["kernel"], net.layers[1].kernel[...])
+
+
+def test_the_metadata_of_a_variable_comes_from_the_template(tmp_path: Path) -> None:
+    for restored in every_way(tmp_path, trained(), Net(nnx.Rngs(7))):
+        assert restored.marked.get_metadata()["out_sharding"] == ("x", None)
+
+
+def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
+    rngs = nnx.Rngs(0, dropout=jax.random.key(3, impl="rbg"))
+    rngs.params(), rngs.params(), rngs.dropout()
+    template = nnx.Rngs(5, dropout=jax.random.key(0, impl="rbg"))
+    for restored in every_way(tmp_path, rngs, template):
+        assert_same_objects(restored, rngs)
+        other = nnx.clone(rngs)
+        assert_same([restored.params(), restored.dropout(), restored()], [other.params(), other.dropout(), other()])
+
+
+def test_metrics_survive(tmp_path: Path) -> None:
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    template = nnx.clone(metrics)
+    metrics.update(logits=jnp.eye(3), labels=jnp.array([0, 1, 1]), loss=jnp.array([1.0, 2.5, 3.0]))
+    for restored in every_way(tmp_path, metrics, template):
+        assert_same(restored.compute(), metrics.compute())
+
+
+def test_modules_without_any_variable_take_no_place(tmp_path: Path) -> None:
+    class Empty(nnx.Module):
+        def __init__(self, size: int):
+            self.size = size
+
+    tree = {"e": Empty(1), "w": np.ones(2), "list": [nnx.Dropout(0.5), Empty(2)]}
+    for restored in every_way(tmp_path, tree, {"e": Empty(3), "w": np.zeros(2), "list": [nnx.Dropout(0.1), Empty(4)]}):
+        assert (restored["e"].size, restored["list"][0].rate, restored["list"][1].size) == (3, 0.1, 4)
+        assert_same(restored["w"], np.ones(2))
+    for restored in every_way(tmp_path, Empty(1), Empty(5)):
+        assert restored.size == 5
+
+
+def test_a_template_with_more_layers_is_a_mismatch_by_name(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a", {"model": trained()})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "a", like={"model": Net(nnx.Rngs(0), layers=4)})
+    assert "model/layers/2/kernel: expected float32[4,4]" in str(caught.value)
+    assert "model/layers/3/kernel: expected float32[4,4]" in str(caught.value)
+    assert "2 differences" in str(caught.value)
+
+
+def test_keys_that_jax_cannot_sort_are_refused_with_their_place_where_nnx_is_imported_too(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="in/0: JAX cannot flatten this dict"):
+        tr.save(tmp_path / "a", {"in": [{1: np.ones(1), "a": np.ones(1)}]})
+
+
+def test_what_a_template_unties_is_not_left_out_unnoticed(tmp_path: Path) -> None:
+    class Pair(nnx.Module):
+        def __init__(self, tied: bool):
+            self.a = nnx.Param(jnp.ones(3))
+            self.b = self.a if tied else nnx.Param(jnp.zeros(3))
+
+    tr.save(tmp_path / "tied", Pair(True))
+    tr.save(tmp_path / "untied", Pair(False))
+    with pytest.raises(MismatchError, match="b: expected float32"):
+        tr.restore(tmp_path / "tied", like=Pair(False))
+    with pytest.raises(MismatchError, match="b: expected nothing, found float32"):
+        tr.restore(tmp_path / "untied", like=Pair(True))
+
+
+def test_a_vmapped_stack_of_layers_survives(tmp_path: Path) -> None:
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def stack(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(2, 2, rngs=rngs)
+
+    for restored in every_way(tmp_path, stack(nnx.Rngs(0)), stack(nnx.Rngs(1))):
+        assert restored.kernel.shape == (3, 2, 2)
+        assert_same_objects(restored, stack(nnx.Rngs(0)))
+
+
+OPTIMIZER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+
+
+def fresh(seed: int) -> dict[str, Any]:
+    model = Net(nnx.Rngs(seed))
+    return {"model": model, "opt": nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)}
+
+
+traces: list[int] = []
+
+
+@nnx.jit
+def train_step(model: Net, opt: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    traces.append(1)
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(model)
+    opt.update(model, grads)
+    return loss
+
+
+def train(state: dict[str, Any], steps: range) -> dict[str, Any]:
+    for step in steps:
+        train_step(state["model"], state["opt"], jnp.sin(jnp.arange(12.0) + step).reshape(4, 3))
+    return state
+
+
+def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+    traces.clear()
+    state = train(fresh(0), range(3))
+    interrupted = nnx.clone(state)
+    train(state, range(3, 6))
+    assert len(traces) == 1
+    for restored in every_way(tmp_path, interrupted, fresh(7)):
+        assert_same_objects(restored, interrupted)
+        assert_same_objects(train(restored, range(3, 6)), state)
+        assert restored["model"].tied is restored["model"].linear.kernel
+    assert len(traces) == 1
+
+
+def test_a_model_and_an_optimizer_that_holds_it(tmp_path: Path) -> None:
+    def both(seed: int) -> dict[str, Any]:
+        model = Net(nnx.Rngs(seed))
+        return {"model": model, "opt": nnx.ModelAndOptimizer(model, OPTIMIZER, wrt=nnx.Param)}
+
+    state = both(0)
+    for restored in every_way(tmp_path, state, both(1)):
+        assert restored["opt"].model is restored["model"]
+        assert_same_objects(restored, state)
+    paths = [path for path in tr.open(next(tmp_path.glob("*/ckpt"))) if path.startswith("opt/")]
+    assert not any(path.startswith("opt/model") for path in paths) and "opt/step" in paths
+
+
+def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_path: Path) -> None:
+    state = train(fresh(0), range(1))
+    tr.save(tmp_path / "a", state)
+    assert_same_objects(tr.restore(tmp_path / "a", at="model", like=Net(nnx.Rngs(7))), state["model"])
+    only = tr.restore(tmp_path / "a", like={"model": Net(nnx.Rngs(7)), "opt": ...})
+    assert_same_objects(only["model"], state["model"])
