@@ -71,7 +71,10 @@ def to_numpy(text: str) -> "np.dtype[Any]":
     import numpy as np
 
     stored_as(text)
-    return np.dtype(getattr(ml_dtypes, text, None) or text)
+    try:
+        return np.dtype(getattr(ml_dtypes, text, None) or text)
+    except TypeError:
+        raise UnsupportedError(f"dtype {text}, which this release of ml_dtypes does not know; upgrade it") from None
 
 
 @functools.lru_cache(maxsize=512)
