@@ -1,0 +1,80 @@
+"""`python -m benchmarks`: runs everything, or what `--only` names, and prints the tables."""
+
+import argparse
+import importlib.metadata
+import os
+import re
+import shutil
+import tempfile
+import warnings
+
+from . import memory, opening, operations, states, table, targets
+
+_BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
+_NOTE = (
+    "The floor moves the same bytes with neither names nor checksums: direct I/O of 4 MiB buffers in huge pages from "
+    "3 threads (reads: 4), or for `small` one write per leaf, and an fsync. safetensors does not make its file "
+    "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays."
+)
+_NAMES = [*operations.OPERATIONS, "memory", "open", *states.STATES]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", action="append", choices=_NAMES, help="an operation or a state; may be repeated")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which all take turns (default: 5)")
+    parser.add_argument("--dir", default=".", help="where to write; it decides which disk is measured (default: .)")
+    parser.add_argument("--write", metavar="FILE", help=f"put the tables between {_BEGIN} and {_END} of a file")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # the peers' own
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=os.path.abspath(arguments.dir)) as directory:
+        with open(os.path.join(directory, ".gitignore"), "w") as file:
+            file.write("*\n")  # gigabytes that nobody should add by accident
+        rows = run(directory, arguments.repeats, set(arguments.only or _NAMES))
+    text = report(rows, arguments.repeats)
+    print(text)
+    if arguments.write:
+        put(arguments.write, text)
+
+
+def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
+    """All rows, operation by operation. An operation without a state means all states, and the other way round."""
+    chosen = [name for name in operations.OPERATIONS if name in only]
+    arenas = [name for name in states.STATES if name in only]
+    if arenas and not chosen and not only & {"memory", "open"}:
+        chosen = list(operations.OPERATIONS)
+    rows: dict[str, list[table.Row]] = {name: [] for name in chosen}
+    for state in (arenas or states.STATES) if chosen else ():
+        place = os.path.join(directory, state)
+        arena = operations.enter(state, place, repeats)
+        for name in chosen:
+            rows[name] += operations.OPERATIONS[name](arena)
+        shutil.rmtree(place)
+    found = [row for name in chosen for row in rows[name]]
+    if "memory" in only:
+        found += memory.rows(directory)
+    if "open" in only:
+        found += opening.rows(directory, repeats)
+    return found
+
+
+def report(rows: list[table.Row], repeats: int) -> str:
+    packages = ("treering", "jax", "numpy", "orbax-checkpoint", "safetensors")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    head = f"Medians of {repeats} interleaved rounds (of 2 for what takes seconds); {versions}."
+    return "\n\n".join([head, _NOTE, table.results(rows), targets.verdicts(rows)])
+
+
+def put(path: str, text: str) -> None:
+    """Replaces what lies between the markers of a file."""
+    with open(path, encoding="utf-8") as file:
+        old = file.read()
+    new, count = re.subn(f"{_BEGIN}.*{_END}", lambda _: f"{_BEGIN}\n\n{text}\n\n{_END}", old, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{path}: expected {_BEGIN} and {_END} once each, found them {count} times")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(new)
+
+
+if __name__ == "__main__":
+    main()

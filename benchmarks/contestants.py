@@ -1,0 +1,118 @@
+"""Who takes part: every library saves and restores a state in its own plain way."""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import states
+
+Wait = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """Functions of a path. `save` returns when the save is over; `restore` when the arrays are ready.
+
+    `start` begins a save in the background and returns the function that waits for its end.
+    """
+
+    name: str
+    save: Callable[[str], object]
+    restore: Callable[[str], Any]
+    start: Callable[[str], Wait] | None = None
+
+
+def everyone(state: Any) -> list[Contestant]:
+    found = [treering(state), orbax_v0(state), orbax_v1(state), safetensors(state)]
+    if importlib.util.find_spec("torch"):
+        found.append(torch_dcp(state))
+    return found
+
+
+def treering(state: Any, *, verify: bool = True) -> Contestant:
+    """`state` need only be abstract where nothing is saved; so it is for Orbax."""
+    import treering as tr
+
+    return Contestant(
+        "treering",
+        lambda path: tr.save(path, state),
+        lambda path: jax.block_until_ready(tr.restore(path, like=state, verify=verify)),
+        lambda path: tr.save_async(path, state).result,
+    )
+
+
+def orbax_v0(state: Any) -> Contestant:
+    import orbax.checkpoint as ocp
+
+    checkpointer = ocp.StandardCheckpointer()
+    like = states.abstract(state)
+
+    def start(path: str) -> Wait:
+        checkpointer.save(path, state)
+        return checkpointer.wait_until_finished
+
+    return Contestant(
+        "Orbax v0",
+        lambda path: start(path)(),
+        lambda path: jax.block_until_ready(checkpointer.restore(path, like)),
+        start,
+    )
+
+
+def orbax_v1(state: Any) -> Contestant:
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    like = states.abstract(state)
+    return Contestant(
+        "Orbax v1",
+        lambda path: ocp.save(path, state),
+        lambda path: jax.block_until_ready(ocp.load(path, like)),
+        lambda path: ocp.save_async(path, state).result,
+    )
+
+
+def safetensors(state: Any) -> Contestant:
+    """NumPy in, NumPy out. Its own `save_file` is not durable, so an fsync follows."""
+    from safetensors.numpy import load_file, save_file
+
+    named = _named(state)
+
+    def save(path: str) -> None:
+        os.mkdir(path)
+        file = os.path.join(path, "state.safetensors")
+        save_file(named, file)
+        for name in (file, path):
+            fd = os.open(name, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+    def restore(path: str) -> list[np.ndarray]:
+        loaded = load_file(os.path.join(path, "state.safetensors"))
+        return [loaded[name] for name in named]
+
+    return Contestant("safetensors", save, restore)
+
+
+def torch_dcp(state: Any) -> Contestant:
+    """PyTorch's distributed checkpoint, of tensors that share the arrays' memory."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    named = {name: torch.from_dlpack(leaf) for name, leaf in zip(_named(state), jax.tree.leaves(state), strict=True)}
+
+    def restore(path: str) -> list[np.ndarray]:
+        loaded = {name: torch.empty_like(tensor) for name, tensor in named.items()}
+        dcp.load(loaded, checkpoint_id=path, no_dist=True)
+        return [tensor.numpy() for tensor in loaded.values()]
+
+    return Contestant("torch DCP", lambda path: dcp.save(named, checkpoint_id=path, no_dist=True), restore)
+
+
+def _named(state: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}

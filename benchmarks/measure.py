@@ -1,0 +1,62 @@
+"""Taking times so that they can be compared."""
+
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+_SLOW = 1.0  # seconds a round
+_SLOW_ROUNDS = 2
+
+
+def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median of what each run returns. They take turns, so that a slow moment of the machine meets all.
+
+    Each round is in another order, so that nobody always follows the same neighbour. The slow ones sit the
+    later rounds out: what they lose by is far more than the noise.
+    """
+    names = list(runs)
+    order = random.Random(0)
+    results: dict[str, list[float]] = {name: [] for name in names}
+    spent = dict.fromkeys(names, 0.0)
+    for n in range(repeats):
+        for name in order.sample(names, len(names)):
+            if n >= _SLOW_ROUNDS and spent[name] > _SLOW * len(results[name]):
+                continue
+            begun = time.perf_counter()
+            results[name].append(runs[name]())
+            spent[name] += time.perf_counter() - begun
+    return {name: statistics.median(found) for name, found in results.items()}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long `work` takes; what it returns is freed after that."""
+    gc.collect()  # what others have left behind is not to be found in the midst of this
+    begun = time.perf_counter()
+    kept = work()
+    taken = time.perf_counter() - begun
+    del kept
+    return taken
+
+
+def fill_cache(directory: str) -> None:
+    """Reads every file, so that the page cache holds it."""
+    for path in _files(directory):
+        with open(path, "rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+
+
+def drop_cache(directory: str) -> None:
+    """Takes every file out of the page cache."""
+    os.sync()  # only clean pages can be dropped
+    for path in _files(directory):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _files(directory: str) -> list[str]:
+    return [os.path.join(where, name) for where, _, names in os.walk(directory) for name in names]

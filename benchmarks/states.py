@@ -1,0 +1,80 @@
+"""The states that are saved and restored."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+STATES = ("large", "gpt2", "small")
+
+
+def template(name: str) -> Any:
+    """The shapes, dtypes and shardings of a state."""
+    shapes = {"large": _large, "gpt2": _gpt2_with_adam, "small": _small}[name]()
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=where),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def make(name: str) -> Any:
+    """A state of JAX arrays with random contents, which compress as badly as trained weights do."""
+    random = np.random.default_rng(0)
+    arrays = jax.tree.map(lambda leaf: random.standard_normal(leaf.shape, leaf.dtype), template(name))
+    return jax.block_until_ready(jax.device_put(arrays))
+
+
+def abstract(state: Any) -> Any:
+    """The template of a state that is there already (or is one): what Orbax asks for."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def nbytes(state: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def views(state: Any) -> list[np.ndarray]:
+    """The leaves' own memory as bytes, in the order of `jax.tree.leaves`."""
+    return [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(state)]
+
+
+def check(state: Any, restored: Any, who: str) -> None:
+    """Raises `AssertionError` unless the restored leaves are those of the state, bit for bit."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
+    for n, (expected, found) in enumerate(pairs):
+        a, b = np.asarray(expected), np.asarray(found)
+        if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.view(np.uint32), b.view(np.uint32)):
+            raise AssertionError(f"{who}: leaf {n} came back changed")
+
+
+def _large() -> Any:
+    return {f"layer_{n:02d}": (1 << 24,) for n in range(16)}
+
+
+def _small() -> Any:
+    return {f"l{n:05d}": {"w": (512,)} for n in range(5_000)}
+
+
+def _gpt2_with_adam() -> Any:
+    return {"params": _gpt2(), "mu": _gpt2(), "nu": _gpt2()}
+
+
+def _gpt2() -> Any:
+    """GPT-2 with 124 million parameters."""
+    width = 768
+
+    def norm() -> Any:
+        return {"g": (width,), "b": (width,)}
+
+    def dense(into: int, out: int) -> Any:
+        return {"w": (into, out), "b": (out,)}
+
+    block = {
+        "ln_1": norm(),
+        "attn": {"c_attn": dense(width, 3 * width), "c_proj": dense(width, width)},
+        "ln_2": norm(),
+        "mlp": {"c_fc": dense(width, 4 * width), "c_proj": dense(4 * width, width)},
+    }
+    return {"wte": (50257, width), "wpe": (1024, width), "h": {f"{n:02d}": block for n in range(12)}, "ln_f": norm()}

@@ -1,0 +1,77 @@
+"""What Treering promises, and whether it held."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from .table import Row, markdown
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A bound on what `measure` names of one row.
+
+    "floor": the share of the floor's throughput; "time": how many times the floor's time; "orbax": how many times
+    the speed of the faster Orbax; "value": the value itself, in the row's unit.
+    """
+
+    operation: str
+    state: str
+    measure: Literal["floor", "time", "orbax", "value"]
+    bound: float
+
+    def text(self) -> str:
+        number = f"{self.bound:g}"
+        return {
+            "floor": f"≥ {number} of the floor",
+            "orbax": f"≥ {number} × Orbax",
+            "time": f"≤ {number} × the floor's time",
+            "value": f"≤ {number}",
+        }[self.measure]
+
+    def judge(self, row: Row) -> tuple[str, bool]:
+        """What was measured, and whether it will do."""
+        if self.measure == "value":
+            return row.shown("treering"), row.amount("treering") <= self.bound
+        if self.measure == "orbax":
+            ratio = row.times_orbax() or 0
+            return f"{ratio:.3g} × {row.fastest_orbax()}", ratio >= self.bound
+        share = row.of_floor() or 0
+        if self.measure == "time":
+            return f"{1 / share:.2f} × the floor's time", 1 / share <= self.bound
+        return f"{share:.2f} of the floor", share >= self.bound
+
+
+TARGETS = [
+    Target("durable save", "large", "floor", 0.85),
+    Target("durable save", "gpt2", "floor", 0.85),
+    Target("durable save", "small", "time", 3),
+    Target("durable save", "large", "orbax", 2.5),
+    Target("durable save", "gpt2", "orbax", 2.5),
+    Target("durable save", "small", "orbax", 50),
+    Target("stall of an asynchronous save", "large", "value", 2),
+    Target("stall of an asynchronous save", "small", "value", 25),
+    Target("restore, warm", "large", "orbax", 10),
+    Target("restore, warm", "small", "orbax", 25),
+    Target("restore, warm, verify=False", "large", "orbax", 200),
+    Target("restore, cold", "large", "orbax", 4),
+    Target("restore, cold", "gpt2", "orbax", 4),
+    Target("restore, cold", "large", "floor", 0.8),
+    Target("restore, cold", "gpt2", "floor", 0.8),
+    Target("memory over the state, save", "large", "value", 64),
+    Target("memory over the state, restore", "large", "value", 64),
+    Target("JAX and NumPy modules that `import treering` loads", "–", "value", 0),
+    Target("open and read a slice", "100,000 leaves", "value", 0.5),
+]
+
+
+def verdicts(rows: Sequence[Row]) -> str:
+    """The targets whose operations were measured."""
+    found = {(row.operation, row.state): row for row in rows}
+    lines = []
+    for target in TARGETS:
+        if row := found.get((target.operation, target.state)):
+            measured, met = target.judge(row)
+            unit = f" {row.unit}" if target.measure == "value" and row.unit else ""
+            lines.append([target.operation, target.state, target.text() + unit, measured, "yes" if met else "**no**"])
+    return markdown(["operation", "state", "target", "measured", "met"], lines)
