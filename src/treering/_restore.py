@@ -1,6 +1,7 @@
 """Restoring: match, read, place, and the tree again."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,9 @@ def _values(
     limit: int | None,
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
-    for group in _groups(targets, _BUDGET if limit is None else limit):
+    if limit is None:
+        limit = _BUDGET if any(map(_leaves_host, targets, places)) else sys.maxsize
+    for group in _groups(targets, limit):
         boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
         wanted = [
             (_entry(targets[n]), box) for n in group for box in boxes.get(n) or (whole(_entry(targets[n]).shape),)
@@ -132,6 +135,14 @@ def _entry(target: Target) -> ArrayEntry:
 def _spread(target: Target, place: Where) -> bool:
     """Whether a leaf is read in other boxes than the whole."""
     return target.make == "jax" and place is not None and not _place.on_one_device(place)
+
+
+def _leaves_host(target: Target, place: Where) -> bool:
+    """Whether an array only passes through host memory, on its way to a device."""
+    if target.make != "jax":
+        return False
+    platforms = {d.platform for d in place.device_set} if place else {jax.default_backend()}
+    return platforms != {"cpu"}
 
 
 def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """The disk's few operations, and their portable fallbacks forced on."""
 
 import errno
+import mmap
 import os
 import pathlib
 from typing import Any
@@ -18,11 +19,13 @@ from treering.stores.disk import Disk
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on Linux, and as where none of the calls exist that only some systems have."""
     if request.param == "portable":
-        for name in ("O_DIRECT", "O_CLOEXEC", "pwrite", "preadv", "posix_fallocate", "posix_fadvise"):
+        for name in ("O_DIRECT", "O_CLOEXEC", "pwrite", "preadv", "posix_fallocate"):
             monkeypatch.delattr(os, name)
         monkeypatch.setattr(module, "fcntl", None)
         monkeypatch.setattr(Disk, "has_locks", False)
         monkeypatch.setattr(module.sys, "platform", "other")
+        monkeypatch.setattr(module, "_POPULATE_READ", -1)
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     return request.param
 
 
@@ -31,8 +34,8 @@ def test_saving_restoring_and_overwriting_work_everywhere(tmp_path: pathlib.Path
     for n in range(3):
         state = {"x": rng.random(1_500_000), "y": rng.random(7), "n": n}
         tr.save(tmp_path / "c", state, overwrite=True)
-        for mmap in (None, True, False):
-            found = tr.restore(tmp_path / "c", mmap=mmap)
+        for mapped in (None, True, False):
+            found = tr.restore(tmp_path / "c", mmap=mapped)
             np.testing.assert_array_equal(found["x"], state["x"])
             np.testing.assert_array_equal(found["y"], state["y"])
     assert tr.verify(tmp_path / "c").ok
@@ -70,8 +73,8 @@ def test_reads_go_on_after_short_ones(tmp_path: pathlib.Path, monkeypatch: pytes
     tr.save(tmp_path / "c", {"x": np.arange(100_000)})
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [b[:1000] for b in buffers], offset))
-    for mmap in (True, False):
-        np.testing.assert_array_equal(tr.restore(tmp_path / "c", mmap=mmap)["x"], np.arange(100_000))
+    for mapped in (True, False):
+        np.testing.assert_array_equal(tr.restore(tmp_path / "c", mmap=mapped)["x"], np.arange(100_000))
 
 
 def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

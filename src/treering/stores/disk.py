@@ -23,6 +23,7 @@ PAGE = 4096
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
 
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
@@ -150,11 +151,6 @@ class Disk:
     def open(self, path: str) -> int:
         return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
 
-    def advise(self, fd: int, offset: int, size: int) -> None:
-        """Says that a range will be read soon."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
-
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
@@ -183,6 +179,18 @@ class Disk:
             flags = mmap.MAP_PRIVATE | _NO_RESERVE
             return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+
+    def populate(self, mapped: mmap.mmap, offset: int, size: int) -> None:
+        """Brings a range of a mapped file into memory, in few large reads. An error of the disk is raised here.
+
+        Where the system cannot, the pages come one fault at a time when they are used.
+        """
+        begin = offset - offset % mmap.PAGESIZE
+        try:
+            mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+                raise
 
     def is_local(self, fd: int) -> bool:
         """Whether the file lies on a local file system known to be safe for mapping."""

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import mmap
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..._collector import paused
 from ..._crew import Crew
 from ..._sharding import Box, byte_ranges, extent, slices
 from ...errors import CorruptError
@@ -22,7 +24,7 @@ from .manifest import BLOCK
 
 _READERS = 4  # reads in flight
 _CHUNK = 4 * BLOCK
-_INLINE = 4 * _CHUNK  # less than this is not worth a thread
+_INLINE = 4  # chunks; fewer are not worth a thread
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -84,7 +86,8 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
             raise CorruptError(f"{self.path}: the header has not the size that the manifest gives")
-        self.header = safetensors.decode_header(data, self.path)
+        with paused():
+            self.header = safetensors.decode_header(data, self.path)
         self._checksums = self.header.metadata.get("xxh3", "")
         blocks = -(-(self.size - self.header.size) // BLOCK)
         if self.header.metadata.get("block") != str(BLOCK) or len(self._checksums) != 16 * blocks:
@@ -99,47 +102,54 @@ class ArrayFile:
     def memory(self, ranges: list[tuple[int, int]], verify: bool, wish: bool | None) -> Memory:
         """Memory that holds the byte ranges of the buffer, checked if so wished."""
         if self.maps(wish):
-            if verify and (bad := list(self.bad_blocks(ranges))):
-                self._raise_damaged(bad)
             # A mapping of its own for each caller: what one writes into its arrays, no other must see.
-            return Memory([(-self.header.size, self._disk.map(self._fd, self.size))])
+            mapped = self._disk.map(self._fd, self.size)
+            if verify and (bad := self.bad_blocks(ranges, mapped)):
+                self._raise_damaged(bad)
+            return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
-        jobs = [
-            (block, min(block + _CHUNK // BLOCK, -(-len(memory) // BLOCK) + start // BLOCK), memory, start)
-            for start, memory in runs
-            for block in range(start // BLOCK, start // BLOCK + -(-len(memory) // BLOCK), _CHUNK // BLOCK)
-        ]
         bad: list[int] = []
 
-        def work(job: tuple[int, int, memoryview, int]) -> None:
-            first, last, memory, start = job
+        def work(job: tuple[int, int, int, memoryview]) -> None:
+            first, last, start, memory = job
             target = memory[first * BLOCK - start :][: self._length(first, last)]
-            bad.extend(self._check(first, last, target, verify))
+            self._read(first, target)
+            if verify:
+                bad.extend(self._compare(first, last, target))
 
-        _in_parallel(jobs, work, sum(len(memory) for _, memory in runs))
+        jobs = [
+            (*chunk, start, memory)
+            for (start, memory), run in zip(runs, _blocks(ranges), strict=True)
+            for chunk in _chunks(*run)
+        ]
+        _in_parallel(jobs, work)
         if bad:
             self._raise_damaged(sorted(bad))
         return Memory(runs)
 
-    def bad_blocks(self, ranges: list[tuple[int, int]]) -> list[int]:
-        """The damaged ones among the blocks that hold any of the bytes; each block is read once, in parallel."""
-        jobs: list[tuple[int, int]] = []
-        for first, last in _blocks(ranges):
-            block = first
-            while block < last:
-                end = min(block + _CHUNK // BLOCK, last)
-                if not all(self._good[block:end]):
-                    jobs.append((block, end))
-                block = end
+    def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:
+        """The damaged ones among the blocks that hold any of the bytes. Each is read once, in parallel.
+
+        With `mapped`, the blocks are checked in that mapping of the file, whose pages they then are.
+        """
+        jobs = [chunk for run in _blocks(ranges) for chunk in _chunks(*run) if not all(self._good[slice(*chunk)])]
         bad: list[int] = []
         scratch = threading.local()
 
         def work(job: tuple[int, int]) -> None:
-            if not hasattr(scratch, "buffer"):
-                scratch.buffer = aligned(_CHUNK)
-            bad.extend(self._check(*job, scratch.buffer[: self._length(*job)], True))
+            length = self._length(*job)
+            if mapped is not None:
+                begin = self.header.size + job[0] * BLOCK
+                self._disk.populate(mapped, begin, length)
+                target = memoryview(mapped)[begin : begin + length]
+            else:
+                if not hasattr(scratch, "buffer"):
+                    scratch.buffer = aligned(_CHUNK)
+                target = scratch.buffer[:length]
+                self._read(job[0], target)
+            bad.extend(self._compare(*job, target))
 
-        _in_parallel(jobs, work, sum(last - first for first, last in jobs) * BLOCK)
+        _in_parallel(jobs, work)
         return sorted(bad)
 
     def leaves(self, block: int) -> tuple[str, ...]:
@@ -152,13 +162,15 @@ class ArrayFile:
         )
         return tuple(inside)
 
-    def _check(self, first: int, last: int, target: memoryview, verify: bool) -> list[int]:
-        count = self._disk.read(self._fd, target, self.header.size + first * BLOCK)
-        if count != len(target):
+    def _read(self, first: int, target: memoryview) -> None:
+        if self._disk.read(self._fd, target, self.header.size + first * BLOCK) != len(target):
             raise CorruptError(f"{self.path}: expected {self.size} bytes, found fewer; it was cut short while open")
+
+    def _compare(self, first: int, last: int, data: memoryview) -> list[int]:
+        """Those of the blocks whose bytes are not what was saved."""
         bad = []
-        for block in range(first, last) if verify else ():
-            part = target[(block - first) * BLOCK : (block - first + 1) * BLOCK]
+        for block in range(first, last):
+            part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
             if manifest.xxh3(part) == self._checksums[16 * block : 16 * block + 16]:
                 self._good[block] = 1
             else:
@@ -176,8 +188,8 @@ class ArrayFile:
         )
 
 
-def _in_parallel(jobs: list[Any], work: Callable[[Any], None], nbytes: int) -> None:
-    if nbytes <= _INLINE:
+def _in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
+    if len(jobs) <= _INLINE:
         for job in jobs:
             work(job)
         return
@@ -194,6 +206,11 @@ def _in_parallel(jobs: list[Any], work: Callable[[Any], None], nbytes: int) -> N
 
     with Crew(_READERS, "treering-read") as crew:
         crew.run(loop)
+
+
+def _chunks(first: int, last: int) -> list[tuple[int, int]]:
+    step = _CHUNK // BLOCK
+    return [(block, min(block + step, last)) for block in range(first, last, step)]
 
 
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import _dtypes
 from ..._catalogue import ArrayEntry, Entry, decode
+from ..._collector import paused
 from ..._sharding import Box, extent, intersect, whole
 from ..._tree import Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
@@ -51,7 +52,8 @@ class Reader:
             self._manifest_bytes = read_file(disk, name)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"{path}: expected a checkpoint, found no {MANIFEST}") from None
-        self._manifest = manifest.decode(self._manifest_bytes, name)
+        with paused():
+            self._manifest = manifest.decode(self._manifest_bytes, name)
         self._checksum = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         if len(self.entries) != len(self._manifest.leaves):
