@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering import stores
+from helpers import assert_same
+from treering import _place, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.disk import Disk
 
@@ -440,3 +441,31 @@ def test_a_missing_array_file_is_damage(saved: Any) -> None:
     next(path.glob("*.safetensors")).unlink()
     with pytest.raises(CorruptError, match="expected an array file, found nothing"):
         tr.restore(path)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_arrays_are_the_same_by_the_public_way_of_making_them(
+    saved: Any, monkeypatch: pytest.MonkeyPatch, public: bool
+) -> None:
+    def missing(items: Any) -> Any:
+        raise ImportError
+
+    if public:
+        monkeypatch.setattr(_place, "_put_quickly", missing)
+    else:  # the quick way must not have been given up for the other without a word
+        monkeypatch.setattr(_place, "_put_publicly", missing)
+    mesh = mesh_of(2, 4)
+    state = {
+        "free": jnp.arange(100.0),
+        "weak": jnp.asarray(2.0) * jnp.asarray(1),
+        "bound": jax.device_put(np.arange(7), jax.devices()[3]),
+        "rows": jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), jax.NamedSharding(mesh, P("x"))),
+        "weak rows": jax.device_put(jnp.full((8,), 1.0), jax.NamedSharding(mesh, P("x"))),
+        "all": jax.device_put(np.arange(8, dtype=np.int8), jax.NamedSharding(mesh, P())),
+        "host": jax.device_put(np.arange(8, dtype=np.int8), jax.NamedSharding(mesh, P("y"), memory_kind="pinned_host")),
+        "half": jnp.ones((3, 5), jnp.bfloat16),
+        "four": jnp.arange(-4, 4).astype(jnp.int4),
+        "empty": jnp.zeros((0, 4)),
+        "zero-d": jnp.int32(4),
+    }
+    assert_same(tr.restore(saved(state), like=state), state)

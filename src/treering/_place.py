@@ -1,6 +1,7 @@
 """From host arrays to JAX arrays: which sharding each gets, and the transfer in one batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ class Item(msgspec.Struct, frozen=True, gc=False):
 
     where: Any
     shape: tuple[int, ...]
+    weak: bool
     arrays: list[np.ndarray]
 
 
@@ -93,38 +95,68 @@ def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
 
 
 def put(items: Sequence[Item]) -> list[jax.Array]:
-    """Makes the JAX arrays: one batch for all, adopted instead of copied where the backend can."""
-    free: list[np.ndarray] = []
-    bound: list[np.ndarray] = []
+    """Makes the JAX arrays, of adopted instead of copied memory where the backend can."""
+    if not items:
+        return []
+    try:
+        return _put_quickly(items)
+    except (ImportError, AttributeError, TypeError):
+        return _put_publicly(items)
+
+
+def _put_quickly(items: Sequence[Item]) -> list[jax.Array]:
+    """By the function in which `jax.device_put` ends. It has no public name, and takes a tenth of the time.
+
+    Of 5,000 small arrays, the way there costs 65 of 75 ms. It makes sharded and weakly typed arrays in one go.
+    """
+    from jax._src.interpreters.pxla import batched_device_put
+
+    free = jax.device_put(np.zeros(0, np.int8)).sharding
+    out: list[jax.Array] = []
+    for item in items:
+        where = free if item.where is None else item.where
+        shards, devices = _shards(item, where)
+        aval = _aval(item.shape, item.arrays[0].dtype, item.weak)
+        out.append(batched_device_put(aval, where, shards, devices, committed=item.where is not None))
+    return out
+
+
+def _put_publicly(items: Sequence[Item]) -> list[jax.Array]:
+    shards: list[np.ndarray] = []
     places: list[Any] = []
     for item in items:
+        if item.where is not None:
+            found, devices = _shards(item, item.where)
+            shards += found
+            places += [SingleDeviceSharding(d, memory_kind=item.where.memory_kind) for d in devices]
+    free = iter(jax.device_put([item.arrays[0] for item in items if item.where is None]))
+    bound = iter(jax.device_put(shards, places))
+    out: list[jax.Array] = []
+    for item in items:
         if item.where is None:
-            free.append(item.arrays[0])
-        elif on_one_device(item.where):
-            bound.append(item.arrays[0])
-            places.append(item.where)
+            array = next(free)
         else:
-            at = dict(zip(boxes(item.where, item.shape), item.arrays, strict=True))
-            for device, index in item.where.addressable_devices_indices_map(item.shape).items():
-                bound.append(at[box_of(index or (), item.shape)])
-                places.append(SingleDeviceSharding(device, memory_kind=item.where.memory_kind))
-    free_out = iter(jax.device_put(free))
-    bound_out = iter(jax.device_put(bound, places))
-    return [_made(item, free_out, bound_out) for item in items]
+            own = [next(bound) for _ in item.where.addressable_devices]
+            array = jax.make_array_from_single_device_arrays(item.shape, item.where, own)
+        out.append(_weaken(array) if item.weak else array)
+    return out
 
 
-def _made(item: Item, free: Iterator[jax.Array], bound: Iterator[jax.Array]) -> jax.Array:
-    if item.where is None:
-        return next(free)
-    if on_one_device(item.where):
-        return next(bound)
-    shards = [next(bound) for _ in item.where.addressable_devices_indices_map(item.shape)]
-    return jax.make_array_from_single_device_arrays(item.shape, item.where, shards)
+def _shards(item: Item, where: Sharding) -> tuple[list[np.ndarray], list[jax.Device]]:
+    if on_one_device(where):
+        return item.arrays, list(where.device_set)
+    at = dict(zip(boxes(where, item.shape), item.arrays, strict=True))
+    indices = where.addressable_devices_indices_map(item.shape)
+    return [at[box_of(index or (), item.shape)] for index in indices.values()], list(indices)
 
 
-def weaken(array: jax.Array) -> jax.Array:
-    """The same array with a weak type, which JAX has no public way to make."""
-    aval = core.ShapedArray(array.shape, array.dtype, weak_type=True)
+@functools.lru_cache(maxsize=4096)
+def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool) -> Any:
+    return core.ShapedArray(shape, dtype, weak_type=weak)
+
+
+def _weaken(array: jax.Array) -> jax.Array:
+    """The same array with a weak type, which JAX has no public way to make either."""
     shards = [shard.data for shard in array.addressable_shards]
     make: Any = type(array)
-    return make(aval, array.sharding, shards, committed=array.committed)
+    return make(_aval(array.shape, array.dtype, True), array.sharding, shards, committed=array.committed)

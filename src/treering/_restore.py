@@ -109,19 +109,18 @@ def _values(
         for n in group:
             own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes.get(n) or (0,)]
             if targets[n].make == "jax":
-                items.append(_place.Item(places[n], _entry(targets[n]).shape, own))
+                items.append(_place.Item(places[n], _entry(targets[n]).shape, targets[n].weak, own))
             else:
                 values[n] = _on_host(own[0], targets[n], places[n])
         placed = iter(_place.put(items))
         for n in group:
             if targets[n].make == "jax":
-                values[n] = _place.weaken(next(placed)) if targets[n].weak else next(placed)
+                values[n] = next(placed)
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = np.array(target.value, target.dtype)
             if target.make == "jax":
-                (made,) = _place.put([_place.Item(places[n], (), [array])])
-                values[n] = _place.weaken(made) if target.weak else made
+                (values[n],) = _place.put([_place.Item(places[n], (), target.weak, [array])])
             else:
                 values[n] = _on_host(array, target, None)
     return values
