@@ -142,7 +142,7 @@ def _put_publicly(items: Sequence[Item]) -> list[jax.Array]:
     return out
 
 
-def _shards(item: Item, where: Sharding) -> tuple[list[np.ndarray], list[jax.Device]]:
+def _shards(item: Item, where: Sharding) -> tuple[list[np.ndarray], list[Any]]:
     if on_one_device(where):
         return item.arrays, list(where.device_set)
     at = dict(zip(boxes(where, item.shape), item.arrays, strict=True))

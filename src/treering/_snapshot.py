@@ -51,20 +51,18 @@ class Feed:
                 self._changed.wait_for(lambda: n < self._fed or self._error)
             if self._error:
                 raise self._error
-        view = self._views[n]
-        if view.dtype != np.uint8 or view.ndim != 1:
-            view = self._views[n] = view.reshape(-1).view(np.uint8)
-        return view
+        return self._views[n].reshape(-1).view(np.uint8)
 
     def copied(self, n: int, nbytes: int) -> None:
         """Says that so many bytes of piece `n` are not needed any more."""
+        if not self._pieces[n].copies:
+            return  # a view costs nothing
         with self._changed:
             self._left[n] -= nbytes
             if not self._left[n]:
                 self._views[n] = None
-                if self._pieces[n].copies:
-                    self._held -= self._pieces[n].nbytes
-                    self._changed.notify_all()
+                self._held -= self._pieces[n].nbytes
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Ends the hand-over on both sides."""

@@ -47,7 +47,19 @@ class Walk(NamedTuple):
     skeleton: Skeleton
 
 
-_known: dict[Any, tuple[Sequence[str], Skeleton, str | None]] = {}
+class _Names(NamedTuple):
+    """What follows from a treedef; `nones` are the places of None, which JAX takes for containers.
+
+    Treedefs with the keys 1, 1.0 and True are equal to one another; `text`, where there are such keys, is not.
+    """
+
+    paths: Sequence[str]
+    skeleton: Skeleton
+    nones: frozenset[int]
+    text: str | None
+
+
+_known: dict[Any, _Names] = {}
 
 
 def walk(tree: Any) -> Walk:
@@ -57,27 +69,30 @@ def walk(tree: Any) -> Walk:
     again gets those of the last time. Raises `UnsupportedError` for keys that no path can name and for two
     leaves with one path.
     """
+    import jax
+
     try:
-        leaves, treedef = flatten(tree)
-        known = _known.get(treedef)
-        if known and (known[2] is None or known[2] == str(treedef)):
-            return Walk(known[0], leaves, known[1])
-    except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
-        leaves, treedef = None, None
+        leaves, treedef = jax.tree.flatten(tree)
+        names = _known.get(treedef)
     except RecursionError:
         raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
-    paths, found, skeleton = _walk(tree)
-    if leaves is None:
-        return Walk(paths, found, skeleton)
-    if len(found) != len(leaves):
-        raise UnsupportedError("a container of this tree flattens differently with and without key paths")
-    if len(_known) >= 4:
-        del _known[next(iter(_known))]
-    # Treedefs with the keys 1, 1.0 and True are equal to one another; their texts are not.
-    only_text = all(type(key) is str for node in skeleton if isinstance(node, Node) for key in node.names())
-    _known.pop(treedef, None)  # or the equal one would stay as the key
-    _known[treedef] = paths, skeleton, None if only_text else str(treedef)
-    return Walk(paths, leaves, skeleton)
+    except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
+        return _walk(tree)
+    if names is None or (names.text is not None and names.text != str(treedef)):
+        walked = _walk(tree)
+        nones = frozenset(n for n, leaf in enumerate(walked.leaves) if leaf is None)
+        if len(walked.leaves) - len(nones) != len(leaves):
+            raise UnsupportedError("a container of this tree flattens differently with and without key paths")
+        only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
+        names = _Names(walked.paths, walked.skeleton, nones, None if only_text else str(treedef))
+        if len(_known) >= 4:
+            del _known[next(iter(_known))]
+        _known.pop(treedef, None)  # or an equal one would stay as the key
+        _known[treedef] = names
+    if names.nones:
+        rest = iter(leaves)
+        leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
+    return Walk(names.paths, leaves, names.skeleton)
 
 
 def _walk(tree: Any) -> Walk:

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import _dtypes
-from ..._catalogue import ArrayEntry, ValueEntry
+from ..._catalogue import ValueEntry
 from ..._leaves import Content
 from ..._sharding import Box, describe, extent, whole
 from ...stores.disk import PAGE
@@ -56,11 +56,14 @@ def _file(content: Content, name: str, first: int, last: int) -> ArrayFile:
     tensors: dict[str, Tensor] = {}
     other_dtypes: dict[str, str] = {}
     for piece, begin in zip(pieces, begins, strict=True):
-        entry = content.entries[piece.leaf]
-        assert isinstance(entry, ArrayEntry)
-        key = piece_key(entry.path, None if piece.box == whole(entry.shape) else piece.box)
+        entry: Any = content.entries[piece.leaf]
+        if piece.box == whole(entry.shape):
+            key, shape = piece_key(entry.path, None), entry.shape
+        else:
+            key, shape = piece_key(entry.path, piece.box), extent(piece.box)
         stored, itemsize, widened = _dtypes.stored_as(entry.dtype)
-        shape = extent(piece.box) + ((itemsize,) if widened else ())
+        if widened:
+            shape = (*shape, itemsize)
         tensors[key] = Tensor(stored, shape, (begin, begin + piece.nbytes))
         if stored == "U8" and entry.dtype != "uint8":
             other_dtypes[f"dtype:{key}"] = entry.dtype

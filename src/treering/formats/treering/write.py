@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._catalogue import encode_float
+from ..._collector import paused
 from ..._crew import Crew
 from ..._leaves import Content
 from ..._snapshot import Feed
@@ -22,6 +23,7 @@ from .layout import ArrayFile
 from .manifest import BLOCK
 
 CHUNK = 4 * BLOCK  # what one thread copies, hashes and writes at a time
+_SMALL = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
 
 
 class Info(NamedTuple):
@@ -39,9 +41,11 @@ def write(
     """Writes a checkpoint durably and commits it; returns its size in bytes. Leaves nothing behind when it fails."""
     transaction = Transaction(disk, path, overwrite=overwrite, named=manifest.file_names)
     try:
-        files = layout.plan(content, transaction.token)
+        with paused():
+            files = layout.plan(content, transaction.token)
         listed = [_write_file(disk, transaction, file, content, feed, crew) for file in files]
-        leaves, layouts = layout.rows(content, files)
+        with paused():
+            leaves, layouts = layout.rows(content, files)
         data = manifest.encode(
             manifest.Manifest(
                 format=manifest.FORMAT,
@@ -104,7 +108,10 @@ def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: 
             feed.fail(error)  # nobody waits for a piece that will not be written
             raise
 
-    crew.run(work)
+    if file.nbytes < _SMALL * len(file.begins):
+        work()  # the interpreter is what is busy then, and several threads would only fight over it
+    else:
+        crew.run(work)
     return checksums
 
 
