@@ -5,12 +5,14 @@ import errno
 import logging
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 
 import treering as tr
 from treering import stores
@@ -181,7 +183,7 @@ def test_wrong_steps_and_modes(tmp_path: pathlib.Path) -> None:
 def test_making_one_touches_nothing(tmp_path: pathlib.Path) -> None:
     ckpts = tr.Checkpointer(tmp_path / "run")
     assert ckpts.steps == [] and ckpts.latest_step is None and ckpts.restored_step is None
-    with pytest.raises(NotFoundError, match="expected a step to restore, found none"):
+    with pytest.raises(NotFoundError, match="expected a step, found none"):
         ckpts.restore()
     ckpts.close()
     assert os.listdir(tmp_path) == []
@@ -349,3 +351,137 @@ def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path
         ckpts.save(4, {"x": 1})
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000004"]
     assert len(os.listdir(old)) == 2
+
+
+def test_a_branch_that_was_gone_back_from_is_neither_counted_nor_deleted(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [10, 20, 30])
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
+        ckpts.restore(step=20)
+        for step in (21, 22, 23):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        assert ckpts.steps == [20, 22, 23, 30]
+        with pytest.raises(ExistsError, match="step 30 is saved already"):
+            ckpts.save(30, {"x": 30})
+
+
+def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathlib.Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    loop(tmp_path / "run", [1, 2])
+    file = tmp_path / "run" / "step-00000001" / "treering.json"
+    for name in (str(precious), "../../precious"):
+        body = file.read_bytes()[:-28]
+        start = body.index(b'"name":"') + 8
+        body = body[:start] + name.encode() + body[body.index(b'"', start) :]
+        file.chmod(0o644)
+        file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        loop(tmp_path / "run", [max(tr.steps(tmp_path / "run")) + 1], tr.keep.last(1))
+        with pytest.raises(CorruptError, match="not the name of a file beside"):
+            tr.open(tmp_path / "run" / "step-00000001")
+        tr.Checkpointer(tmp_path / "run").delete(1)
+        assert precious.read_text() == "mine"
+        loop(tmp_path / "run", [1])
+
+
+def test_damage_next_door_does_not_fail_a_save(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1])
+    file = tmp_path / "step-00000001" / "treering.json"
+    for old, new in [(b'"created":"2', b'"created":"x'), (b'"version":1', b'"version":7')]:
+        body = file.read_bytes()[:-28].replace(old, new)
+        file.chmod(0o644)
+        file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        step = max(tr.steps(tmp_path)) + 1
+        assert loop(tmp_path, [step], tr.keep.last(1)) == [1, step]
+
+
+def test_a_step_that_another_job_repaired_is_good_again(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2])
+    damage(tmp_path, 2, "bytes")
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore()
+        assert ckpts.restored_step == 1
+        tr.save(ckpts.path(2), {"x": np.full(3, 22)}, overwrite=True, step=2)
+        with pytest.raises(ExistsError):
+            ckpts.save(2, {"x": 3})
+        assert ckpts.restore()["x"][0] == 22
+
+
+def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1])
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.pin(1)
+        with pytest.raises(ExistsError, match="pinned"):
+            ckpts.save(1, {"x": 2}, on_exists="overwrite")
+
+
+def test_a_step_that_is_deleted_while_it_is_restored_is_passed_over(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    loop(tmp_path, [1, 2])
+
+    class Pruned(Disk):
+        """Another job deletes the newest step just before its arrays are opened."""
+
+        def open(self, path: str) -> int:
+            if "step-00000002/arrays" in path:
+                shutil.rmtree(tmp_path / "step-00000002")
+            return super().open(path)
+
+    use_disk(Pruned())
+    ckpts = tr.Checkpointer(tmp_path)
+    assert ckpts.restore()["x"][0] == 1 and ckpts.restored_step == 1
+    assert tr.verify(tmp_path).ok
+
+
+def test_two_kinds_of_steps_in_one_directory(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2])
+    loop(tmp_path, [2, 3], prefix="ema-")
+    assert tr.steps(tmp_path) == [1, 2, 3]
+    for use in (lambda: tr.open(tmp_path, step=2), lambda: tr.restore(tmp_path)):
+        with pytest.raises(MismatchError, match="ema-00000002 and step-00000002 both claim step 2"):
+            use()
+    assert tr.Checkpointer(tmp_path, prefix="ema-").open().path.endswith("ema-00000003")
+    assert tr.Checkpointer(tmp_path).open().path.endswith("step-00000002")
+    damage(tmp_path, 2, "bytes")
+    assert [problem.file.split("/")[0] for problem in tr.verify(tmp_path).problems] == ["step-00000002"]
+
+
+def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pathlib.Path, caplog: Any) -> None:
+    loop(tmp_path, [1, 2])
+    damage(tmp_path, 2, "bytes")
+    assert tr.restore(tmp_path)["x"][0] == 1 and "step 2 is damaged" in caplog.text
+    with pytest.raises(CorruptError):
+        tr.restore(tmp_path, step=2)
+    next((tmp_path / "step-00000002").glob("*.safetensors")).unlink()
+    assert tr.open(tmp_path).step == 1
+
+
+def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    use_disk(Full())
+    ckpts = tr.Checkpointer(tmp_path / "run")
+    pending = ckpts.save(1, {"x": np.ones(3)})
+    assert pending is not None
+    pending._finished.wait()
+    stores.DISK = Disk()
+    tr.save(tmp_path / "other", {"x": 1})
+    with pytest.raises(SaveError):
+        ckpts.wait()
+    ckpts.wait()
+
+
+def test_a_thousand_steps_are_listed_once_per_operation(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Counting(Disk):
+        stats = 0
+
+        def stat(self, path: str) -> Any:
+            Counting.stats += 1
+            return super().stat(path)
+
+    loop(tmp_path, range(100))
+    use_disk(Counting())
+    ckpts = tr.Checkpointer(tmp_path)
+    for operation in (lambda: ckpts.best_step("loss", "min"), lambda: ckpts.path(3), ckpts.restore):
+        Counting.stats = 0
+        operation()
+        assert Counting.stats <= 400

@@ -43,6 +43,8 @@ def test_every_interval_of_time_keeps_the_first() -> None:
     times = [0, 10, 50, 61, 70, 200]
     found = keep.every(datetime.timedelta(minutes=1)).kept(saved(*range(6), created=times))
     assert found == {0, 3, 5}
+    ahead = keep.every(datetime.timedelta(minutes=1)).kept(saved(1, 2, 3, created=[9e9, 0, 61]))
+    assert ahead == {1, 2, 3}, "a clock that was wrong once starves nobody"
 
 
 def test_steps() -> None:

@@ -469,3 +469,54 @@ def test_arrays_are_the_same_by_the_public_way_of_making_them(
         "zero-d": jnp.int32(4),
     }
     assert_same(tr.restore(saved(state), like=state), state)
+
+
+def test_many_small_reads_hold_neither_descriptors_nor_mappings(saved: Any) -> None:
+    ckpt = tr.open(saved({str(n): np.full((100, 10), n) for n in range(64)}))
+    ckpt["0"][0]
+
+    def held() -> tuple[int, int]:
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        return len(list(pathlib.Path("/proc/self/fd").iterdir())), maps.count(str(ckpt.path))
+
+    before = held()
+    rows = [ckpt[path][n] for n in range(10) for path in ckpt]
+    after = held()
+    assert after[0] <= before[0] + 1 and after[1] <= before[1] and rows[-1][0] == 9
+    tree = ckpt.restore(memory_limit=1)
+    assert held()[1] <= before[1] + 1 and tree["63"][0, 0] == 63
+
+
+def test_a_small_part_does_not_keep_what_was_read_around_it(saved: Any) -> None:
+    path = saved({"big": np.zeros(8 << 20, np.uint8), "small": np.arange(4)})
+    small = tr.restore(path, at="small", mmap=False)
+    assert small.base is None and small.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_reading_stops_at_the_first_error(tmp_path: pathlib.Path, use_disk: Any, mmap: bool) -> None:
+    tr.save(tmp_path / "c", {"x": np.zeros(200 << 20, np.uint8)})
+
+    class Failing(Disk):
+        calls = 0
+
+        def fail(self) -> None:
+            self.calls += 1
+            if self.calls > 3:
+                raise OSError(5, "Input/output error")
+
+        def populate(self, mapped: Any, offset: int, size: int) -> None:
+            self.fail()
+
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if len(buffer) > 1 << 20:
+                self.fail()
+            return super().read(fd, buffer, offset)
+
+    disk = use_disk(Failing())
+    with pytest.raises(OSError, match="Input/output error"):
+        tr.restore(tmp_path / "c", mmap=mmap)
+    assert disk.calls < 15
+    disk.calls = 0
+    (problem,) = tr.verify(tmp_path / "c").problems
+    assert "Input/output error" in str(problem)

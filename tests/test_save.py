@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import logging
 import os
 import pathlib
 import subprocess
@@ -33,7 +34,7 @@ class HeldDisk(Disk):
 
 
 class FailingDisk(Disk):
-    """Fails one operation, as a full or broken disk would."""
+    """Fails one operation from some call on, as a full or broken disk would; a sync of a directory only once."""
 
     def __init__(self, operation: str, code: int, after: int = 0):
         self.operation, self.code, self.left = operation, code, after
@@ -41,7 +42,7 @@ class FailingDisk(Disk):
     def __getattribute__(self, name: str) -> Any:
         if name != "operation" and name == object.__getattribute__(self, "operation"):
             self.left -= 1
-            if self.left < 0:
+            if self.left == -1 or (self.left < 0 and name != "sync_dir"):
                 raise OSError(self.code, os.strerror(self.code))
         return object.__getattribute__(self, name)
 
@@ -288,15 +289,25 @@ def test_every_leaf_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_pat
     assert everything(tmp_path) == []
 
 
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"step": -1}, "step: expected an integer from 0, found -1"),
         ({"step": 1.5}, "step: expected an integer"),
-        ({"metrics": {"loss": np.ones(3)}}, r"metrics\['loss'\]: expected a name and a scalar"),
+        ({"metrics": {"loss": np.ones(3)}}, r"metrics\['loss'\]: expected a name and a real scalar"),
         ({"metadata": {"a": [1, {2: 3}]}}, r"metadata\['a'\]\[1\]: the key 2 is a int"),
         ({"metadata": {"a": object()}}, r"metadata\['a'\]: a object is not JSON"),
         ({"metadata": float("nan")}, "metadata: nan is not JSON"),
+        ({"metadata": LOOP}, "within itself"),
+        ({"metadata": "\ud800"}, "valid Unicode"),
+        ({"metadata": 2**70}, "beyond 64 bits"),
+        ({"metrics": {"loss": None}}, "real scalar"),
+        ({"metrics": {"loss": "0.5"}}, "real scalar"),
+        ({"metrics": {"loss": 1j}}, "real scalar"),
         ({"dtype": "int32"}, "expected a floating-point dtype"),
     ],
 )
@@ -414,7 +425,9 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, us
             assert tr.restore(tmp_path / "c")["x"][0] == 0 or operation == "sync_dir"
         else:
             break
+    stores.DISK = Disk()
     assert tr.restore(tmp_path / "c")["x"][0] == 1
+    tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)  # tidies up what a failing disk could not
     assert len(everything(tmp_path / "c")) == 2
 
 
@@ -472,3 +485,213 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: pathlib.Pa
     assert done.stdout == "0\n", done.stderr
     assert tr.restore(tmp_path / "child") == {"x": 2}
     assert tr.restore(tmp_path / "parent") == {"x": 1}
+
+
+@pytest.mark.parametrize("operation", ["create", "preallocate", "write", "truncate", "sync"])
+def test_a_caller_that_waits_for_room_hears_of_every_failure(
+    tmp_path: pathlib.Path, use_disk: Any, operation: str
+) -> None:
+    tree = {str(n): np.full(1000, n) for n in range(50)}
+    use_disk(FailingDisk(operation, errno.ENOSPC))
+    with pytest.raises(tr.errors.SaveError, match="No space left"):
+        tr.save_async(tmp_path / "c", tree, memory_limit=10_000).result()
+    stores.DISK = Disk()
+    tr.save_async(tmp_path / "same", tree, memory_limit=10_000)
+    with pytest.raises(tr.errors.ExistsError):
+        tr.save_async(tmp_path / "same", tree, memory_limit=10_000).result()
+
+
+def test_metrics_and_metadata_are_those_of_the_call(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(HeldDisk())
+    metadata, loss, acc = {"position": [1]}, np.array(0.5), jnp.float32(2)
+    pending = tr.save_async(tmp_path / "c", {"x": 1}, metrics={"loss": loss, "acc": acc}, metadata=metadata)
+    metadata["position"].append(float("nan"))
+    loss += 7
+    acc.delete()
+    disk.go.set()
+    pending.result()
+    ckpt = tr.open(tmp_path / "c")
+    assert ckpt.metadata == {"position": [1]} and ckpt.metrics == {"loss": 0.5, "acc": 2.0}
+
+
+def test_a_failed_save_keeps_no_arrays_alive(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    use_disk(FailingDisk("sync", errno.EIO))
+    big = jnp.ones(1 << 20)
+    alive = weakref.ref(big)
+    pending = tr.save_async(tmp_path / "c", {"x": big, "y": np.ones(10)})
+    with pytest.raises(tr.errors.SaveError) as caught:
+        pending.result()
+    del big
+    gc.collect()
+    assert alive() is None
+    del caught, pending
+
+
+def test_an_array_file_that_vanishes_fails_the_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Meddled(Disk):
+        """Somebody removes the array file, as where locks do not reach from one host to the other."""
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            for path in (tmp_path / "c").glob("arrays-*"):
+                path.unlink()
+
+    use_disk(Meddled())
+    with pytest.raises(tr.errors.SaveError, match="removed by somebody else"):
+        tr.save(tmp_path / "c", {"x": np.ones(3)})
+    assert tr.steps(tmp_path) == [] and everything(tmp_path) == []
+
+
+def test_a_commit_whose_answer_was_lost_is_a_commit(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Network(Disk):
+        def link(self, old: str, new: str) -> None:
+            super().link(old, new)
+            raise FileExistsError(errno.EEXIST, "the second try found what the first had done")
+
+    use_disk(Network())
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    assert tr.verify(tmp_path / "c").ok and len(everything(tmp_path / "c")) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_file_systems_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    import fcntl
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for n in range(2):
+        tr.save(tmp_path / "c", {"x": np.full(3, n)}, overwrite=True)
+    assert tr.restore(tmp_path / "c")["x"][0] == 1
+
+
+def test_what_fails_after_the_commit_is_no_failed_save(tmp_path: pathlib.Path, use_disk: Any, caplog: Any) -> None:
+    tr.save(tmp_path / "c", {"x": np.zeros(3)})
+    use_disk(FailingDisk("unlink", errno.EACCES))
+    tr.save(tmp_path / "c", {"x": np.ones(3)}, overwrite=True)
+    assert tr.restore(tmp_path / "c")["x"][0] == 1 and "tidying up failed" in caplog.text
+
+
+def test_an_overwrite_that_may_not_be_durable_says_so(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    tr.save(tmp_path / "c", {"x": np.zeros(3)})
+
+    class Unsure(Disk):
+        def sync_dir(self, path: str) -> None:
+            if tr.restore(tmp_path / "c")["x"][0] == 1:
+                raise OSError(errno.EIO, "Input/output error")
+
+    use_disk(Unsure())
+    with pytest.raises(tr.errors.SaveError, match="in place, but the disk failed to make that durable"):
+        tr.save(tmp_path / "c", {"x": np.ones(3)}, overwrite=True)
+    assert len(list((tmp_path / "c").glob("arrays-*"))) == 2  # whichever manifest a power cut leaves has its arrays
+
+
+def test_abort_does_not_remove_what_another_committed(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Race(Disk):
+        raced = False
+
+        def link(self, old: str, new: str) -> None:
+            super().link(old, new)
+            stores.DISK = Disk()
+            tr_save = native_save(tmp_path / "c", {"x": np.ones(3)})
+            assert tr_save
+            self.raced = True
+
+        def sync_dir(self, path: str) -> None:
+            if self.raced:
+                raise OSError(errno.EIO, "Input/output error")
+            super().sync_dir(path)
+
+    use_disk(Race())
+    with pytest.raises(tr.errors.SaveError):
+        tr.save(tmp_path / "c", {"x": np.zeros(3)})
+    assert tr.restore(tmp_path / "c")["x"][0] == 1
+
+
+def native_save(path: pathlib.Path, tree: Any) -> bool:
+    """Overwrites from another process, for saves of one process are written one after the other."""
+    code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'x': np.ones(3)}, overwrite=True)"
+    return subprocess.run([sys.executable, "-c", code, str(path)], timeout=60).returncode == 0
+
+
+def test_a_users_own_empty_directory_stays_as_it_is(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    (tmp_path / "mine").mkdir(mode=0o700)
+    before = (tmp_path / "mine").stat()
+    use_disk(FailingDisk("sync", errno.EIO))
+    with pytest.raises(tr.errors.SaveError):
+        tr.save(tmp_path / "mine", {"x": np.ones(3)})
+    stores.DISK = Disk()
+    tr.save(tmp_path / "mine", {"x": np.ones(3)})
+    after = (tmp_path / "mine").stat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+
+
+def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError
+
+    logger, handler = logging.getLogger("treering"), Broken()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        tr.save(tmp_path / "c", {"x": 1})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_no_thread_is_left_when_threads_cannot_be_started(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    real, started = threading.Thread.start, []
+
+    def start(self: threading.Thread) -> None:
+        started.append(self)
+        if len(started) == limit:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    for limit in (1, 2, 3):
+        started.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError):
+                tr.save(tmp_path / "c", {"x": np.ones(3)})
+        for thread in started[: limit - 1]:
+            thread.join(10)
+            assert not thread.is_alive()
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+
+
+@pytest.mark.slow
+def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"x": np.zeros(1000)})
+    code = """
+        import sys, time, numpy as np, treering as tr
+        from treering import stores
+        from treering.formats.treering import manifest
+        from treering.stores import local
+        path, role, end = sys.argv[1], sys.argv[2], time.time() + 6
+        n = 0
+        while time.time() < end:
+            n += 1
+            if role == "write":
+                tr.save(path, {"x": np.full(1000, n)}, overwrite=True)
+            elif role == "clean":
+                local.clean(stores.DISK, path, manifest.file_names)
+            else:
+                x = tr.restore(path)["x"]
+                assert (x == x[0]).all()
+        print(n)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "c")]
+    roles = [
+        subprocess.Popen([*command, role], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for role in ("write", "write", "clean", "read")
+    ]
+    outputs = [role.communicate(timeout=60) for role in roles]
+    assert [role.returncode for role in roles] == [0] * 4, outputs
+    assert tr.verify(tmp_path / "c").ok
+    tr.save(tmp_path / "c", {"x": 1}, overwrite=True)
+    assert len(everything(tmp_path / "c")) == 1

@@ -1,4 +1,4 @@
-"""Treering saves, manages, restores and converts the state of JAX training jobs."""
+"""Treering saves, manages and restores the state of JAX training jobs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -2,9 +2,10 @@
 
 import logging
 import math
+import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _dtypes, _tree, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _log = logging.getLogger("treering")
+_SMALL = 16 << 20  # bytes
 _TRIES = 5  # a checkpoint that is overwritten while it is read is read again
 
 
@@ -66,16 +68,20 @@ class LazyArray:
             return None
         from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-        mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
-        return NamedSharding(mesh, PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"])))
+        try:
+            mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
+            spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
+            return NamedSharding(mesh, spec)
+        except (KeyError, TypeError, ValueError, AttributeError):  # for information only
+            return None
 
-    def __getitem__(self, index: Any) -> "np.ndarray[Any, Any]":
+    def __getitem__(self, index: Any) -> Any:
         """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
-        import numpy as np
-
         box, rest = _bounds(index, self.shape)
         (array,) = self._reader.read([(self._entry, box)])
-        return np.asarray(array[rest])
+        found = array[rest]
+        # A small slice must not keep the whole file mapped.
+        return found.copy() if found.nbytes <= _SMALL else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
         import numpy as np
@@ -176,8 +182,9 @@ class Checkpoint(Mapping[str, Any]):
             if isinstance(entry, ValueEntry):
                 return entry.decode()
             if entry.type == "key":
-                data = jax.ShapeDtypeStruct(entry.shape, "uint32")
-                return jax.eval_shape(lambda d: jax.random.wrap_key_data(d, impl=entry.impl), data)
+                from ._restore import as_key
+
+                return jax.eval_shape(lambda d: as_key(d, entry), jax.ShapeDtypeStruct(entry.shape, "uint32"))
             dtype = _dtypes.to_numpy(entry.dtype)
             return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
 
@@ -234,39 +241,82 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
 
     >>> ckpt = tr.open("runs/gpt", step=1000)
 
-    Raises `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when
-    all steps are), `UnsupportedError` when a later release wrote it.
+    Good means here that the manifest is undamaged and the array files are there in their full size. Raises
+    `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when all steps
+    are), `UnsupportedError` when a later release wrote it.
     """
     place = absolute(path)
-    disk = stores.DISK
-    if disk.stat(os.path.join(place, MANIFEST)):
+    steps = _places(place, step)
+    return open_one(place) if steps is None else latest_good(place, steps, lambda ckpt: ckpt, fallback=step is None)[1]
+
+
+def open_one(path: str) -> Checkpoint:
+    """Opens the checkpoint in a directory, its array files present."""
+    reader = NativeReader(stores.DISK, path)
+    reader.check_present()
+    return Checkpoint(reader, reader.entries, reader.skeleton)
+
+
+def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
+    """The steps that may be meant and their directories, newest first; None when the path is one checkpoint."""
+    if stores.DISK.stat(os.path.join(place, MANIFEST)):
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
-        return _open_one(place)
+        return None
     found = committed(place)
     if step is not None:
-        if step not in found:
+        number = index(step)
+        if number not in found:
             shown = ", ".join(map(str, list(found)[-5:])) or "none"
-            raise NotFoundError(f"{place}: expected step {step}, found {shown}")
-        return _open_one(os.path.join(place, found[step]))
-    damaged: CorruptError | None = None
-    for number in reversed(found):
+            raise NotFoundError(f"{place}: expected step {number}, found {shown}")
+        return [(number, os.path.join(place, found[number]))]
+    if not found:
+        what = "nothing" if stores.DISK.stat(place) is None else "no manifest and no steps"
+        raise NotFoundError(f"{place}: expected a checkpoint or a run, found {what}")
+    return [(number, os.path.join(place, name)) for number, name in reversed(found.items())]
+
+
+def index(step: Any) -> int:
+    """A step as an int. Raises `MismatchError` for what is none."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise MismatchError(f"step={step!r}: expected an integer") from None
+    if number < 0:
+        raise MismatchError(f"step={number}: expected a number from 0")
+    return number
+
+
+T = TypeVar("T")
+
+
+def latest_good(
+    run: str,
+    places: Iterable[tuple[int, str]],
+    use: Callable[[Checkpoint], T],
+    *,
+    fallback: bool = True,
+    damaged: Callable[[int], None] = lambda step: None,
+) -> tuple[int, T]:
+    """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
+
+    Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
+    meanwhile is passed over.
+    """
+    first: CorruptError | None = None
+    for step, path in places:
         try:
-            return _open_one(os.path.join(place, found[number]))
+            return step, use(open_one(path))
         except CorruptError as error:
-            _log.warning("step %d is damaged and skipped: %s", number, error)
-            damaged = damaged or error
-        except NotFoundError:
-            continue  # deleted since it was listed
-    if damaged:
-        raise damaged
-    what = "nothing" if disk.stat(place) is None else "no manifest and no steps"
-    raise NotFoundError(f"{place}: expected a checkpoint or a run, found {what}")
-
-
-def _open_one(path: str) -> Checkpoint:
-    reader = NativeReader(stores.DISK, path)
-    return Checkpoint(reader, reader.entries, reader.skeleton)
+            damaged(step)
+            if not fallback:
+                raise
+            _log.error("step %d is damaged, taking an earlier one: %s", step, error)
+            first = first or error
+        except ReplacedError:
+            if not fallback:
+                raise
+    raise first or NotFoundError(f"{run}: expected a step, found none")
 
 
 def restore(
@@ -283,7 +333,7 @@ def restore(
     mmap: bool | None = None,
     memory_limit: int | None = None,
 ) -> Any:
-    """Restores a checkpoint, or a run's latest good step.
+    """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
 
     >>> state = tr.restore("runs/gpt", like=state)
 
@@ -304,19 +354,27 @@ def restore(
 
     Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
     """
+    place = absolute(path)
+    steps = _places(place, step)
+
+    def use(ckpt: Checkpoint) -> Any:
+        return ckpt.restore(
+            like,
+            at=at,
+            missing=missing,
+            extra=extra,
+            dtype=dtype,
+            sharding=sharding,
+            verify=verify,
+            mmap=mmap,
+            memory_limit=memory_limit,
+        )
+
     for attempt in range(_TRIES):
         try:
-            return open_checkpoint(path, step=step).restore(
-                like,
-                at=at,
-                missing=missing,
-                extra=extra,
-                dtype=dtype,
-                sharding=sharding,
-                verify=verify,
-                mmap=mmap,
-                memory_limit=memory_limit,
-            )
+            if steps is None:
+                return use(open_one(place))
+            return latest_good(place, steps, use, fallback=step is None)[1]
         except ReplacedError:
             if attempt == _TRIES - 1:
                 raise

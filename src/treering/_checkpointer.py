@@ -2,22 +2,23 @@
 
 import datetime
 import logging
-import operator
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from . import _run, _save, stores
-from ._catalogue import decode
-from ._checkpoint import Checkpoint, open_checkpoint
+from ._checkpoint import Checkpoint, index, latest_good, open_one
+from ._history import History
 from ._paths import absolute
 from ._save import PendingSave
-from .errors import CorruptError, ExistsError, MismatchError, NotFoundError, TreeringError
+from .errors import ExistsError, MismatchError, NotFoundError, TreeringError
 from .formats.treering import manifest
-from .keep import Policy, Saved, rank
+from .keep import Policy, rank
 from .stores import local
-from .stores.disk import read_file
 
 _log = logging.getLogger("treering")
 
@@ -49,18 +50,20 @@ class Checkpointer:
         metadata: Any = None,
         prefix: str = "step-",
     ):
-        if isinstance(save_every, int) and save_every < 1:
-            raise MismatchError(f"save_every={save_every}: expected a number from 1, a timedelta or a function")
+        number = not isinstance(save_every, bool) and isinstance(save_every, int | np.integer) and save_every >= 1
+        if not (number or isinstance(save_every, datetime.timedelta) or callable(save_every)):
+            raise MismatchError(f"save_every={save_every!r}: expected a number from 1, a timedelta or a function")
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
         if "/" in prefix or prefix[-1:].isdigit():
             raise MismatchError(f"prefix={prefix!r}: expected text without '/' that does not end in a digit")
         self._root = absolute(run)
-        self._save_every, self._keep, self._metadata, self._prefix = save_every, keep, metadata, prefix
+        self._save_every = int(save_every) if isinstance(save_every, int | np.integer) else save_every
+        self._keep, self._metadata, self._prefix = keep, metadata, prefix
+        self._history = History(self._root, prefix)
         self._pending: list[PendingSave] = []
-        self._known: dict[int, Saved] = {}  # what was read from manifests, for the policy
-        self._damaged: set[int] = set()
         self._restored: int | None = None
+        self._set_aside: frozenset[int] = frozenset()  # steps after the one restored: of a branch that was left
         self._saved_at = time.monotonic()
         self._cleaned = self._closed = False
 
@@ -69,12 +72,12 @@ class Checkpointer:
     @property
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return list(self._committed())
+        return list(self._history.committed())
 
     @property
     def latest_step(self) -> int | None:
         """The newest committed step, None when there is none."""
-        return max(self._committed(), default=None)
+        return max(self._history.committed(), default=None)
 
     @property
     def restored_step(self) -> int | None:
@@ -82,15 +85,14 @@ class Checkpointer:
         return self._restored
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The committed step that is best by a metric; None when none has it. NaN is never best."""
-        ranked = rank(self._saved(), metric, mode)
-        value = self._known[ranked[0]].metrics[metric] if ranked else float("nan")
-        return ranked[0] if value == value else None
+        """The good step that is best by a metric; None when none has it. NaN is never best."""
+        numbers = [one for one in self._history.good() if not math.isnan(one.metrics.get(metric, math.nan))]
+        return next(iter(rank(numbers, metric, mode)), None)
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
-        step = _index(step)
-        return os.path.join(self._root, self._committed().get(step) or _run.step_name(self._prefix, step))
+        step = index(step)
+        return self._history.committed().get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
 
     # Saving
 
@@ -112,17 +114,18 @@ class Checkpointer:
         `tree`, `metrics`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
         self._raise_failed()
-        step = _index(step)
+        step = index(step)
+        if on_exists not in ("error", "skip", "overwrite"):
+            raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
         if not (force or self._due(step)):
             return None
         if self._closed:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
+        committed = self._history.committed()
+        path = committed.get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
         overwrite = on_exists == "overwrite"
-        if on_exists not in ("error", "skip", "overwrite"):
-            raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
-        path = self.path(step)
-        if any(pending.step == step for pending in self._pending) or step in self._committed():
-            if self._is_damaged(step):
+        if any(pending.step == step for pending in self._pending) or step in committed:
+            if step in committed and self._history.is_damaged(step, path):
                 overwrite = True
             elif on_exists == "skip":
                 return None
@@ -131,9 +134,9 @@ class Checkpointer:
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
+            elif local.pinned(stores.DISK, path):
+                raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
         info = _save.describe(step, metrics, self._metadata)
-        if not self._cleaned:
-            self._clean()
         pending = _save.start(
             path,
             tree,
@@ -142,7 +145,7 @@ class Checkpointer:
             dtype=dtype,
             limit=memory_limit,
             background=True,
-            then=lambda: self._committed_one(step),
+            manager=_Tidying(self._clean, self._retain),
         )
         self._pending.append(pending)
         self._saved_at = time.monotonic()
@@ -151,7 +154,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
         for pending in list(self._pending):
-            pending._finished.wait()
+            pending.wait()
         self._raise_failed()
 
     def close(self) -> None:
@@ -175,11 +178,9 @@ class Checkpointer:
     def open(self, step: int | None = None) -> Checkpoint:
         """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
         self.wait()
-        if step is None:
-            return open_checkpoint(self._root)
-        if _index(step) not in self._committed():
-            raise NotFoundError(f"{self._root}: expected step {step}, found {_shown(self.steps)}")
-        return open_checkpoint(self.path(step))
+        if step is not None:
+            return open_one(self._existing(step))
+        return latest_good(self._root, self._newest_first(), lambda ckpt: ckpt)[1]
 
     def restore(self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: Any) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
@@ -187,27 +188,21 @@ class Checkpointer:
         When the latest step is damaged, that is logged and with `fallback` the one before it is taken, and so
         on; saving the damaged step again replaces it. Raises `NotFoundError` when there is no step, and
         `CorruptError` when all are damaged.
+
+        After restoring an earlier step, the steps behind it neither count for `keep` nor are deleted, and what
+        was restored is kept as well.
         """
         self.wait()
-        wanted = [_index(step)] if step is not None else list(reversed(self._committed()))
-        if step is not None and wanted[0] not in self._committed():
-            raise NotFoundError(f"{self._root}: expected step {step}, found {_shown(self.steps)}")
-        first: CorruptError | None = None
-        for number in wanted:
-            try:
-                tree = open_checkpoint(self.path(number)).restore(like, **options)
-            except CorruptError as error:
-                self._damaged.add(number)
-                if step is not None or not fallback:
-                    raise
-                _log.error("step %d is damaged, restoring an earlier one: %s", number, error)
-                first = first or error
-                continue
-            self._restored = number
-            return tree
-        if first:
-            raise first
-        raise NotFoundError(f"{self._root}: expected a step to restore, found none")
+        places = self._newest_first() if step is None else [(index(step), self._existing(step))]
+        self._restored, tree = latest_good(
+            self._root,
+            places,
+            lambda ckpt: ckpt.restore(like, **options),
+            fallback=fallback and step is None,
+            damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
+        )
+        self._set_aside = frozenset(number for number in self._history.committed() if number > self._restored)
+        return tree
 
     def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
         """The latest good step's tree and its number, or what `init()` returns and 0 when there is none.
@@ -219,7 +214,7 @@ class Checkpointer:
         from . import _init
 
         self.wait()
-        if self._committed():
+        if self._history.committed():
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
@@ -241,18 +236,19 @@ class Checkpointer:
         path = self._existing(step)
         if local.pinned(stores.DISK, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
-        self._delete(_index(step))
+        local.delete(stores.DISK, path, manifest.file_names)
 
     # What the above is made of
 
-    def _committed(self) -> dict[int, str]:
-        return _run.committed(self._root, self._prefix)
+    def _newest_first(self) -> list[tuple[int, str]]:
+        return list(reversed(self._history.committed().items()))
 
     def _existing(self, step: int) -> str:
-        step = _index(step)
-        if step not in self._committed():
-            raise NotFoundError(f"{self._root}: expected step {step}, found {_shown(self.steps)}")
-        return self.path(step)
+        committed = self._history.committed()
+        if (number := index(step)) not in committed:
+            shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
+            raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
+        return committed[number]
 
     def _due(self, step: int) -> bool:
         if isinstance(self._save_every, int):
@@ -268,70 +264,42 @@ class Checkpointer:
                 pending.result()
 
     def _clean(self) -> None:
+        """Before the first save, in the background: removes what killed jobs left behind."""
+        if self._cleaned:
+            return
         for name in stores.DISK.list(self._root):
             if _run.parse(name, self._prefix) is not None:
-                local.clean(stores.DISK, os.path.join(self._root, name), manifest.file_names)
+                local.clean(stores.DISK, os.path.join(self._root, name), manifest.file_names, remove_empty=True)
         self._cleaned = True
 
-    def _saved(self) -> list[Saved]:
-        """The good steps, ascending; each manifest is read once."""
-        for step in self._committed():
-            if step not in self._known and step not in self._damaged:
-                self._read(step)
-        return [self._known[step] for step in self._committed() if step in self._known and step not in self._damaged]
-
-    def _read(self, step: int) -> None:
-        path = self.path(step)
-        try:
-            summary = manifest.summarize(read_file(stores.DISK, os.path.join(path, local.MANIFEST)), path)
-            for file in summary.files:
-                found = stores.DISK.stat(os.path.join(path, file.name))
-                if found is None or found.st_size != file.size:
-                    raise CorruptError(f"{path}: {file.name} is missing or cut short")
-        except CorruptError as error:
-            _log.warning("step %d is damaged and does not count: %s", step, error)
-            self._damaged.add(step)
-        except FileNotFoundError:
-            pass  # deleted by somebody else since it was listed
-        else:
-            created = datetime.datetime.fromisoformat(summary.created).timestamp()
-            self._known[step] = Saved(step, {n: decode("float", v) for n, v in summary.metrics.items()}, created)
-
-    def _is_damaged(self, step: int) -> bool:
-        if step in self._committed() and step not in self._known:
-            self._read(step)
-        return step in self._damaged
-
-    def _committed_one(self, step: int) -> None:
+    def _retain(self, step: int) -> None:
         """After a commit, in the background: deletes what the policy does not want."""
-        self._damaged.discard(step)
-        self._known.pop(step, None)
         if self._keep is None:
             return
+        saved = [one for one in self._history.good() if one.step not in self._set_aside or one.step == step]
+        wanted = self._keep.kept(saved) | {step, self._restored, *(one.step for one in saved[-1:])}
+        committed = self._history.committed()
+        for one in saved:
+            path = committed.get(one.step)
+            if path and one.step not in wanted and not local.pinned(stores.DISK, path):
+                local.delete(stores.DISK, path, manifest.file_names)
+
+
+class _Tidying:
+    """What happens around a save, as `_save.Manager`; none of it may fail the save."""
+
+    def __init__(self, clean: Callable[[], None], retain: Callable[[int], None]):
+        self._clean, self._retain = clean, retain
+
+    def before(self) -> None:
         try:
-            saved = self._saved()
-            wanted = self._keep.kept(saved) | {step, *(one.step for one in saved[-1:])}
-            for one in saved:
-                if one.step not in wanted and not local.pinned(stores.DISK, self.path(one.step)):
-                    self._delete(one.step)
+            self._clean()
         except OSError:
-            _log.exception("%s: deleting old steps failed; it is tried again after the next save", self._root)
+            _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
 
-    def _delete(self, step: int) -> None:
-        local.delete(stores.DISK, self.path(step), manifest.file_names)
-        self._known.pop(step, None)
-        self._damaged.discard(step)
-
-
-def _index(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise MismatchError(f"step={step!r}: expected an integer") from None
-    if number < 0:
-        raise MismatchError(f"step={number}: expected a number from 0")
-    return number
-
-
-def _shown(steps: list[int]) -> str:
-    return ("… " if len(steps) > 5 else "") + (", ".join(map(str, steps[-5:])) or "no steps")
+    def after(self, step: int | None) -> None:
+        assert step is not None
+        try:
+            self._retain(step)
+        except Exception:  # a policy may be anybody's code, and the checkpoint is committed
+            _log.exception("deleting old steps failed; it is tried again after the next save")

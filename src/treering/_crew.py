@@ -15,12 +15,20 @@ class Crew:
 
     def __init__(self, size: int, name: str = "treering"):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, work: Callable[[], None]) -> None:
         """Calls `work()` in every thread at once; returns when all are done; raises the first error."""
+        if self._closed:
+            work()
+            return
         errors: list[BaseException] = []
         done = threading.Semaphore(0)
 
@@ -42,6 +50,7 @@ class Crew:
 
     def close(self) -> None:
         """Lets the threads end."""
+        self._closed = True
         for _ in self._threads:
             self._tasks.put(None)
 

@@ -45,7 +45,13 @@ class Policy:
         for name, value, words in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
             if isinstance(value, str) and value not in ("error", words):
                 raise MismatchError(f"{name}={value!r}: expected 'error', {words!r} or a list of globs of paths")
-        if self.dtype not in (None, "template") and not _dtypes.is_float(np.dtype(self.dtype)):
+        if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
+            return
+        try:
+            known = _dtypes.is_float(np.dtype(self.dtype))
+        except TypeError:
+            known = False
+        if not known:
             raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
 
     def allows(self, which: Literal["missing", "extra"], path: str) -> bool:

@@ -14,7 +14,7 @@ from ._collector import paused
 from ._match import Policy, Target
 from ._place import Where
 from ._sharding import whole
-from .errors import MismatchError
+from .errors import MismatchError, UnsupportedError
 from .formats import Reader
 
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
@@ -34,32 +34,17 @@ def restore(
     memory_limit: int | None,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
-    with paused():
-        return _restore(reader, entries, skeleton, like, policy, name, sharding, verify, mmap, memory_limit)
-
-
-def _restore(
-    reader: Reader,
-    entries: Mapping[str, Entry],
-    skeleton: _tree.Skeleton | None,
-    like: Any,
-    policy: Policy,
-    name: str,
-    sharding: Any,
-    verify: bool,
-    mmap: bool | None,
-    memory_limit: int | None,
-) -> Any:
     if like is None:
         listed = list(entries.values())
         targets = _match.untemplated(listed, policy, sharding is not None, name)
         places = _untemplated_places(sharding, entries, skeleton)
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit)
         return _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
-    template, join = _flax.split(like)
-    walked = _tree.walk(template)
-    targets = _match.match(walked, entries, skeleton, policy, name)
-    places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
+    with paused():
+        template, join = _flax.split(like)
+        walked = _tree.walk(template)
+        targets = _match.match(walked, entries, skeleton, policy, name)
+        places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit)
     if sharding is not None:  # what `missing` took from the template goes where the rest goes
         values = [
@@ -97,25 +82,11 @@ def _values(
     limit: int | None,
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
-    if limit is None:
-        limit = _BUDGET if any(map(_leaves_host, targets, places)) else sys.maxsize
-    for group in _groups(targets, limit):
-        boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
-        wanted = [
-            (_entry(targets[n]), box) for n in group for box in boxes.get(n) or (whole(_entry(targets[n]).shape),)
-        ]
-        arrays = iter(reader.read(wanted, verify=verify, map=mmap))
-        items: list[_place.Item] = []
-        for n in group:
-            own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes.get(n) or (0,)]
-            if targets[n].make == "jax":
-                items.append(_place.Item(places[n], _entry(targets[n]).shape, targets[n].weak, own))
-            else:
-                values[n] = _on_host(own[0], targets[n], places[n])
-        placed = iter(_place.put(items))
-        for n in group:
-            if targets[n].make == "jax":
-                values[n] = next(placed)
+    # What the file's mapping holds needs no room; so all of that is one group, and one mapping.
+    free = reader.maps(mmap) and not any(map(_leaves_host, targets, places))
+    for group in _groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit):
+        for n, value in _group(reader, paths, targets, places, group, verify, mmap):
+            values[n] = value
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = np.array(target.value, target.dtype)
@@ -124,6 +95,34 @@ def _values(
             else:
                 values[n] = _on_host(array, target, None)
     return values
+
+
+def _group(
+    reader: Reader,
+    paths: Sequence[str],
+    targets: Sequence[Target],
+    places: Sequence[Where],
+    group: list[int],
+    verify: bool,
+    mmap: bool | None,
+) -> list[tuple[int, Any]]:
+    """Reads some leaves together; returns their numbers and values."""
+    boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
+    wanted = [(_entry(targets[n]), box) for n in group for box in boxes.get(n) or (whole(_entry(targets[n]).shape),)]
+    found = reader.read(wanted, verify=verify, map=mmap)
+    with paused():
+        arrays = iter(found)
+        values: list[tuple[int, Any]] = []
+        in_jax: list[int] = []
+        items: list[_place.Item] = []
+        for n in group:
+            own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes.get(n) or (0,)]
+            if targets[n].make == "jax":
+                in_jax.append(n)
+                items.append(_place.Item(places[n], _entry(targets[n]).shape, targets[n].weak, own))
+            else:
+                values.append((n, _on_host(own[0], targets[n], places[n])))
+        return values + list(zip(in_jax, _place.put(items), strict=True))
 
 
 def _entry(target: Target) -> ArrayEntry:
@@ -178,6 +177,16 @@ def _on_host(array: np.ndarray, target: Target, place: Where) -> Any:
     if target.make == "numpy-scalar":
         return array[()]
     if target.make == "key":
-        key = jax.random.wrap_key_data(jax.numpy.asarray(array), impl=_entry(target).impl)
+        key = as_key(jax.numpy.asarray(array), _entry(target))
         return key if place is None else jax.device_put(key, place)
     return array
+
+
+def as_key(data: Any, entry: ArrayEntry) -> Any:
+    """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
+    try:
+        return jax.random.wrap_key_data(data, impl=entry.impl)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
+        ) from None

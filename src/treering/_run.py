@@ -5,6 +5,7 @@ import re
 
 from . import stores
 from ._paths import absolute
+from .errors import MismatchError
 from .stores.local import MANIFEST
 
 _NAME = re.compile(r"(.*?)(\d+)")
@@ -22,17 +23,26 @@ def parse(name: str, prefix: str | None) -> int | None:
     return int(match[2]) if match and (prefix is None or match[1] == prefix) else None
 
 
-def committed(run: str, prefix: str | None = None) -> dict[int, str]:
+def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     """The committed steps of a run, ascending, and the names of their directories.
 
     A directory counts when its name is `prefix` (None: anything) and digits, and it holds a manifest.
     """
-    found: dict[int, str] = {}
-    for name in stores.DISK.list(run):
-        step = parse(name, prefix)
-        if step is not None and stores.DISK.stat(os.path.join(run, name, MANIFEST)):
-            found.setdefault(step, name)
-    return dict(sorted(found.items()))
+    disk = stores.DISK
+    found = [(step, name) for name in disk.list(run) if (step := parse(name, prefix)) is not None]
+    return sorted((step, name) for step, name in found if disk.stat(os.path.join(run, name, MANIFEST)))
+
+
+def committed(run: str, prefix: str | None = None) -> dict[int, str]:
+    """The same as a dict. Raises `MismatchError` when two directories claim one step."""
+    found = directories(run, prefix)
+    steps = dict(found)
+    if len(steps) != len(found):
+        step, name = next((step, name) for step, name in found if steps[step] != name)
+        raise MismatchError(
+            f"{run}: {name} and {steps[step]} both claim step {step}; open them by their own paths, or keep runs apart"
+        )
+    return steps
 
 
 def steps(run: str | os.PathLike[str]) -> list[int]:
@@ -41,4 +51,4 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     >>> tr.steps("runs/gpt")
     [1000, 2000]
     """
-    return list(committed(absolute(run)))
+    return sorted({step for step, _ in directories(absolute(run))})

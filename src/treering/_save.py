@@ -1,17 +1,21 @@
 """Saving: snapshot, write, commit; in the background or not."""
 
 import atexit
+import contextlib
 import dataclasses
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import msgspec
 import numpy as np
 
 from . import _flax, _leaves, _tree, stores
@@ -29,6 +33,7 @@ _log = logging.getLogger("treering")
 _WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
 _last: "PendingSave | None" = None
 _unseen: "list[PendingSave]" = []  # failed, and nobody has been told
+_alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +54,17 @@ class SaveReport:
 class PendingSave:
     """A save that goes on in the background. Made by `save_async`."""
 
-    def __init__(self, path: str, step: int | None, feed: Feed):
+    def __init__(self, path: str, step: int | None, feed: Feed, *, managed: bool):
         self.path = path
         self.step = step
-        self._feed: Feed | None = feed
+        self._feed = feed
+        self._managed = managed  # by a Checkpointer, which raises what this fails with
+        self._begun = time.perf_counter()
         self._stall = self._seconds = 0.0
         self._nbytes = 0
         self._error: BaseException | None = None
         self._finished = threading.Event()
+        _alive.add(self)
 
     def done(self) -> bool:
         """Whether the save is over, well or not."""
@@ -71,34 +79,60 @@ class PendingSave:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it goes on")
         if self._error:
-            if self in _unseen:
-                _unseen.remove(self)
+            self._seen()
             raise self._error
         return SaveReport(self.path, self.step, self._nbytes, self._stall, self._seconds)
 
+    def wait(self) -> None:
+        """Returns when the save is over, well or not."""
+        self._finished.wait()
+
     def cancel(self, reason: BaseException) -> None:
         """Stops writing and removes what was written, unless the save is over already. Returns when it is."""
-        if feed := self._feed:
-            feed.fail(reason)
+        self._feed.fail(reason)
         self._finished.wait()
-        if self in _unseen:
-            _unseen.remove(self)
+        self._seen()
 
-    def _finish(self, error: BaseException | None) -> None:
-        self._feed = None
-        if error is None:
-            _log.info("saved %s: %.1f MB in %.2f s", self.path, self._nbytes / 1e6, self._seconds)
-        else:
-            if not isinstance(error, TreeringError):
-                wrapped = SaveError(f"{self.path}: saving failed: {error}; what was there before is untouched")
-                wrapped.__cause__ = error
-                error = wrapped
-            self._error = error
+    def run(self, write: Callable[[Crew], int], previous: "PendingSave | None", crew: Crew) -> None:
+        """What the thread of the save does; `write` returns the size."""
+        try:
+            with crew:
+                self._feed.writers_needed.wait()
+                while previous and not self._feed.failed and not previous._finished.wait(0.1):
+                    pass
+                self._feed.check()
+                self._nbytes = write(crew)
+                self._seconds = time.perf_counter() - self._begun
+        except BaseException as error:
+            self._feed.fail(error)  # or the caller would wait for room that nobody makes
+            self._error = _as_save_error(error, self.path)
             _unseen.append(self)
-        self._finished.set()
+        finally:
+            del previous
+            self._feed.clear()
+            self._finished.set()
+
+    def _seen(self) -> None:
+        with contextlib.suppress(ValueError):
+            _unseen.remove(self)
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"
+
+
+def _as_save_error(error: BaseException, path: str) -> BaseException:
+    """The error as callers get it, without the arrays that its traceback would keep alive."""
+    if not isinstance(error, TreeringError):
+        wrapped = SaveError(
+            f"{path}: saving failed: {str(error) or type(error).__name__}; what was there before is untouched"
+        )
+        wrapped.__cause__ = error
+        error = wrapped
+    part: BaseException | None = error
+    while part is not None:
+        traceback.clear_frames(part.__traceback__)
+        part = part.__cause__
+    return error
 
 
 def save(
@@ -118,7 +152,8 @@ def save(
 
     path: a new directory; parents are made. `overwrite` replaces a checkpoint that is there, in one step.
     tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone).
-    step, metrics, metadata: kept beside the tree; metrics are scalars by name, metadata anything JSON can say.
+    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata
+        anything that JSON can say.
     dtype: what floating-point arrays are cast to.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone.
@@ -168,82 +203,102 @@ def start(
     dtype: Any,
     limit: int | None,
     background: bool,
-    then: Callable[[], None] | None = None,
+    manager: "Manager | None" = None,
 ) -> PendingSave:
-    """What both ways of saving do; `then` is called in the background after the commit."""
+    """What all ways of saving do; a `manager` is called in the background before and after the save is written."""
     global _last
     begun = time.perf_counter()
-    if _unseen:
-        _unseen.pop(0).result()
+    if manager is None and (told := next((p for p in _unseen if not p._managed), None)):
+        told.result()
     place = absolute(path)
     with paused():
         walked = _tree.walk(_flax.split(tree)[0])
         content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background)
-    skeleton = walked.skeleton
     check_free(stores.DISK, place, overwrite=overwrite)
     feed = Feed(content.pieces, limit)
-    pending = PendingSave(place, info.step, feed)
-    previous, crew = _last, Crew(_WRITERS)
+    pending = PendingSave(place, info.step, feed, managed=manager is not None)
+    skeleton = walked.skeleton  # and not the leaves: they are not to be held while they are written
 
-    def work() -> None:
-        error = None
-        try:
-            with crew:
-                feed.writers_needed.wait()
-                if previous:
-                    previous._finished.wait()
-                pending._nbytes = native.write(stores.DISK, place, skeleton, content, feed, info, crew, overwrite)
-                if then:
-                    then()
-        except BaseException as caught:
-            error = caught
-        pending._seconds = time.perf_counter() - begun
-        pending._finish(error)
+    def write(crew: Crew) -> int:
+        if manager:
+            manager.before()
+        nbytes = native.write(stores.DISK, place, skeleton, content, feed, info, crew, overwrite)
+        with contextlib.suppress(Exception):  # a log handler's
+            _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
+        if manager:
+            manager.after(info.step)
+        return nbytes
 
-    thread = threading.Thread(target=work, name="treering-save", daemon=False)
+    previous = _last
+    crew = thread = None
     try:
+        crew = Crew(_WRITERS)
+        thread = threading.Thread(target=pending.run, args=(write, previous, crew), name="treering-save", daemon=False)
         thread.start()
-    except BaseException:
-        crew.close()
-        raise
-    _last = pending
-    try:
-        with paused():
+        _last = pending
+        with paused() if limit is None else contextlib.nullcontext():
             feed.run()
+        pending._stall = time.perf_counter() - begun
     except BaseException as error:
-        pending.cancel(error)
+        feed.fail(error)
+        if thread and thread.ident is not None:
+            pending.cancel(error)
+        elif crew:
+            crew.close()
         raise
-    pending._stall = time.perf_counter() - begun
     return pending
 
 
+class Manager(Protocol):
+    """Who wants to do something around a save. What these raise must be of the save's concern: they fail it."""
+
+    def before(self) -> None:
+        """Called before anything is written."""
+        ...
+
+    def after(self, step: int | None) -> None:
+        """Called after the commit; must not raise."""
+        ...
+
+
 def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """Checks what is recorded beside the tree. Raises `MismatchError` and `UnsupportedError`."""
+    """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0):
         raise MismatchError(f"step: expected an integer from 0, found {step!r}")
+    numbers: dict[str, float | str] = {}
     for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or np.shape(value) != ():
-            raise MismatchError(f"metrics[{name!r}]: expected a name and a scalar, found shape {np.shape(value)}")
-    if problem := _not_json(metadata, "metadata"):
+        array = np.asarray(value)
+        if not isinstance(name, str) or array.shape != () or array.dtype.kind not in "biufV":
+            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
+        numbers[name] = encode_float(float(array))
+    if problem := _not_json(metadata, "metadata", 0):
         raise UnsupportedError(problem)
+    try:
+        encoded = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
+        msgspec.json.encode(numbers)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
     software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
-    return native.Info(None if step is None else int(step), dict(metrics or {}), metadata, software)
+    return native.Info(None if step is None else int(step), numbers, encoded, software)
 
 
-def _not_json(value: Any, where: str) -> str | None:
+def _not_json(value: Any, where: str, depth: int) -> str | None:
     """What keeps a value from coming back from JSON as it is; None when nothing does."""
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, str):
         return None
+    if depth > 100:
+        return f"{where[:100]}…: nested more than 100 levels deep, or within itself"
+    if type(value) is int:
+        return None if abs(value) < 2**64 else f"{where}: an integer beyond 64 bits; write it as text"
     if type(value) is float:
-        finite = isinstance(encode_float(value), float)
-        return None if finite else f"{where}: {value} is not JSON; write it as text or leave it out"
+        return None if math.isfinite(value) else f"{where}: {value} is not JSON; write it as text or leave it out"
     if type(value) in (list, tuple):
-        return next((p for i, item in enumerate(value) if (p := _not_json(item, f"{where}[{i}]"))), None)
+        return next((p for i, item in enumerate(value) if (p := _not_json(item, f"{where}[{i}]", depth + 1))), None)
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 return f"{where}: the key {key!r} is a {type(key).__name__}; JSON has only text as keys"
-            if problem := _not_json(item, f"{where}[{key!r}]"):
+            if problem := _not_json(item, f"{where}[{key!r}]", depth + 1):
                 return problem
         return None
     return f"{where}: a {type(value).__qualname__} is not JSON; pass dicts, lists, text, numbers, bools and None"
@@ -257,10 +312,15 @@ def _report_unseen() -> None:
 
 
 def _forget_after_fork() -> None:
-    """A forked child has none of the threads, so it must not wait for their saves."""
+    """A forked child has none of the threads, so nobody must wait for their saves there."""
     global _last
     _last = None
     _unseen.clear()
+    for pending in list(_alive):
+        if not pending.done():
+            pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
+            pending._finished = threading.Event()  # the old one's lock may be held for ever
+            pending._finished.set()
 
 
 if hasattr(os, "register_at_fork"):

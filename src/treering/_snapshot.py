@@ -69,6 +69,22 @@ class Feed:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        self.writers_needed.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises what `fail` was given."""
+        if self._error:
+            raise self._error
+
+    def clear(self) -> None:
+        """Lets go of all bytes."""
+        with self._changed:
+            self._views.clear()
 
     def _cost(self, first: int, last: int) -> int:
         return sum(piece.nbytes for piece in self._pieces[first:last] if piece.copies)

@@ -4,6 +4,7 @@ The skeleton is a list of nodes in pre-order, flat so that neither depth nor a h
 a recursive parser. A leaf is 0 in it.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,7 +25,8 @@ class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     keys: list[Any] | Annotated[int, msgspec.Meta(ge=0)]
 
-    def __len__(self) -> int:
+    def count(self) -> int:
+        """How many children there are."""
         return self.keys if isinstance(self.keys, int) else len(self.keys)
 
     def names(self) -> Sequence[Any]:
@@ -60,6 +62,7 @@ class _Names(NamedTuple):
 
 
 _known: dict[Any, _Names] = {}
+_knowing = threading.Lock()
 
 
 def walk(tree: Any) -> Walk:
@@ -85,10 +88,11 @@ def walk(tree: Any) -> Walk:
             raise UnsupportedError("a container of this tree flattens differently with and without key paths")
         only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
         names = _Names(walked.paths, walked.skeleton, nones, None if only_text else str(treedef))
-        if len(_known) >= 4:
-            del _known[next(iter(_known))]
-        _known.pop(treedef, None)  # or an equal one would stay as the key
-        _known[treedef] = names
+        with _knowing:
+            if len(_known) >= 4:
+                del _known[next(iter(_known))]
+            _known.pop(treedef, None)  # or an equal one would stay as the key
+            _known[treedef] = names
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
@@ -206,7 +210,7 @@ def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
     open_places, end = 1, begin
     while open_places:
         node = skeleton[end]
-        open_places += len(node) - 1 if isinstance(node, Node) else -1
+        open_places += node.count() - 1 if isinstance(node, Node) else -1
         end += 1
     return skeleton[begin:end]
 
@@ -221,15 +225,17 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
                 raise CorruptError("manifest: the tree has more leaves than are listed")
             stack.append(rest.pop())
             continue
-        if not 0 <= len(node) <= len(stack):
+        if not 0 <= node.count() <= len(stack):
             raise CorruptError("manifest: a container of the tree has fewer children than it says")
-        children = [stack.pop() for _ in range(len(node))]
+        children = [stack.pop() for _ in range(node.count())]
         if node.kind == "tuple":
             stack.append(tuple(children))
         elif node.kind in ("list", "positional"):
             stack.append(children)
         else:
             stack.append(dict(zip(node.children(), children, strict=True)))
+            if len(stack[-1]) != len(children):
+                raise CorruptError("manifest: a container of the tree has one key twice")
     if len(stack) != 1 or rest:
         raise CorruptError("manifest: the tree and the list of leaves do not fit together")
     return stack[0]

@@ -5,7 +5,7 @@ import os
 
 from . import stores
 from ._paths import absolute
-from ._run import committed
+from ._run import directories
 from .errors import CorruptError, NotFoundError
 from .formats import Problem
 from .formats.treering.read import Problem as NativeProblem
@@ -47,13 +47,16 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     if stores.DISK.stat(os.path.join(place, MANIFEST)):
         nbytes, problems = _verify_one(place, "")
         return VerifyReport(place, nbytes, tuple(problems))
-    names = committed(place).values()
+    names = [name for _, name in directories(place)]
     if not names:
         raise NotFoundError(f"{place}: expected a checkpoint or a run, found none")
     total = 0
     found: list[Problem] = []
     for name in names:
-        nbytes, problems = _verify_one(os.path.join(place, name), name)
+        try:
+            nbytes, problems = _verify_one(os.path.join(place, name), name)
+        except NotFoundError:
+            continue  # deleted since it was listed
         total += nbytes
         found += problems
     return VerifyReport(place, total, tuple(found))

@@ -62,7 +62,7 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
-    """Steps that are multiples of `interval`, step 0 included; or one step per time interval, the first in each."""
+    """Steps that are multiples of `interval`, step 0 included; or the first of each time interval since 1970."""
     if isinstance(interval, datetime.timedelta):
         if interval <= datetime.timedelta(0):
             raise MismatchError(f"keep.every: expected a positive interval, found {interval}")
@@ -121,13 +121,10 @@ class _EveryTime:
     seconds: float
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        kept: set[int] = set()
-        due = -math.inf
+        first: dict[float, int] = {}
         for one in saved:
-            if one.created >= due:
-                kept.add(one.step)
-                due = one.created + self.seconds
-        return kept
+            first.setdefault(one.created // self.seconds, one.step)
+        return set(first.values())
 
 
 @dataclasses.dataclass(frozen=True)

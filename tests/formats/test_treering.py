@@ -230,10 +230,10 @@ def test_a_manifest_that_is_not_strict_json_is_corrupt(saved: pathlib.Path, numb
 
 def test_later_versions_and_unknown_features_are_refused_by_name(saved: pathlib.Path) -> None:
     rewrite(saved, lambda m: m.update(requires=["zstd"]))
-    with pytest.raises(UnsupportedError, match="needs zstd; upgrade treering"):
+    with pytest.raises(UnsupportedError, match="found zstd; a later release wrote it, upgrade"):
         tr.open(saved)
     rewrite(saved, lambda m: m.update(version=2, requires=[]))
-    with pytest.raises(UnsupportedError, match="expected format version 1, found 2"):
+    with pytest.raises(UnsupportedError, match="expected format version 1 without further features, found version 2"):
         tr.restore(saved)
     with pytest.raises(UnsupportedError):
         tr.verify(saved)
@@ -266,3 +266,61 @@ def test_a_holder_is_found_by_its_turn(saved: pathlib.Path, tmp_path: pathlib.Pa
 def spec_reader_begin(data: bytes, key: str) -> int:
     size = int.from_bytes(data[:8], "little")
     return 8 + size + json.loads(bytes(data[8 : 8 + size]))[key]["data_offsets"][0]
+
+
+def test_boxes_that_overlap_never_return_memory_that_was_not_read(saved: pathlib.Path) -> None:
+    def overlap(m: Any) -> None:
+        m["layouts"][0]["boxes"] = m["layouts"][0]["boxes"][:4] * 2
+
+    rewrite(saved, overlap)
+    with pytest.raises(CorruptError, match="cells of a grid"):
+        tr.restore(saved)
+    assert not tr.verify(saved).ok
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"a": np.zeros(8), "b": np.ones(8)})
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    data = file.read_bytes().replace(b"[64,128]", b"[0,64]  ")
+    file.chmod(0o644)
+    file.write_bytes(data)
+    rewrite(tmp_path / "c", lambda m: m["files"][0].update(xxh3=manifest.xxh3(data[:4096])))
+    with pytest.raises(CorruptError, match="side by side"):
+        tr.restore(tmp_path / "c")
+
+
+@pytest.mark.parametrize("shape", [[2**61, 0], [2**40, 2**40], [1] * 65, [-1], [0] * 64 + [1]])
+def test_shapes_that_numpy_cannot_have_are_corrupt(saved: pathlib.Path, shape: list[int]) -> None:
+    rewrite(saved, lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", shape, "", 0]))
+    with pytest.raises(CorruptError):
+        tr.restore(saved)
+
+
+@pytest.mark.parametrize("count", [10**8, 2**70, 4])
+def test_a_tree_that_claims_more_than_there_is_is_refused_at_once(saved: pathlib.Path, count: int) -> None:
+    rewrite(saved, lambda m: m["tree"].__setitem__(0, ["list", "", count if count != 4 else 3]))
+    with pytest.raises(CorruptError):
+        tr.open(saved)
+
+
+def test_one_key_twice_in_a_container_loses_nothing_silently(saved: pathlib.Path) -> None:
+    rewrite(saved, lambda m: m["tree"][0].__setitem__(2, ["a", "a", "t", "v"]))
+    with pytest.raises(CorruptError, match="one key twice"):
+        tr.restore(saved)
+
+
+def test_a_manifest_of_a_terabyte_is_not_read(saved: pathlib.Path) -> None:
+    (saved / "treering.json").chmod(0o644)
+    with (saved / "treering.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptError, match="cannot be meant to be read"):
+        tr.open(saved)
+    assert not tr.verify(saved).ok
+
+
+def test_a_key_of_an_unknown_implementation_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"k": jax.random.key(0)})
+    rewrite(tmp_path / "c", lambda m: m["leaves"][0].__setitem__(5, "mine"))
+    for use in (lambda: tr.restore(tmp_path / "c"), lambda: tr.open(tmp_path / "c").abstract()):
+        with pytest.raises(UnsupportedError, match="as a mine key"):
+            use()

@@ -22,7 +22,6 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for name in ("O_DIRECT", "O_CLOEXEC", "pwrite", "preadv", "posix_fallocate"):
             monkeypatch.delattr(os, name)
         monkeypatch.setattr(module, "fcntl", None)
-        monkeypatch.setattr(Disk, "has_locks", False)
         monkeypatch.setattr(module.sys, "platform", "other")
         monkeypatch.setattr(module, "_POPULATE_READ", -1)
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")

@@ -52,6 +52,10 @@ class Reader(Protocol):
         """How an array was spread when it was saved, where that is known."""
         ...
 
+    def maps(self, wish: bool | None) -> bool:
+        """Whether arrays come as views of the mapped files, which take no memory."""
+        ...
+
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
     ) -> "list[np.ndarray]":

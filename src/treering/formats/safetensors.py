@@ -72,6 +72,20 @@ def decode_header(data: bytes | bytearray, name: str) -> Header:
     return Header(len(data), tensors, metadata)
 
 
+def check_side_by_side(header: Header, file_size: int, name: str) -> None:
+    """Raises `UnsafeError` unless the tensors fill the file without holes and overlaps."""
+    import numpy as np
+
+    try:
+        offsets = np.array([tensor.data_offsets for tensor in header.tensors.values()], np.int64).reshape(-1, 2)
+    except OverflowError:
+        raise UnsafeError(f"{name}: a tensor lies beyond 2^63") from None
+    begins, ends = offsets[np.lexsort((offsets[:, 1], offsets[:, 0]))].T
+    edges = np.concatenate([[0], ends]), np.concatenate([begins, [file_size - header.size]])
+    if not np.array_equal(*edges):
+        raise UnsafeError(f"{name}: the tensors do not lie side by side from the header to the end of the file")
+
+
 def check(header: Header, sizes: Sequence[int], file_size: int, name: str) -> None:
     """Raises `UnsafeError` unless the tensors lie side by side from the header to the end of the file."""
     position = 0

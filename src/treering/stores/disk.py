@@ -12,6 +12,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
+
+from ..errors import UnsafeError
 
 try:
     import fcntl
@@ -26,6 +29,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
 
+_MOST = 2 << 30
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
 
 
@@ -98,17 +102,23 @@ class Disk:
                     os.unlink(path)  # some kernels create the file before they refuse the flag
         return os.open(path, flags, 0o444)
 
-    has_locks = fcntl is not None
+    def lock(self, fd: int) -> bool | None:
+        """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.
 
-    def lock(self, fd: int) -> bool:
-        """Takes the file's advisory lock without waiting; it is let go when the file is closed."""
+        It is let go when the file is closed.
+        """
         if fcntl is None:
-            return True
+            return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+        except OSError as error:
+            return False if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES) else None
         return True
+
+    def same_file(self, fd: int, path: str) -> bool:
+        """Whether the path is a name of this very file."""
+        found = self.stat(path)
+        return found is not None and os.path.samestat(found, os.fstat(fd))
 
     def preallocate(self, fd: int, size: int) -> None:
         """Reserves the blocks, so that a full disk shows before anything is written."""
@@ -131,17 +141,34 @@ class Disk:
 
     def _write_some(self, fd: int, data: memoryview, offset: int) -> int:
         if hasattr(os, "pwrite"):
-            return os.pwrite(fd, data, offset)
+            try:
+                return os.pwrite(fd, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._leave_direct(fd):
+                    raise
+                return os.pwrite(fd, data, offset)
         with _position:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, data)
+
+    def _leave_direct(self, fd: int) -> bool:
+        """Ends direct writing, which some file systems promise at the opening and then refuse."""
+        direct = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) if fcntl else 0
+        if not flags & direct or fcntl is None:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+        return True
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
         """fsync. A failure is final: what the kernel could not write, it forgets, and a second call would lie."""
-        os.fsync(fd)
+        if sys.platform == "darwin" and fcntl is not None:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync stops at the drive's own cache there
+        else:
+            os.fsync(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -177,7 +204,9 @@ class Disk:
         """The file in memory, writable and private: what is written there never reaches the file."""
         if sys.platform == "linux":
             flags = mmap.MAP_PRIVATE | _NO_RESERVE
-            return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            # Before 3.13 each mapping keeps a descriptor of its own, which it does not need.
+            track: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **track)
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
 
     def populate(self, mapped: mmap.mmap, offset: int, size: int) -> None:
@@ -207,8 +236,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def read_file(disk: Disk, path: str) -> bytes:
-    """A whole small file."""
+    """A whole file of at most 2 GiB; no manifest comes near that."""
     with opened(disk, path) as fd:
+        if disk.size(fd) > _MOST:
+            raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))
         return bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
 

@@ -7,23 +7,25 @@ commit is through, so whoever gets a file's lock and then finds it in no manifes
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from ..errors import CorruptError, ExistsError, UnsupportedError
+from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from .buffers import aligned
 from .disk import Disk, opened, read_file
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
 _OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5}-of-\d{5}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
-
-_TRIES = 10  # at making a file, while others tidy up
+_TRIES = 50  # at making a file, while others tidy up
 
 Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
+_log = logging.getLogger("treering")
 
 
 def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
@@ -31,12 +33,12 @@ def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
     found = disk.stat(path)
     if found is None:
         parent = os.path.dirname(path)
-        while parent and disk.stat(parent) is None:
+        while (above := disk.stat(parent)) is None and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
-        if not _is_dir(disk, parent):
+        if above is not None and not stat.S_ISDIR(above.st_mode):
             raise ExistsError(f"{path}: expected to create a directory, but {parent} is a file; choose another path")
         return
-    if not _is_dir(disk, path):
+    if not stat.S_ISDIR(found.st_mode):
         raise ExistsError(f"{path}: expected a free path, found a file; choose another path or remove it")
     names = disk.list(path)
     if MANIFEST in names:
@@ -48,11 +50,6 @@ def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
         raise ExistsError(f"{path}: expected a free path, found a directory with {shown}; choose a path below it")
 
 
-def _is_dir(disk: Disk, path: str) -> bool:
-    found = disk.stat(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
-
-
 class Transaction:
     """One save into one directory: seen by nobody until `commit`, gone without a trace after `abort`."""
 
@@ -62,7 +59,8 @@ class Transaction:
         self._overwrite, self._named = overwrite, named
         self._open: dict[str, int] = {}
         self._made: list[str] = []
-        self._published = False
+        self._manifest = os.path.join(path, MANIFEST)
+        self._committed = False
         clean(disk, path, named)
 
     def create(self, name: str) -> int:
@@ -76,10 +74,15 @@ class Transaction:
                     raise
                 self._make_dirs(self.path)
                 continue
-            if self.disk.lock(fd) and self.disk.stat(path) is not None:
+            except FileExistsError:  # a cleaner that took it for a leftover has not removed it yet
+                if attempt == _TRIES - 1:
+                    raise
+                time.sleep(0.001 * attempt)
+                continue
+            if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
                 self._open[path] = fd
                 return fd
-            self.disk.close(fd)  # a cleaner took the new file for a leftover before it was locked
+            self.disk.close(fd)  # a cleaner had it before it was locked
         raise FileNotFoundError(errno.ENOENT, "removed again and again while it was being written", path)
 
     def write_small(self, name: str, data: bytes) -> str:
@@ -94,38 +97,50 @@ class Transaction:
 
     def commit(self, manifest: bytes) -> None:
         """Publishes the save. Raises `ExistsError` when another writer was first."""
-        new = os.path.join(self.path, MANIFEST)
         if not self._open:
             self._make_dirs(self.path)
-        self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
+        self.disk.sync_dir(os.path.dirname(self.path))
         temporary = self.write_small(f"{MANIFEST}.{self.token}.tmp", manifest)
+        self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
+        for path, fd in self._open.items():
+            if not self.disk.same_file(fd, path):
+                raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
         if self._overwrite:
-            self.disk.rename(temporary, new)
-            self._published = True
+            self.disk.rename(temporary, self._manifest)
         else:
             try:
-                self.disk.link(temporary, new)
+                self.disk.link(temporary, self._manifest)
             except FileExistsError:
-                raise ExistsError(
-                    f"{self.path}: another writer put a checkpoint there first; it is untouched"
-                ) from None
-            self._published = True
-            with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
-                self.disk.unlink(temporary)
-        self.disk.sync_dir(self.path)
+                if not self.disk.same_file(self._open[temporary], self._manifest):  # or else it is ours after all
+                    raise ExistsError(
+                        f"{self.path}: another writer put a checkpoint there first; it is untouched"
+                    ) from None
+        try:
+            self.disk.sync_dir(self.path)
+        except OSError as error:
+            if not self._overwrite:
+                raise
+            self._committed = True
+            raise SaveError(
+                f"{self.path}: the new checkpoint is in place, but the disk failed to make that durable ({error}); "
+                "after a power cut it may be the old one again"
+            ) from error
+        self._committed = True
+        with _logged(self.path):
+            if not self._overwrite:
+                with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
+                    self.disk.unlink(temporary)
         self._close()
         if self._overwrite:
             clean(self.disk, self.path, self._named)
 
     def abort(self) -> None:
-        """Removes everything this save wrote.
-
-        After an overwrite took place nothing is removed: the old manifest may come back with a power cut.
-        """
-        if not (self._published and self._overwrite):
+        """Removes everything this save wrote; nothing once it is committed."""
+        if not self._committed:
             with contextlib.suppress(OSError):
-                if self._published:
-                    self.disk.unlink(os.path.join(self.path, MANIFEST))
+                if any(self.disk.same_file(fd, self._manifest) for fd in self._open.values()):  # ours, and not durable
+                    self.disk.unlink(self._manifest)
+                    self.disk.sync_dir(self.path)
                 for path in self._open:
                     with contextlib.suppress(FileNotFoundError):
                         self.disk.unlink(path)
@@ -149,35 +164,50 @@ class Transaction:
         self.disk.sync_dir(parent)
 
 
-def clean(disk: Disk, path: str, named: Named) -> None:
-    """Removes what crashed or replaced saves left in a directory, and the directory when nothing else is in it.
+def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) -> None:
+    """Removes what crashed or replaced saves left in a directory; with `remove_empty` also the directory.
 
-    Living writers' files stay, and so do foreign ones.
+    Living writers' files stay, and so do foreign ones. Tidying up never fails what it is done for: an error is
+    logged, and the next writer tries again.
     """
-    if not disk.has_locks or not _is_dir(disk, path):
-        return
-    manifest = os.path.join(path, MANIFEST)
+    with _logged(path):
+        if any(_OURS.fullmatch(name) for name in disk.list(path)):
+            _remove_leftovers(disk, path, named)
+        if remove_empty and disk.stat(path) and not disk.list(path):
+            disk.remove_dir(path)
 
+
+def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
     def left_over() -> list[str]:
-        keep = set(named(read_file(disk, manifest))) if disk.stat(manifest) else ()
+        try:
+            keep = set(named(read_file(disk, os.path.join(path, MANIFEST))))
+        except FileNotFoundError:
+            keep = set()
         return [name for name in disk.list(path) if _OURS.fullmatch(name) and name not in keep]
 
+    synced = False
     try:
-        removed = False
         for name in left_over():
             file = os.path.join(path, name)
             with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
                 # Asked again under the lock: now no living writer can commit this file any more.
-                if disk.lock(fd) and name in left_over():
+                if disk.lock(fd) is True and name in left_over():
+                    if not synced:  # the manifest that no longer names it must outlive a power cut
+                        disk.sync_dir(path)
+                        synced = True
                     disk.unlink(file)
-                    removed = True
     except (CorruptError, UnsupportedError):
-        return  # what a damaged checkpoint consists of is not ours to guess
-    if removed:
+        return  # what a damaged checkpoint, or one of a later version, consists of is not ours to guess
+    if synced:
         disk.sync_dir(path)
-    if not disk.list(path):
-        with contextlib.suppress(OSError):
-            disk.remove_dir(path)
+
+
+@contextlib.contextmanager
+def _logged(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: tidying up failed: %s", path, error)
 
 
 def delete(disk: Disk, path: str, named: Named) -> None:
@@ -186,13 +216,13 @@ def delete(disk: Disk, path: str, named: Named) -> None:
     try:
         names = list(named(read_file(disk, manifest)))
     except (CorruptError, UnsupportedError):
-        names = [name for name in disk.list(path) if _OURS.fullmatch(name)]
+        names = []  # cleaning up finds its files once it has no manifest
     disk.unlink(manifest)
     disk.sync_dir(path)
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(os.path.join(path, name))
-    clean(disk, path, named)
+    clean(disk, path, named, remove_empty=True)
 
 
 def pinned(disk: Disk, path: str) -> bool:

@@ -61,6 +61,11 @@ class Memory:
     def __init__(self, runs: Sequence[tuple[int, Any]]):
         self._runs = runs  # (offset in the buffer of the first byte, memory), ascending
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory that takes."""
+        return sum(len(memory) for _, memory in self._runs if isinstance(memory, memoryview))
+
     def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
         """The part as an array that shares this memory."""
         n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, part.begin, key=lambda run: run[0]) - 1
@@ -80,7 +85,9 @@ class ArrayFile:
         size = disk.size(self._fd)
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
-        data = bytearray(min(listed.header, size))
+        if listed.header > min(size, safetensors.MAX_HEADER + 8):
+            raise CorruptError(f"{self.path}: the manifest gives a header of {listed.header} bytes")
+        data = bytearray(listed.header)
         disk.read(self._fd, memoryview(data), 0)
         if len(data) < 8 or manifest.xxh3(data) != listed.xxh3:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
@@ -88,6 +95,7 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: the header has not the size that the manifest gives")
         with paused():
             self.header = safetensors.decode_header(data, self.path)
+        safetensors.check_side_by_side(self.header, size, self.path)
         self._checksums = self.header.metadata.get("xxh3", "")
         blocks = -(-(self.size - self.header.size) // BLOCK)
         if self.header.metadata.get("block") != str(BLOCK) or len(self._checksums) != 16 * blocks:
@@ -197,12 +205,17 @@ def _in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
     turn = threading.Lock()
 
     def loop() -> None:
+        nonlocal rest
         while True:
             with turn:
                 job = next(rest, None)
             if job is None:
                 return
-            work(job)
+            try:
+                work(job)
+            except BaseException:
+                rest = iter(())  # what the others have not begun, nobody needs
+                raise
 
     with Crew(_READERS, "treering-read") as crew:
         crew.run(loop)

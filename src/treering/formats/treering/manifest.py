@@ -1,5 +1,6 @@
 """The manifest of format version 1: ``treering.json``. `docs/format.md` specifies it."""
 
+import datetime
 import json
 import math
 from typing import Annotated, Any, NoReturn
@@ -10,7 +11,7 @@ import xxhash
 from ..._catalogue import ArrayEntry, ValueEntry
 from ..._sharding import Box
 from ..._tree import Node
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, UnsafeError, UnsupportedError
 
 FORMAT = "treering"
 VERSION = 1
@@ -72,10 +73,20 @@ def piece_key(path: str, box: Box | None) -> str:
 class Summary(msgspec.Struct, frozen=True):
     """The parts of a manifest that managing a run takes; read without parsing the rest."""
 
+    format: str
+    version: int
     created: str
     files: list[File]
+    requires: list[str] = []
     step: int | None = None
     metrics: dict[str, float | str] = {}
+
+    def created_seconds(self) -> float:
+        """When it was committed, in seconds since the epoch. Raises `CorruptError`."""
+        try:
+            return datetime.datetime.fromisoformat(self.created).timestamp()
+        except (ValueError, OverflowError):
+            raise CorruptError(f"manifest: {self.created!r} is not a time") from None
 
 
 def xxh3(data: Any) -> str:
@@ -103,22 +114,10 @@ def decode(data: bytes, name: str) -> Manifest:
     check(data, name)
     try:
         top = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-        version = top.get("version") if isinstance(top, dict) else None
-        if not isinstance(top, dict) or top.get("format") != FORMAT or not isinstance(version, int):
-            raise CorruptError(f"{name}: not a manifest of this format")
-        if version > VERSION:
-            raise UnsupportedError(
-                f"{name}: expected format version {VERSION}, found {version}, written by a later release "
-                f"({top.get('software')}); upgrade treering to read it"
-            )
+        _check_common(msgspec.convert(top, Summary), name)  # first: of a later version the rest may look otherwise
         manifest = msgspec.convert(top, Manifest)
-        if manifest.requires:
-            raise UnsupportedError(f"{name}: needs {', '.join(manifest.requires)}; upgrade treering to read it")
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
-    for file in manifest.files:
-        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or "\0" in file.name:
-            raise CorruptError(f"{name}: {file.name!r} is not the name of a file beside the manifest")
     return manifest
 
 
@@ -126,9 +125,25 @@ def summarize(data: bytes, name: str) -> Summary:
     """Checks the bytes and parses a few fields. Raises `CorruptError`."""
     check(data, name)
     try:
-        return msgspec.json.decode(data, type=Summary)
+        summary = msgspec.json.decode(data, type=Summary)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
+    _check_common(summary, name)
+    return summary
+
+
+def _check_common(summary: Summary, name: str) -> None:
+    if summary.format != FORMAT:
+        raise CorruptError(f"{name}: not a manifest of this format")
+    if summary.version > VERSION or summary.requires:
+        found = f"version {summary.version}" if summary.version > VERSION else ", ".join(summary.requires)
+        raise UnsupportedError(
+            f"{name}: expected format version {VERSION} without further features, found {found}; a later release "
+            "wrote it, upgrade treering to read it"
+        )
+    for file in summary.files:
+        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or "\0" in file.name:
+            raise UnsafeError(f"{name}: {file.name!r} is not the name of a file beside the manifest")
 
 
 def file_names(data: bytes) -> list[str]:

@@ -1,5 +1,6 @@
 """Reading the native format: which bytes a box needs, checked, and as an array."""
 
+import itertools
 import math
 import os
 import threading
@@ -12,7 +13,7 @@ from ... import _dtypes
 from ..._catalogue import ArrayEntry, Entry, decode
 from ..._collector import paused
 from ..._sharding import Box, extent, intersect, whole
-from ..._tree import Skeleton
+from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
@@ -20,6 +21,8 @@ from .. import safetensors
 from . import manifest
 from .files import ArrayFile, Memory, Part, few, merge, part_of
 from .manifest import ArrayRow, piece_key
+
+_MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 
 
 class ReplacedError(NotFoundError):
@@ -40,7 +43,7 @@ class Problem(NamedTuple):
 
 
 class Reader:
-    """An open checkpoint. Files are opened when they are needed and stay open, so they cannot be lost to a delete."""
+    """An open checkpoint. Array files are opened when they are first needed, and from then on outlive a delete."""
 
     format = "treering"
 
@@ -61,19 +64,35 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
                 _check_row(row, name)
+        _check_tree(self._manifest.tree, len(self._manifest.leaves), name)
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metrics = {n: decode("float", v) for n, v in self._manifest.metrics.items()}
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
+        self._checked: set[int] = set()  # layouts
         self._opening = threading.Lock()
+
+    def check_present(self) -> None:
+        """Raises `CorruptError` unless every array file is there in its full size."""
+        for file in self._manifest.files:
+            path = os.path.join(self.path, file.name)
+            found = self._disk.stat(path)
+            if found is None:
+                self._raise_missing(file.name)
+            if found.st_size != file.size:
+                raise CorruptError(f"{path}: expected {file.size} bytes, found {found.st_size}; it is cut short")
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
         assert isinstance(entry, ArrayRow)
         where = self._resolve(entry).where
         return self._layout(where[0]).sharding if isinstance(where, tuple) else None
+
+    def maps(self, wish: bool | None) -> bool:
+        """Whether arrays come as views of the mapped files, which take no memory."""
+        return all(self._file(number).maps(wish) for number in range(min(len(self._manifest.files), 1)))
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
@@ -92,6 +111,9 @@ class Reader:
                 ranges.setdefault(part.file, []).extend(part.ranges if strided else [(part.begin, part.end)])
         memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
         arrays = [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
+        held = sum(one.nbytes for one in memory.values())
+        if sum(array.nbytes for array in arrays) * 2 < held:
+            return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         return _apart(arrays, parts)
 
     def problems(self) -> Iterator[Problem]:
@@ -101,10 +123,11 @@ class Reader:
                 file = self._file(number)
                 sizes = [_item_size(file.header, key) for key in file.header.tensors]
                 safetensors.check(file.header, sizes, listed.size, file.path)
-            except (CorruptError, UnsupportedError) as error:
+                bad = file.bad_blocks([(0, listed.size - listed.header)])
+            except (CorruptError, UnsupportedError, OSError) as error:
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
                 continue
-            for block in file.bad_blocks([(0, listed.size - listed.header)]):
+            for block in bad:
                 yield Problem(listed.name, file.leaves(block), block, "the bytes are not those that were saved")
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
@@ -168,8 +191,12 @@ class Reader:
         if not 0 <= number < len(self._manifest.layouts):
             raise CorruptError(f"{self.path}: the manifest has no layout {number}")
         layout = self._manifest.layouts[number]
-        if len(layout.boxes) != len(layout.files):
-            raise CorruptError(f"{self.path}: layout {number} has not one list of files for each box")
+        if number not in self._checked:
+            if len(layout.boxes) != len(layout.files) or len({len(box) for box in layout.boxes}) != 1:
+                raise CorruptError(f"{self.path}: layout {number} has not one list of files for each box")
+            if all(start < stop for start, stop in layout.boxes[0]):  # else it is of an array without elements
+                _check_grid(layout, self.path)
+            self._checked.add(number)
         return layout
 
     def _file(self, number: int) -> ArrayFile:
@@ -222,10 +249,47 @@ def _assemble(entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, 
 
 
 def _check_row(row: ArrayRow, name: str) -> None:
-    if (row.impl and not row.shape) or any(not 0 <= size < 2**62 for size in row.shape):
+    size = 1
+    for length in row.shape:
+        if length < 0:
+            size = _MOST
+        size *= length or 1
+    if size >= _MOST or len(row.shape) > 64 or (row.impl and not row.shape):
         raise CorruptError(f"{name}: {row.path!r} cannot have the shape {list(row.shape)}")
     if isinstance(row.where, tuple) and min(row.where) < 0:
         raise CorruptError(f"{name}: {row.path!r} has no place {row.where}")
+
+
+def _check_tree(tree: Skeleton, leaves: int, name: str) -> None:
+    """Every place of the tree filled once, and as many leaves as are listed: before anything trusts a count."""
+    places, left = 1, len(tree)
+    for node in tree:
+        left -= 1
+        places -= 1
+        if isinstance(node, Node):
+            places += node.count()
+        elif node == LEAF:
+            leaves -= 1
+        else:
+            places = -1
+        if not 0 <= places <= left or (places == 0) != (left == 0):
+            raise CorruptError(f"{name}: the containers of the tree do not add up")
+    if leaves or places:
+        raise CorruptError(f"{name}: the tree has not the leaves that are listed")
+
+
+def _check_grid(layout: manifest.Layout, name: str) -> None:
+    """The boxes are the cells of a grid, so none overlaps another, and what they cover has no holes."""
+    cuts = [sorted(set(axis)) for axis in zip(*layout.boxes, strict=True)]
+    tiled = all(
+        cut[0][0] == 0
+        and all(start < stop for start, stop in cut)
+        and all(a[1] == b[0] for a, b in itertools.pairwise(cut))
+        for cut in cuts
+    )
+    cells = math.prod(len(cut) for cut in cuts)
+    if not tiled or not cells == len(layout.boxes) == len(set(layout.boxes)):
+        raise CorruptError(f"{name}: the boxes of a layout are not the cells of a grid")
 
 
 def _item_size(header: safetensors.Header, key: str) -> int:

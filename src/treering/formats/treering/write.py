@@ -5,11 +5,11 @@ import datetime
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from ..._catalogue import encode_float
 from ..._collector import paused
 from ..._crew import Crew
 from ..._leaves import Content
@@ -30,8 +30,8 @@ class Info(NamedTuple):
     """What a save records beside the tree."""
 
     step: int | None
-    metrics: dict[str, Any]  # scalars, fetched from their devices only when the manifest is written
-    metadata: Any
+    metrics: dict[str, float | str]
+    metadata: msgspec.Raw | None
     software: dict[str, str]
 
 
@@ -53,7 +53,7 @@ def write(
                 created=datetime.datetime.now(datetime.UTC).isoformat(),
                 software=info.software,
                 step=info.step,
-                metrics={name: encode_float(float(value)) for name, value in info.metrics.items()},
+                metrics=info.metrics,
                 metadata=info.metadata,
                 files=listed,
                 layouts=layouts,
@@ -105,7 +105,7 @@ def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: 
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
                 disk.write(fd, buffer[: round_up(end - begin)], len(file.header) + begin)
         except BaseException as error:
-            feed.fail(error)  # nobody waits for a piece that will not be written
+            feed.fail(error)  # the other threads stop at once
             raise
 
     if file.nbytes < _SMALL * len(file.begins):
