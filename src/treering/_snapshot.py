@@ -44,6 +44,10 @@ class Feed:
         finally:
             self.writers_needed.set()
 
+    def ready(self, n: int) -> bool:
+        """Whether `take` would return at once."""
+        return n < self._fed
+
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of piece `n`; waits until they are there. Raises what `fail` was given."""
         if n >= self._fed or self._error:

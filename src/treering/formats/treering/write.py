@@ -24,6 +24,7 @@ from .manifest import BLOCK
 
 CHUNK = 4 * BLOCK  # what one thread copies, hashes and writes at a time
 _SMALL = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class Info(NamedTuple):
@@ -116,14 +117,33 @@ def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: 
 
 
 def _fill(target: np.ndarray, file: ArrayFile, content: Content, feed: Feed, begin: int, end: int) -> None:
-    """Copies the bytes [begin, end) of the buffer from the pieces they belong to."""
+    """Copies the bytes [begin, end) of the buffer from the pieces they belong to, many small ones at a time."""
+    parts: list[np.ndarray] = []
+    owners: list[int] = []
+    at = begin
+
+    def flush() -> None:
+        nonlocal at
+        if parts:
+            stop = at + sum(map(len, parts))
+            np.concatenate(parts, out=target[at - begin : stop - begin])
+            at = stop
+            for owner, part in zip(owners, parts, strict=True):
+                feed.copied(owner, len(part))
+            parts.clear()
+            owners.clear()
+
     for n in itertools.count(bisect.bisect_right(file.begins, begin) - 1):
         piece_begin = file.begins[n]
-        piece_end = piece_begin + content.pieces[file.first + n].nbytes
-        start, stop = max(begin, piece_begin), min(end, piece_end)
-        if start < stop:
-            source = feed.take(file.first + n)
-            target[start - begin : stop - begin] = source[start - piece_begin : stop - piece_begin]
-            feed.copied(file.first + n, stop - start)
-        if piece_end >= end:
-            return
+        piece = file.first + n
+        nbytes = content.pieces[piece].nbytes
+        if not feed.ready(piece):
+            flush()  # what is held must be let go before more is waited for
+        source = feed.take(piece) if nbytes else _NOTHING
+        if piece_begin < begin or piece_begin + nbytes > end:
+            source = source[max(begin - piece_begin, 0) : end - piece_begin]
+        parts.append(source)
+        owners.append(piece)
+        if piece_begin + nbytes >= end:
+            break
+    flush()
