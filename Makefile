@@ -24,7 +24,7 @@ docs: $(VENV)/test
 	$(RUN) -m pytest tests/test_docs.py
 
 bench: $(VENV)/bench
-	$(RUN) -m benchmarks
+	$(RUN) -m benchmarks --write docs/benchmarks.md
 
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done

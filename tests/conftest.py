@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from treering import _save, stores
+from treering import _pending, stores
 from treering.stores.disk import Disk
 
 
@@ -20,9 +20,9 @@ from treering.stores.disk import Disk
 def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and nobody was left untold of a failure."""
     yield
-    if _save._last is not None:
-        assert _save._last._finished.wait(30)
-    unseen, _save._unseen[:] = list(_save._unseen), []
+    if _pending.last is not None:
+        assert _pending.last._finished.wait(30)
+    unseen, _pending.unseen[:] = list(_pending.unseen), []
     assert not unseen
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]
     for thread in threading.enumerate():

@@ -8,12 +8,14 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import keep
-    from ._checkpoint import Checkpoint, LazyArray, restore
+    from ._checkpoint import Checkpoint, restore
     from ._checkpoint import open_checkpoint as open
     from ._checkpointer import Checkpointer
     from ._diff import Diff, diff
+    from ._lazy import LazyArray
+    from ._pending import PendingSave, SaveReport
     from ._run import steps
-    from ._save import PendingSave, SaveReport, save, save_async
+    from ._save import save, save_async
     from ._verify import VerifyReport, verify
 
 # JAX and NumPy are imported by what needs them, when it is first used.
@@ -21,9 +23,9 @@ _HOMES = {
     "Checkpoint": "_checkpoint",
     "Checkpointer": "_checkpointer",
     "Diff": "_diff",
-    "LazyArray": "_checkpoint",
-    "PendingSave": "_save",
-    "SaveReport": "_save",
+    "LazyArray": "_lazy",
+    "PendingSave": "_pending",
+    "SaveReport": "_pending",
     "VerifyReport": "_verify",
     "diff": "_diff",
     "keep": "keep",

@@ -14,7 +14,7 @@ from . import _run, _save, stores
 from ._checkpoint import Checkpoint, index, latest_good, open_one
 from ._history import History
 from ._paths import absolute
-from ._save import PendingSave
+from ._pending import PendingSave
 from .errors import ExistsError, MismatchError, NotFoundError, TreeringError
 from .formats.treering import manifest
 from .keep import Policy, rank
@@ -154,7 +154,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
         for pending in list(self._pending):
-            pending.wait()
+            pending._wait()
         self._raise_failed()
 
     def close(self) -> None:

@@ -1,138 +1,32 @@
 """Saving: snapshot, write, commit; in the background or not."""
 
-import atexit
 import contextlib
-import dataclasses
 import logging
 import math
 import os
-import sys
 import threading
 import time
-import traceback
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import msgspec
 import numpy as np
 
-from . import _flax, _leaves, _tree, stores
+from . import _flax, _leaves, _pending, _tree, stores
 from ._catalogue import encode_float
 from ._collector import paused
 from ._crew import Crew
 from ._paths import absolute
+from ._pending import PendingSave, SaveReport
 from ._snapshot import Feed
 from ._version import __version__
-from .errors import MismatchError, SaveError, TreeringError, UnsupportedError
+from .errors import MismatchError, UnsupportedError
 from .formats.treering import write as native
 from .stores.local import check_free
 
 _log = logging.getLogger("treering")
 _WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
-_last: "PendingSave | None" = None
-_unseen: "list[PendingSave]" = []  # failed, and nobody has been told
-_alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveReport:
-    """What a save did.
-
-    `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, and `seconds` the
-    time from the call to the commit.
-    """
-
-    path: str
-    step: int | None
-    nbytes: int
-    stall_seconds: float
-    seconds: float
-
-
-class PendingSave:
-    """A save that goes on in the background. Made by `save_async`."""
-
-    def __init__(self, path: str, step: int | None, feed: Feed, *, managed: bool):
-        self.path = path
-        self.step = step
-        self._feed = feed
-        self._managed = managed  # by a Checkpointer, which raises what this fails with
-        self._begun = time.perf_counter()
-        self._stall = self._seconds = 0.0
-        self._nbytes = 0
-        self._error: BaseException | None = None
-        self._finished = threading.Event()
-        _alive.add(self)
-
-    def done(self) -> bool:
-        """Whether the save is over, well or not."""
-        return self._finished.is_set()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits for the commit, at most `timeout` seconds.
-
-        Raises `SaveError` (or `ExistsError`) when the save failed, `TimeoutError` when it is not over yet;
-        it then goes on.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it goes on")
-        if self._error:
-            self._seen()
-            raise self._error
-        return SaveReport(self.path, self.step, self._nbytes, self._stall, self._seconds)
-
-    def wait(self) -> None:
-        """Returns when the save is over, well or not."""
-        self._finished.wait()
-
-    def cancel(self, reason: BaseException) -> None:
-        """Stops writing and removes what was written, unless the save is over already. Returns when it is."""
-        self._feed.fail(reason)
-        self._finished.wait()
-        self._seen()
-
-    def run(self, write: Callable[[Crew], int], previous: "PendingSave | None", crew: Crew) -> None:
-        """What the thread of the save does; `write` returns the size."""
-        try:
-            with crew:
-                self._feed.writers_needed.wait()
-                while previous and not self._feed.failed and not previous._finished.wait(0.1):
-                    pass
-                self._feed.check()
-                self._nbytes = write(crew)
-                self._seconds = time.perf_counter() - self._begun
-        except BaseException as error:
-            self._feed.fail(error)  # or the caller would wait for room that nobody makes
-            self._error = _as_save_error(error, self.path)
-            _unseen.append(self)
-        finally:
-            del previous
-            self._feed.clear()
-            self._finished.set()
-
-    def _seen(self) -> None:
-        with contextlib.suppress(ValueError):
-            _unseen.remove(self)
-
-    def __repr__(self) -> str:
-        return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"
-
-
-def _as_save_error(error: BaseException, path: str) -> BaseException:
-    """The error as callers get it, without the arrays that its traceback would keep alive."""
-    if not isinstance(error, TreeringError):
-        wrapped = SaveError(
-            f"{path}: saving failed: {str(error) or type(error).__name__}; what was there before is untouched"
-        )
-        wrapped.__cause__ = error
-        error = wrapped
-    part: BaseException | None = error
-    while part is not None:
-        traceback.clear_frames(part.__traceback__)
-        part = part.__cause__
-    return error
 
 
 def save(
@@ -166,7 +60,7 @@ def save(
     try:
         return pending.result()
     except BaseException as error:
-        pending.cancel(error)  # an interrupt: take back what is half done before going on
+        pending._cancel(error)  # an interrupt: take back what is half done before going on
         raise
 
 
@@ -206,9 +100,8 @@ def start(
     manager: "Manager | None" = None,
 ) -> PendingSave:
     """What all ways of saving do; a `manager` is called in the background before and after the save is written."""
-    global _last
     begun = time.perf_counter()
-    if manager is None and (told := next((p for p in _unseen if not p._managed), None)):
+    if manager is None and (told := next((p for p in _pending.unseen if not p._managed), None)):
         told.result()
     place = absolute(path)
     with paused():
@@ -219,30 +112,30 @@ def start(
     pending = PendingSave(place, info.step, feed, managed=manager is not None)
     skeleton = walked.skeleton  # and not the leaves: they are not to be held while they are written
 
-    def write(crew: Crew) -> int:
+    def write(crew: Crew) -> None:
         if manager:
             manager.before()
         nbytes = native.write(stores.DISK, place, skeleton, content, feed, info, crew, overwrite)
+        pending._committed(nbytes)
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
         if manager:
             manager.after(info.step)
-        return nbytes
 
-    previous = _last
+    previous = _pending.last
     crew = thread = None
     try:
         crew = Crew(_WRITERS)
-        thread = threading.Thread(target=pending.run, args=(write, previous, crew), name="treering-save", daemon=False)
+        thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
         thread.start()
-        _last = pending
+        _pending.last = pending
         with paused() if limit is None else contextlib.nullcontext():
             feed.run()
         pending._stall = time.perf_counter() - begun
     except BaseException as error:
         feed.fail(error)
         if thread and thread.ident is not None:
-            pending.cancel(error)
+            pending._cancel(error)
         elif crew:
             crew.close()
         raise
@@ -302,26 +195,3 @@ def _not_json(value: Any, where: str, depth: int) -> str | None:
                 return problem
         return None
     return f"{where}: a {type(value).__qualname__} is not JSON; pass dicts, lists, text, numbers, bools and None"
-
-
-@atexit.register
-def _report_unseen() -> None:
-    for pending in _unseen:
-        print(f"treering: a save in the background failed: {pending.path}", file=sys.stderr)
-        traceback.print_exception(pending._error)
-
-
-def _forget_after_fork() -> None:
-    """A forked child has none of the threads, so nobody must wait for their saves there."""
-    global _last
-    _last = None
-    _unseen.clear()
-    for pending in list(_alive):
-        if not pending.done():
-            pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
-            pending._finished = threading.Event()  # the old one's lock may be held for ever
-            pending._finished.set()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

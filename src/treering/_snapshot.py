@@ -88,7 +88,7 @@ class Feed:
     def clear(self) -> None:
         """Lets go of all bytes."""
         with self._changed:
-            self._views.clear()
+            self._views = [None] * len(self._pieces)  # the caller may be putting one in right now
 
     def _cost(self, first: int, last: int) -> int:
         return sum(piece.nbytes for piece in self._pieces[first:last] if piece.copies)
