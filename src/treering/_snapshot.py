@@ -135,17 +135,17 @@ class Feed:
 
 def _start_copies(arrays: list[Any]) -> Iterator[Any]:
     """Begins all device-to-host copies at once, into pinned memory where the backend has it."""
-    moving = [n for n, array in enumerate(arrays) if isinstance(array, jax.Array) and _pinned(array.sharding)]
-    if moving:
-        shardings = [_pinned(arrays[n].sharding) for n in moving]
-        for n, copy in zip(moving, jax.device_put([arrays[n] for n in moving], shardings), strict=True):
+    pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
+    if pinned:
+        moved = jax.device_put([arrays[n] for n in pinned], list(pinned.values()))
+        for n, copy in zip(pinned, moved, strict=True):
             arrays[n] = copy
-    for array in arrays:
-        if isinstance(array, jax.Array):
+    for n, array in enumerate(arrays):
+        if isinstance(array, jax.Array) and n not in pinned:
             array.copy_to_host_async()
     arrays.reverse()
     while arrays:
-        yield arrays.pop()
+        yield arrays.pop()  # and let go of it: what was collected is not to be held twice
 
 
 def _pinned(sharding: Any) -> Any:
