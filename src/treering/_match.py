@@ -265,7 +265,7 @@ def _check_width(dtype: np.dtype[Any], found: Entry) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:
+def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:  # x64 only tells the cached answers apart
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 

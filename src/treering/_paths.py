@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from .errors import UnsupportedError
 
-KEY_TYPES = (str, int, bool, float, bytes)
-
 
 def key_text(key: object) -> str:
     """One key as a path component. Raises `UnsupportedError` for other key types."""
