@@ -21,7 +21,7 @@ def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and nobody was left untold of a failure."""
     yield
     if _pending.last is not None:
-        assert _pending.last._finished.wait(30)
+        assert _pending.last.wait(30)
     unseen, _pending.unseen[:] = list(_pending.unseen), []
     assert not unseen
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]

@@ -16,7 +16,7 @@ import xxhash
 
 import treering as tr
 from treering import stores
-from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError
+from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.disk import Disk
 
 
@@ -371,11 +371,9 @@ def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathl
     loop(tmp_path / "run", [1, 2])
     file = tmp_path / "run" / "step-00000001" / "treering.json"
     for name in (str(precious), "../../precious"):
-        body = file.read_bytes()[:-28]
+        body = file.read_bytes()
         start = body.index(b'"name":"') + 8
-        body = body[:start] + name.encode() + body[body.index(b'"', start) :]
-        file.chmod(0o644)
-        file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        seal(file, body[start : body.index(b'"', start)], name.encode())
         loop(tmp_path / "run", [max(tr.steps(tmp_path / "run")) + 1], tr.keep.last(1))
         with pytest.raises(CorruptError, match="not the name of a file beside"):
             tr.open(tmp_path / "run" / "step-00000001")
@@ -388,9 +386,7 @@ def test_damage_next_door_does_not_fail_a_save(tmp_path: pathlib.Path) -> None:
     loop(tmp_path, [1])
     file = tmp_path / "step-00000001" / "treering.json"
     for old, new in [(b'"created":"2', b'"created":"x'), (b'"version":1', b'"version":7')]:
-        body = file.read_bytes()[:-28].replace(old, new)
-        file.chmod(0o644)
-        file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        seal(file, old, new)
         step = max(tr.steps(tmp_path)) + 1
         assert loop(tmp_path, [step], tr.keep.last(1)) == [1, step]
 
@@ -485,3 +481,97 @@ def test_a_thousand_steps_are_listed_once_per_operation(tmp_path: pathlib.Path, 
         Counting.stats = 0
         operation()
         assert Counting.stats <= 400
+
+
+def seal(file: pathlib.Path, old: bytes, new: bytes) -> None:
+    """Changes a manifest and gives it a checksum that fits."""
+    body = file.read_bytes()[:-28].replace(old, new)
+    file.chmod(0o644)
+    file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+
+
+def test_a_step_of_a_later_release_is_not_taken_for_damaged(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2])
+    file = tmp_path / "step-00000002" / "treering.json"
+    seal(file, b'"version":1', b'"version":2')
+    before = file.read_bytes()
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
+        with pytest.raises(ExistsError, match="saved already"):
+            ckpts.save(2, {"x": 3})
+        with pytest.raises(UnsupportedError):
+            ckpts.restore()
+        ckpts.save(3, {"x": 3})
+    assert file.read_bytes() == before
+
+
+def test_a_pinned_step_that_is_damaged_is_not_replaced_either(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1])
+    tr.Checkpointer(tmp_path).pin(1)
+    damage(tmp_path, 1, "truncated")
+    with pytest.raises(ExistsError, match="pinned"):
+        loop(tmp_path, [1])
+
+
+def test_steps_of_the_new_branch_count_again(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, range(1, 7))
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
+        ckpts.restore(step=3)
+        for step in (4, 5, 6, 7):
+            ckpts.save(step, {"x": step}, on_exists="overwrite")
+        ckpts.wait()
+        assert ckpts.steps == [3, 6, 7]
+
+
+def test_two_jobs_may_delete_the_same_step(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    loop(tmp_path, [1, 2])
+
+    class Beaten(Disk):
+        """Another job deletes the same step between two operations."""
+
+        def unlink(self, path: str) -> None:
+            if path.endswith("step-00000001/treering.json"):
+                shutil.rmtree(tmp_path / "step-00000001")
+            super().unlink(path)
+
+    use_disk(Beaten())
+    assert loop(tmp_path, [3], tr.keep.last(1)) == [3]
+
+
+def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restored(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    loop(tmp_path, [1, 2])
+
+    class Busy(Disk):
+        """Another job overwrites the newest step twice while it is being opened."""
+
+        times = 2
+
+        def open(self, path: str) -> int:
+            if "step-00000002/arrays" in path and self.times:
+                self.times -= 1
+                now, stores.DISK = stores.DISK, Disk()
+                tr.save(tmp_path / "step-00000002", {"x": np.full(3, 22)}, overwrite=True, step=2)
+                stores.DISK = now
+            return super().open(path)
+
+    for use in (lambda: tr.restore(tmp_path), lambda: tr.Checkpointer(tmp_path).restore()):
+        use_disk(Busy())
+        assert use()["x"][0] == 22
+
+
+def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    loop(tmp_path, [1])
+    for step in (2, 3):
+        loop(tmp_path, [step])
+
+        class Gone(Disk):
+            def open(self, path: str) -> int:
+                newest = tmp_path / f"step-{max(tr.steps(tmp_path)):08}"
+                if path == str(newest / "treering.json") and newest.name != "step-00000001":
+                    shutil.rmtree(newest)
+                return super().open(path)
+
+        use_disk(Gone())
+        assert (tr.restore(tmp_path) if step == 2 else tr.Checkpointer(tmp_path).restore())["x"][0] == 1
+        stores.DISK = Disk()

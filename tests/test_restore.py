@@ -520,3 +520,28 @@ def test_reading_stops_at_the_first_error(tmp_path: pathlib.Path, use_disk: Any,
     disk.calls = 0
     (problem,) = tr.verify(tmp_path / "c").problems
     assert "Input/output error" in str(problem)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_tied_leaves_share_no_memory_however_they_are_cut(saved: Any, mmap: bool, order: str, spec: Any) -> None:
+    tied = np.zeros((8, 4096), np.float32)
+    path = saved({"a": tied, "b": tied})
+    spread = jax.ShapeDtypeStruct(tied.shape, tied.dtype, sharding=jax.NamedSharding(mesh_of(8), spec))
+    found = tr.restore(path, like={order[0]: tied, order[1]: spread}, mmap=mmap)
+    found[order[0]][:] = 1
+    assert not np.asarray(found[order[1]]).any()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_an_array_file_that_is_cut_short_while_open_is_damage(saved: Any, mmap: bool) -> None:
+    path = saved({"x": np.zeros(1 << 20)})
+    ckpt = tr.open(path)
+    assert ckpt["x"][0] == 0
+    (file,) = path.glob("*.safetensors")
+    file.chmod(0o644)
+    with file.open("r+b") as opened:
+        opened.truncate(100_000)
+    with pytest.raises(CorruptError, match="cut short while open"):
+        ckpt.restore(mmap=mmap)

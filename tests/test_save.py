@@ -695,3 +695,22 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
     assert tr.verify(tmp_path / "c").ok
     tr.save(tmp_path / "c", {"x": 1}, overwrite=True)
     assert len(everything(tmp_path / "c")) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_a_failed_save_lets_go_of_what_was_never_handed_over(
+    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    from treering import _leaves
+
+    monkeypatch.setattr(_leaves, "_on_cpu", lambda sharding: False)  # so that each array needs room
+    use_disk(FailingDisk("preallocate", errno.ENOSPC))
+    state = [jnp.full(300, n) for n in range(8)]
+    alive = [weakref.ref(array) for array in state]
+    pending = tr.save_async(tmp_path / "c", state, memory_limit=limit)
+    del state
+    pending._finished.wait()
+    gc.collect()
+    assert not any(array() is not None for array in alive)
+    with pytest.raises(tr.errors.SaveError):
+        pending.result()

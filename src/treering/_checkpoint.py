@@ -1,5 +1,6 @@
 """An open checkpoint: names and shapes at once, contents on request."""
 
+import contextlib
 import logging
 import operator
 import os
@@ -170,11 +171,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     """
     place = absolute(path)
     steps = _places(place, step)
-    return open_one(place) if steps is None else latest_good(place, steps, lambda ckpt: ckpt, fallback=step is None)[1]
+    if steps is None:
+        return _use_current(place, lambda ckpt: ckpt)
+    return latest_good(place, steps, lambda ckpt: ckpt, fallback=step is None)[1]
 
 
 def open_one(path: str) -> Checkpoint:
-    """Opens the checkpoint in a directory, its array files present."""
+    """Opens the checkpoint in a directory, its array files present. Raises `ReplacedError` when it is gone."""
     reader = NativeReader(stores.DISK, path)
     reader.check_present()
     return Checkpoint(reader, reader.entries, reader.skeleton)
@@ -229,7 +232,7 @@ def latest_good(
     first: CorruptError | None = None
     for step, path in places:
         try:
-            return step, use(open_one(path))
+            return step, _use_current(path, use)
         except CorruptError as error:
             damaged(step)
             if not fallback:
@@ -237,9 +240,21 @@ def latest_good(
             _log.error("step %d is damaged, taking an earlier one: %s", step, error)
             first = first or error
         except ReplacedError:
-            if not fallback:
+            if not fallback or stores.DISK.stat(os.path.join(path, MANIFEST)):
                 raise
+            _log.warning("step %d was deleted meanwhile, taking an earlier one", step)
     raise first or NotFoundError(f"{run}: expected a step, found none")
+
+
+def _use_current(path: str, use: Callable[[Checkpoint], T]) -> T:
+    """Opens a checkpoint and uses it; begins again when it is overwritten meanwhile.
+
+    Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
+    """
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(ReplacedError):
+            return use(open_one(path))
+    return use(open_one(path))
 
 
 def restore(
@@ -293,12 +308,4 @@ def restore(
             memory_limit=memory_limit,
         )
 
-    for attempt in range(_TRIES):
-        try:
-            if steps is None:
-                return use(open_one(place))
-            return latest_good(place, steps, use, fallback=step is None)[1]
-        except ReplacedError:
-            if attempt == _TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
+    return _use_current(place, use) if steps is None else latest_good(place, steps, use, fallback=step is None)[1]

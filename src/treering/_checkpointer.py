@@ -125,17 +125,16 @@ class Checkpointer:
         path = committed.get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
         overwrite = on_exists == "overwrite"
         if any(pending.step == step for pending in self._pending) or step in committed:
-            if step in committed and self._history.is_damaged(step, path):
-                overwrite = True
-            elif on_exists == "skip":
+            overwrite = overwrite or (step in committed and self._history.is_damaged(step, path))
+            if overwrite and local.pinned(stores.DISK, path):
+                raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
+            if not overwrite and on_exists == "skip":
                 return None
-            elif on_exists == "error":
+            if not overwrite:
                 raise ExistsError(
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
-            elif local.pinned(stores.DISK, path):
-                raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
         info = _save.describe(step, metrics, self._metadata)
         pending = _save.start(
             path,
@@ -276,7 +275,8 @@ class Checkpointer:
         """After a commit, in the background: deletes what the policy does not want."""
         if self._keep is None:
             return
-        saved = [one for one in self._history.good() if one.step not in self._set_aside or one.step == step]
+        self._set_aside -= {step}  # it belongs to this branch now
+        saved = [one for one in self._history.good() if one.step not in self._set_aside]
         wanted = self._keep.kept(saved) | {step, self._restored, *(one.step for one in saved[-1:])}
         committed = self._history.committed()
         for one in saved:

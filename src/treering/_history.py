@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from typing import Literal
 
 from . import _run, stores
 from ._catalogue import decode
@@ -14,6 +15,7 @@ from .stores.local import MANIFEST
 
 _log = logging.getLogger("treering")
 _Signature = tuple[int, int, int]  # of a manifest: a replaced one has another
+_Verdict = Saved | Literal["damaged", "foreign", "gone"]
 
 
 class History:
@@ -22,7 +24,7 @@ class History:
     def __init__(self, root: str, prefix: str):
         self.root, self.prefix = root, prefix
         self._lock = threading.RLock()
-        self._known: dict[int, tuple[_Signature, Saved | None]] = {}  # None: damaged
+        self._known: dict[int, tuple[_Signature, _Verdict]] = {}
 
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
@@ -31,22 +33,22 @@ class History:
     def good(self) -> list[Saved]:
         """The undamaged steps, ascending."""
         found = [self._look(step, path) for step, path in self.committed().items()]
-        return [saved for saved in found if saved is not None]
+        return [verdict for verdict in found if isinstance(verdict, Saved)]
 
     def is_damaged(self, step: int, path: str) -> bool:
         """Whether a committed step is known or found to be damaged."""
-        return self._look(step, path) is None
+        return self._look(step, path) == "damaged"
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage; until somebody replaces it."""
         if signature := _signature(path):
             with self._lock:
-                self._known[step] = signature, None
+                self._known[step] = signature, "damaged"
 
-    def _look(self, step: int, path: str) -> Saved | None:
+    def _look(self, step: int, path: str) -> "_Verdict":
         signature = _signature(path)
         if signature is None:
-            return None  # deleted since it was listed
+            return "gone"
         with self._lock:
             known = self._known.get(step)
         if known is None or known[0] != signature:
@@ -61,7 +63,7 @@ def _signature(path: str) -> _Signature | None:
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def _read(step: int, path: str) -> Saved | None:
+def _read(step: int, path: str) -> _Verdict:
     try:
         summary = manifest.summarize(read_file(stores.DISK, os.path.join(path, MANIFEST)), path)
         for file in summary.files:
@@ -70,8 +72,11 @@ def _read(step: int, path: str) -> Saved | None:
                 raise CorruptError(f"{path}: {file.name} is missing or cut short")
         metrics = {name: decode("float", value) for name, value in summary.metrics.items()}
         return Saved(step, metrics, summary.created_seconds())
-    except (CorruptError, UnsupportedError) as error:
-        _log.warning("step %d is damaged, or of a later release, and does not count: %s", step, error)
+    except CorruptError as error:
+        _log.warning("step %d is damaged and does not count: %s", step, error)
+        return "damaged"
+    except UnsupportedError as error:
+        _log.warning("step %d was written by a later release and is left alone: %s", step, error)
+        return "foreign"
     except FileNotFoundError:
-        pass  # deleted by somebody else since it was listed
-    return None
+        return "gone"  # deleted by somebody else since it was listed

@@ -15,7 +15,7 @@ from ._crew import Crew
 from ._snapshot import Feed
 from .errors import SaveError, TreeringError
 
-last: "PendingSave | None" = None  # saves are written in the order of the calls
+last: threading.Event | None = None  # the end of the last save: saves are written in the order of the calls
 unseen: "list[PendingSave]" = []  # failed, and nobody has been told
 _alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
 
@@ -78,12 +78,12 @@ class PendingSave:
         self._finished.wait()
         self._seen()
 
-    def _run(self, write: Callable[[Crew], None], previous: "PendingSave | None", crew: Crew) -> None:
+    def _run(self, write: Callable[[Crew], None], previous: threading.Event | None, crew: Crew) -> None:
         """What the thread of the save does; `write` returns the size."""
         try:
             with crew:
                 self._feed.writers_needed.wait()
-                while previous and not self._feed.failed and not previous._finished.wait(0.1):
+                while previous and not self._feed.failed and not previous.wait(0.1):
                     pass
                 self._feed.check()
                 write(crew)
@@ -92,7 +92,6 @@ class PendingSave:
             self._error = _as_save_error(error, self.path)
             unseen.append(self)
         finally:
-            del previous
             self._feed.clear()
             self._finished.set()
 

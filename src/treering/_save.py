@@ -128,7 +128,7 @@ def start(
         crew = Crew(_WRITERS)
         thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
         thread.start()
-        _pending.last = pending
+        _pending.last = pending._finished
         with paused() if limit is None else contextlib.nullcontext():
             feed.run()
         pending._stall = time.perf_counter() - begun

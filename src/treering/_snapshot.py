@@ -42,6 +42,10 @@ class Feed:
             self.fail(error)
             raise
         finally:
+            if self._error:  # what was not handed over is not to be held either
+                for piece in self._pieces:
+                    piece.data = None
+                self.clear()
             self.writers_needed.set()
 
     def ready(self, n: int) -> bool:

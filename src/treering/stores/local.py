@@ -215,10 +215,11 @@ def delete(disk: Disk, path: str, named: Named) -> None:
     manifest = os.path.join(path, MANIFEST)
     try:
         names = list(named(read_file(disk, manifest)))
-    except (CorruptError, UnsupportedError):
+    except (CorruptError, UnsupportedError, FileNotFoundError):
         names = []  # cleaning up finds its files once it has no manifest
-    disk.unlink(manifest)
-    disk.sync_dir(path)
+    with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
+        disk.unlink(manifest)
+        disk.sync_dir(path)
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(os.path.join(path, name))

@@ -110,6 +110,8 @@ class ArrayFile:
     def memory(self, ranges: list[tuple[int, int]], verify: bool, wish: bool | None) -> Memory:
         """Memory that holds the byte ranges of the buffer, checked if so wished."""
         if self.maps(wish):
+            if self._disk.size(self._fd) != self.size:
+                raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
             # A mapping of its own for each caller: what one writes into its arrays, no other must see.
             mapped = self._disk.map(self._fd, self.size)
             if verify and (bad := self.bad_blocks(ranges, mapped)):

@@ -54,7 +54,9 @@ class Reader:
         try:
             self._manifest_bytes = read_file(disk, name)
         except (FileNotFoundError, NotADirectoryError):
-            raise NotFoundError(f"{path}: expected a checkpoint, found no {MANIFEST}") from None
+            raise ReplacedError(
+                f"{path}: expected a checkpoint, found no {MANIFEST}; was it deleted meanwhile?"
+            ) from None
         with paused():
             self._manifest = manifest.decode(self._manifest_bytes, name)
         self._checksum = manifest.xxh3(self._manifest_bytes)
@@ -86,7 +88,6 @@ class Reader:
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
-        assert isinstance(entry, ArrayRow)
         where = self._resolve(entry).where
         return self._layout(where[0]).sharding if isinstance(where, tuple) else None
 
@@ -114,7 +115,12 @@ class Reader:
         held = sum(one.nbytes for one in memory.values())
         if sum(array.nbytes for array in arrays) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
-        return _apart(arrays, parts)
+        # What was one array when it was saved comes back as several that share nothing.
+        owners: dict[str, str] = {}
+        for n, (entry, _) in enumerate(wanted):
+            if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
+                arrays[n] = arrays[n].copy()
+        return arrays
 
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage."""
@@ -138,8 +144,7 @@ class Reader:
 
     def _parts(self, entry: ArrayEntry, box: Box) -> list[Part]:
         """Where the bytes of a box are. Raises `CorruptError` when header and manifest disagree about that."""
-        assert isinstance(entry, ArrayRow)
-        row = self._resolve(entry) if isinstance(entry.where, str) else entry
+        row = self._resolve(entry)
         size = _dtypes.itemsize(row.dtype)
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
             nbytes = size * math.prod(row.shape)
@@ -179,7 +184,9 @@ class Reader:
                 full = box == whole(row.shape)
                 yield holders[row.where[1] % len(holders)], box, piece_key(row.path, None if full else box)
 
-    def _resolve(self, row: ArrayRow) -> ArrayRow:
+    def _resolve(self, row: ArrayEntry) -> ArrayRow:
+        """The row that says where the bytes are."""
+        assert isinstance(row, ArrayRow)
         if not isinstance(row.where, str):
             return row
         target = self.entries.get(row.where)
@@ -224,18 +231,6 @@ class Reader:
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
         return tuple(row.path for row in rows if row.where == number)
-
-
-def _apart(arrays: list[np.ndarray], parts: list[list[Part]]) -> list[np.ndarray]:
-    """Copies what would share its memory with another of the arrays: leaves that were one array when saved."""
-    seen: set[tuple[int, int]] = set()
-    for n, found in enumerate(parts):
-        if len(found) == 1:
-            place = found[0].file, found[0].begin
-            if place in seen:
-                arrays[n] = arrays[n].copy()
-            seen.add(place)
-    return arrays
 
 
 def _assemble(entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
