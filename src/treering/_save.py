@@ -143,10 +143,10 @@ def start(
 
 
 class Manager(Protocol):
-    """Who wants to do something around a save. What these raise must be of the save's concern: they fail it."""
+    """Who wants to do something around a save."""
 
     def before(self) -> None:
-        """Called before anything is written."""
+        """Called before anything is written; what it raises fails the save."""
         ...
 
     def after(self, step: int | None) -> None:

@@ -93,7 +93,7 @@ class Reader:
 
     def maps(self, wish: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""
-        return all(self._file(number).maps(wish) for number in range(min(len(self._manifest.files), 1)))
+        return not self._manifest.files or self._file(0).maps(wish)  # all lie in one directory
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
