@@ -12,7 +12,7 @@ import pytest
 
 import treering as tr
 from helpers import assert_same
-from treering import _place, stores
+from treering import _match, _place, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.disk import Disk
 
@@ -160,6 +160,16 @@ def test_all_differences_come_in_one_error(saved: Any) -> None:
         "  params/dense/bias: expected nothing, found float32[3]; extra='ignore' or extra=['params/dense/bias'] leaves",
     ]:
         assert line in text
+
+
+def test_names_are_compared_for_the_first_differences_alone(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr(_match, "closest", lambda path, names: looks.append(path) if names else None)
+    path = saved({f"layer_{n}": n for n in range(300)})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(path, like={f"block_{n}": n for n in range(300)})
+    assert len(str(caught.value).splitlines()) == 601  # every difference is listed all the same
+    assert len(looks) == 20
 
 
 def test_missing_leaves_come_from_the_template_when_asked(saved: Any) -> None:

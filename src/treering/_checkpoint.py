@@ -5,7 +5,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from . import _dtypes, _tree, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry
@@ -17,9 +17,6 @@ from .formats import Reader
 from .formats.treering.read import Reader as NativeReader
 from .formats.treering.read import ReplacedError
 from .stores.local import MANIFEST
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger("treering")
 _TRIES = 5  # a checkpoint that is overwritten while it is read is read again

@@ -17,6 +17,7 @@ from ._paths import below, closest, matches
 from ._tree import Node, Skeleton, Walk, containers
 from .errors import MismatchError
 
+_HINTS = 20  # differences for which the closest name is looked for, which takes milliseconds each
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 
@@ -92,7 +93,8 @@ def match(
         used.add(path)
         try:
             if absent:
-                targets.append(_missing(path, leaf, policy, known))
+                names = known if len(problems) < _HINTS else ()
+                targets.append(_missing(path, leaf, policy, names))
             else:
                 assert entry is not None
                 targets.append(_target(leaf, entry, policy))

@@ -54,12 +54,12 @@ class Feed:
 
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of piece `n`; waits until they are there. Raises what `fail` was given."""
-        if n >= self._fed or self._error:
+        if n >= self._fed:
             with self._changed:
                 self._changed.wait_for(lambda: n < self._fed or self._error)
-            if self._error:
-                raise self._error
-        return self._views[n].reshape(-1).view(np.uint8)
+        view = self._views[n]
+        self.check()  # after the look: a hand-over that failed is cleared at any moment
+        return view.reshape(-1).view(np.uint8)
 
     def copied(self, n: int, nbytes: int) -> None:
         """Says that so many bytes of piece `n` are not needed any more."""

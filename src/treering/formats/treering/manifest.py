@@ -49,7 +49,7 @@ class File(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint but the arrays themselves."""
 
-    format: str = msgspec.field(name="format")
+    format: str
     version: int
     requires: list[str] = []
     created: str
