@@ -1,6 +1,7 @@
 """An open checkpoint: names and shapes at once, contents on request."""
 
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -220,8 +221,11 @@ def latest_good(
     *,
     fallback: bool = True,
     damaged: Callable[[int], None] = lambda step: None,
+    everywhere: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
     """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
+
+    `everywhere` makes an attempt, in whatever other processes have to succeed as well.
 
     Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
     meanwhile is passed over.
@@ -229,7 +233,7 @@ def latest_good(
     first: CorruptError | None = None
     for step, path in places:
         try:
-            return step, _use_current(path, use)
+            return step, everywhere(functools.partial(_use_current, path, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:

@@ -1,27 +1,30 @@
 """The run in a training loop: when to save, what to keep, where to go on."""
 
+import contextlib
 import datetime
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
-from . import _run, _save, stores
+from . import _processes, _run, _save, stores
 from ._checkpoint import Checkpoint, index, latest_good, open_one
 from ._history import History
 from ._paths import absolute
 from ._pending import PendingSave
-from .errors import ExistsError, MismatchError, NotFoundError, TreeringError
+from .errors import CorruptError, ExistsError, MismatchError, NotFoundError, TreeringError
 from .formats.treering import manifest
+from .formats.treering.read import ReplacedError
 from .keep import Policy, rank
 from .stores import local
 
 _log = logging.getLogger("treering")
 
+T = TypeVar("T")
 SaveEvery = int | datetime.timedelta | Callable[[int], bool]
 
 
@@ -39,6 +42,10 @@ class Checkpointer:
     keep: which steps to keep, see `treering.keep`; None keeps all.
     metadata: JSON-like configuration that goes into every checkpoint.
     prefix: what the names of the step directories begin with.
+    timeout: seconds without a sign of life after which another process is taken for dead.
+
+    With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
+    `delete`, `pin` and `unpin`; what there is to decide, process 0 decides.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Checkpointer:
         keep: Policy | None = None,
         metadata: Any = None,
         prefix: str = "step-",
+        timeout: float = 30,
     ):
         number = not isinstance(save_every, bool) and isinstance(save_every, int | np.integer) and save_every >= 1
         if not (number or isinstance(save_every, datetime.timedelta) or callable(save_every)):
@@ -59,7 +67,7 @@ class Checkpointer:
             raise MismatchError(f"prefix={prefix!r}: expected text without '/' that does not end in a digit")
         self._root = absolute(run)
         self._save_every = int(save_every) if isinstance(save_every, int | np.integer) else save_every
-        self._keep, self._metadata, self._prefix = keep, metadata, prefix
+        self._keep, self._metadata, self._prefix, self._timeout = keep, metadata, prefix, timeout
         self._history = History(self._root, prefix)
         self._pending: list[PendingSave] = []
         self._restored: int | None = None
@@ -113,48 +121,65 @@ class Checkpointer:
         call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
         `tree`, `metrics`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
-        self._raise_failed()
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
-        if not (force or self._due(step)):
+        if not _processes.several():  # or else each process would find out at another step
+            self._raise_failed(self._over())
+        timed = isinstance(self._save_every, datetime.timedelta)
+        if not (force or timed or self._due(step)):
             return None
         if self._closed:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
+        with self._call(f"save({step})") as call:
+            over, admitted = call.tell(lambda: self._admit(step, on_exists, force))
+            self._raise_failed(over)
+            if admitted is None:
+                call.close()
+                return None
+            path, overwrite = admitted
+            pending = _save.start(
+                call,
+                path,
+                tree,
+                _save.describe(step, metrics, self._metadata),
+                overwrite=overwrite,
+                dtype=dtype,
+                limit=memory_limit,
+                background=True,
+                manager=_Tidying(self._clean, self._retain),
+            )
+        self._pending.append(pending)
+        self._saved_at = time.monotonic()
+        return pending
+
+    def _admit(self, step: int, on_exists: str, force: bool) -> tuple[int, tuple[str, bool] | None]:
+        """How many saves are over, and unless one failed: where to save and whether to overwrite; None to skip.
+
+        Raises `ExistsError`.
+        """
+        over = self._over()
+        if any(pending.failed for pending in self._pending[:over]) or not (force or self._due(step)):
+            return over, None
         committed = self._history.committed()
         path = committed.get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
         overwrite = on_exists == "overwrite"
-        if any(pending.step == step for pending in self._pending) or step in committed:
+        if any(pending.step == step for pending in self._pending[over:]) or step in committed:
             overwrite = overwrite or (step in committed and self._history.is_damaged(step, path))
             if overwrite and local.pinned(stores.DISK, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
             if not overwrite and on_exists == "skip":
-                return None
+                return over, None
             if not overwrite:
                 raise ExistsError(
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
-        info = _save.describe(step, metrics, self._metadata)
-        pending = _save.start(
-            path,
-            tree,
-            info,
-            overwrite=overwrite,
-            dtype=dtype,
-            limit=memory_limit,
-            background=True,
-            manager=_Tidying(self._clean, self._retain),
-        )
-        self._pending.append(pending)
-        self._saved_at = time.monotonic()
-        return pending
+        return over, (path, overwrite)
 
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
-        for pending in list(self._pending):
-            pending._wait()
-        self._raise_failed()
+        self._raise_failed(len(self._pending))
 
     def close(self) -> None:
         """Waits, and ends the saving; reading goes on working. Raises what a save failed with."""
@@ -192,14 +217,18 @@ class Checkpointer:
         was restored is kept as well.
         """
         self.wait()
-        places = self._newest_first() if step is None else [(index(step), self._existing(step))]
-        self._restored, tree = latest_good(
-            self._root,
-            places,
-            lambda ckpt: ckpt.restore(like, **options),
-            fallback=fallback and step is None,
-            damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
-        )
+        with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
+            call.doing("restoring")
+            places = call.tell(lambda: self._newest_first() if step is None else [(index(step), self._existing(step))])
+            self._restored, tree = latest_good(
+                self._root,
+                places,
+                lambda ckpt: ckpt.restore(like, **options),
+                fallback=fallback and step is None,
+                damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
+                everywhere=lambda attempt: _everywhere(call, attempt),
+            )
+            call.close()
         self._set_aside = frozenset(number for number in self._history.committed() if number > self._restored)
         return tree
 
@@ -213,7 +242,10 @@ class Checkpointer:
         from . import _init
 
         self.wait()
-        if self._history.committed():
+        with self._call("restore_or_init()") as call:
+            found = call.tell(lambda: bool(self._history.committed()))
+            call.close()
+        if found:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
@@ -223,21 +255,37 @@ class Checkpointer:
 
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
-        local.pin(stores.DISK, self._existing(step), True)
+        self._once(f"pin({step})", lambda: local.pin(stores.DISK, self._existing(step), True))
 
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
-        local.pin(stores.DISK, self._existing(step), False)
+        self._once(f"unpin({step})", lambda: local.pin(stores.DISK, self._existing(step), False))
 
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` when it is pinned."""
         self.wait()
+        self._once(f"delete({step})", lambda: self._delete(step))
+
+    def _delete(self, step: int) -> None:
         path = self._existing(step)
         if local.pinned(stores.DISK, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
         local.delete(stores.DISK, path, manifest.file_names)
 
     # What the above is made of
+
+    @contextlib.contextmanager
+    def _call(self, what: str) -> Iterator[_processes.Call]:
+        """A call that every process makes; with an error it ends for all."""
+        call = _processes.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
+        with _save.ending(call):
+            yield call
+
+    def _once(self, what: str, do: Callable[[], None]) -> None:
+        """Does something in process 0; all return when it is done, or raise its error."""
+        with self._call(what) as call:
+            call.tell(do)
+            call.close()
 
     def _newest_first(self) -> list[tuple[int, str]]:
         return list(reversed(self._history.committed().items()))
@@ -256,10 +304,18 @@ class Checkpointer:
             return time.monotonic() - self._saved_at >= self._save_every.total_seconds()
         return bool(self._save_every(step))
 
-    def _raise_failed(self) -> None:
-        for pending in list(self._pending):
-            if pending.done():
-                self._pending.remove(pending)
+    def _over(self) -> int:
+        """How many of the saves are over. They end in the order in which they began."""
+        return sum(pending.done() for pending in self._pending)
+
+    def _raise_failed(self, over: int) -> None:
+        """Waits for the first so many saves and forgets them; raises what the first of them that failed did."""
+        ended, self._pending = self._pending[:over], self._pending[over:]
+        for pending in ended:
+            pending._wait()
+        for n, pending in enumerate(ended):
+            if pending.failed:
+                self._pending = ended[n + 1 :] + self._pending
                 pending.result()
 
     def _clean(self) -> None:
@@ -283,6 +339,24 @@ class Checkpointer:
             path = committed.get(one.step)
             if path and one.step not in wanted and not local.pinned(stores.DISK, path):
                 local.delete(stores.DISK, path, manifest.file_names)
+
+
+def _everywhere(call: _processes.Call, attempt: Callable[[], T]) -> T:
+    """The result of an attempt that worked in every process; raises the damage that any of them found."""
+    result: Any = None
+    problem: CorruptError | ReplacedError | None = None
+    try:
+        result = attempt()
+    except (CorruptError, ReplacedError) as error:
+        problem = error
+    word = problem and [isinstance(problem, CorruptError), str(problem)]
+    found = call.agree(word, lambda words: next(([n, *word] for n, word in enumerate(words) if word), None))
+    if problem:
+        raise problem
+    if found:
+        process, damaged, text = found
+        raise (CorruptError if damaged else ReplacedError)(f"process {process}: {text}")
+    return result
 
 
 class _Tidying:

@@ -28,8 +28,8 @@ _FUNCTIONS = (
 _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
 
-class Piece(msgspec.Struct, gc=False):
-    """A part of an array leaf that this process writes.
+class Source(msgspec.Struct, gc=False):
+    """A part of an array leaf that this process has.
 
     `data` is the array that holds it until its bytes are handed over, and `dtype` what is stored; `copies` says
     that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
@@ -48,28 +48,30 @@ class Content(NamedTuple):
     """Everything a save writes, described before anything is copied.
 
     `entries` are in tree order. `tied` maps a leaf to the earlier one that is the same array object, and
-    `shardings` the leaves that are spread over devices to how. `pieces` are in the order in which they are
-    written: multiples of 64 bytes first, then by falling powers of two, so that each begins at an address
-    from which its elements can be used.
+    `shardings` the leaves that are spread over devices to how; `global_leaves` are those of them of which this
+    process has a part only, or nothing. `sources` are what it has, each part once.
     """
 
     entries: list[Entry]
     tied: dict[int, int]
     shardings: dict[int, jax.sharding.Sharding]
-    pieces: list[Piece]
+    global_leaves: set[int]
+    sources: list[Source]
 
 
-def collect(paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False) -> Content:
-    """Describes every leaf and finds the pieces of the arrays.
+def collect(
+    paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
+) -> Content:
+    """Describes every leaf and finds where the bytes of the arrays are.
 
     `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
-    the caller goes on while they are written. Raises one `UnsupportedError` that names every leaf that
-    cannot be saved.
+    the caller goes on while they are written, and `alone` that the job has no other processes. Raises one
+    `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else np.dtype(dtype)
     if cast is not None and not _dtypes.is_float(cast):
         raise UnsupportedError(f"dtype={cast}: expected a floating-point dtype, for only such leaves are cast")
-    content = Content([], {}, {}, [])
+    content = Content([], {}, {}, set(), [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
@@ -86,7 +88,7 @@ def collect(paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, d
                 if kind in ("numpy", "numpy-scalar"):
                     _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
                 else:
-                    _add_jax(content, path, kind, leaf, cast)
+                    _add_jax(content, path, kind, leaf, cast, alone)
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
@@ -94,18 +96,17 @@ def collect(paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, d
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
-    content.pieces.sort(key=_misalignment)
     return content
 
 
-def host_bytes(piece: Piece, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a piece that must be copied, C-ordered and little-endian, in memory of their own.
+def host_bytes(source: Source, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a source that must be copied, C-ordered and little-endian, in memory of their own.
 
-    `data` is the piece's array, or what became of it on the host.
+    `data` is the source's array, or what became of it on the host.
     """
     array = np.asarray(data)
-    if array.dtype != piece.dtype or not array.flags.c_contiguous or isinstance(piece.data, np.ndarray):
-        array = _dtypes.cast(array, piece.dtype)
+    if array.dtype != source.dtype or not array.flags.c_contiguous or isinstance(source.data, np.ndarray):
+        array = _dtypes.cast(array, source.dtype)
     return whole_bytes(array).reshape(-1).view(np.uint8)
 
 
@@ -121,10 +122,10 @@ def _add_numpy(content: Content, path: str, kind: Any, array: np.ndarray, cast: 
     leaf = len(content.entries)
     content.entries.append(ArrayEntry(path, kind, text, array.shape))
     copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    content.pieces.append(Piece(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
+    content.sources.append(Source(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
 
 
-def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any) -> None:
+def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any, alone: bool) -> None:
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
@@ -137,15 +138,15 @@ def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any) -> N
     content.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
     copies = packed or aval.dtype != stored or not _on_cpu(sharding)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        content.pieces.append(Piece(leaf, whole(aval.shape), array, stored, nbytes, copies))
+        content.sources.append(Source(leaf, whole(aval.shape), array, stored, nbytes, copies))
         return
-    if not array.is_fully_addressable:
-        raise UnsupportedError("this array lives on several processes")
     content.shardings[leaf] = sharding
+    if not (alone or array.is_fully_addressable):
+        content.global_leaves.add(leaf)
     for box, data in local_shards(array):
-        content.pieces.append(Piece(leaf, box, data, stored, data.size * stored.itemsize, copies))
+        content.sources.append(Source(leaf, box, data, stored, data.size * stored.itemsize, copies))
 
 
 @functools.lru_cache(maxsize=512)
@@ -160,10 +161,6 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
 @functools.lru_cache(maxsize=512)
 def _on_cpu(sharding: jax.sharding.Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
-
-
-def _misalignment(piece: Piece) -> int:
-    return -min(piece.nbytes & -piece.nbytes, 64) if piece.nbytes else -64
 
 
 @functools.lru_cache(maxsize=512)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 
 from ._crew import Crew
+from ._processes import Call
 from ._snapshot import Feed
 from .errors import SaveError, TreeringError
 
@@ -38,10 +39,11 @@ class SaveReport:
 class PendingSave:
     """A save that goes on in the background. Made by `save_async`."""
 
-    def __init__(self, path: str, step: int | None, feed: Feed, *, managed: bool):
+    def __init__(self, path: str, step: int | None, feed: Feed, call: Call, *, managed: bool):
         self.path = path
         self.step = step
         self._feed = feed
+        self._call = call
         self._managed = managed  # by a Checkpointer, which raises what this fails with
         self._begun = time.perf_counter()
         self._stall = 0.0  # set by the caller's thread
@@ -54,6 +56,11 @@ class PendingSave:
     def done(self) -> bool:
         """Whether the save is over, well or not."""
         return self._finished.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save is over and failed; `result` raises how."""
+        return self.done() and self._error is not None
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits for the commit, at most `timeout` seconds.
@@ -75,6 +82,7 @@ class PendingSave:
     def _cancel(self, reason: BaseException) -> None:
         """Stops writing and removes what was written, unless the save is over already. Returns when it is."""
         self._feed.fail(reason)
+        self._call.cancel(reason)
         self._finished.wait()
         self._seen()
 
@@ -93,6 +101,7 @@ class PendingSave:
             unseen.append(self)
         finally:
             self._feed.clear()
+            self._call.close(self._error)
             self._finished.set()
 
     def _committed(self, nbytes: int) -> None:

@@ -6,19 +6,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import jax
 import msgspec
 import numpy as np
 
-from . import _flax, _leaves, _pending, _tree, stores
+from . import _agreement, _flax, _leaves, _pending, _processes, _shares, _tree, stores
 from ._catalogue import encode_float
 from ._collector import paused
 from ._crew import Crew
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
+from ._processes import Call
+from ._sharding import extent
 from ._snapshot import Feed
 from ._version import __version__
 from .errors import MismatchError, UnsupportedError
@@ -38,6 +40,8 @@ def save(
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
     dtype: Any = None,
+    processes: Literal["all", "this"] = "all",
+    timeout: float = 30,
     memory_limit: int | None = 64 << 20,
 ) -> SaveReport:
     """Saves a pytree and returns when it is durable.
@@ -49,14 +53,20 @@ def save(
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata
         anything that JSON can say.
     dtype: what floating-point arrays are cast to.
+    processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
+        saves what this process has, as if there were no others.
+    timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone.
 
-    Raises `UnsupportedError` for leaves that cannot be saved and `ExistsError` for a path in use, before
-    anything is written; `SaveError` when writing fails, after everything it wrote is removed.
+    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
+    when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
+    everything it wrote is removed; `PeerError` when another process is gone or does not make the call.
     """
-    info = describe(step, metrics, metadata)
-    pending = start(path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=False)
+    call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
+    with ending(call):
+        info = describe(step, metrics, metadata)
+        pending = start(call, path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=False)
     try:
         return pending.result()
     except BaseException as error:
@@ -73,6 +83,8 @@ def save_async(
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
     dtype: Any = None,
+    processes: Literal["all", "this"] = "all",
+    timeout: float = 30,
     memory_limit: int | None = None,
 ) -> PendingSave:
     """Saves a pytree in the background.
@@ -84,11 +96,28 @@ def save_async(
     next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
     call holds its caller up until all but that many bytes of copies are written.
     """
-    info = describe(step, metrics, metadata)
-    return start(path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=True)
+    call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
+    with ending(call):
+        info = describe(step, metrics, metadata)
+        return start(call, path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=True)
+
+
+def _what(path: str | os.PathLike[str], step: int | None) -> str:
+    return f"save({absolute(path)!r}{'' if step is None else f', step={step}'})"
+
+
+@contextlib.contextmanager
+def ending(call: Call) -> Iterator[None]:
+    """Whatever goes wrong within the block ends the call in every process."""
+    try:
+        yield
+    except BaseException as error:
+        call.close(error)
+        raise
 
 
 def start(
+    call: Call,
     path: str | os.PathLike[str],
     tree: Any,
     info: native.Info,
@@ -99,27 +128,42 @@ def start(
     background: bool,
     manager: "Manager | None" = None,
 ) -> PendingSave:
-    """What all ways of saving do; a `manager` is called in the background before and after the save is written."""
+    """What all ways of saving do; a `manager` is called in the background before and after the save is written.
+
+    The call ends with the save. With an error raised here, the caller ends it.
+    """
     begun = time.perf_counter()
     if manager is None and (told := next((p for p in _pending.unseen if not p._managed), None)):
         told.result()
     place = absolute(path)
+    call.doing("copying the state")
     with paused():
         walked = _tree.walk(_flax.split(tree)[0])
-        content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background)
-    check_free(stores.DISK, place, overwrite=overwrite)
-    feed = Feed(content.pieces, limit)
-    pending = PendingSave(place, info.step, feed, managed=manager is not None)
-    skeleton = walked.skeleton  # and not the leaves: they are not to be held while they are written
+        alone = not _processes.several()
+        content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background, alone=alone)
+        if call.count == 1:
+            _check_whole(content)
+        shares = _shares.plan(content, call.count) if call.count > 1 else None
+        sources = _shares.handed_over(content, shares, call.index)
+        content.sources.clear()  # and not to be held while they are written
+    if call.index == 0:
+        check_free(stores.DISK, place, overwrite=overwrite)
+    feed = Feed(sources, limit)
+    pending = PendingSave(place, info.step, feed, call, managed=manager is not None)
+    skeleton = walked.skeleton
 
     def write(crew: Crew) -> None:
-        if manager:
+        if manager and call.index == 0:
             manager.before()
-        nbytes = native.write(stores.DISK, place, skeleton, content, feed, info, crew, overwrite)
+        single = _agreement.settle(call, skeleton, content, feed)
+        final = _shares.plan(content, call.count, single) if single else shares
+        nbytes = native.write(
+            stores.DISK, native.Job(place, overwrite, skeleton, content, final, info), feed, crew, call
+        )
         pending._committed(nbytes)
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
-        if manager:
+        if manager and call.index == 0:
             manager.after(info.step)
 
     previous = _pending.last
@@ -142,8 +186,20 @@ def start(
     return pending
 
 
+def _check_whole(content: _leaves.Content) -> None:
+    """Raises `UnsupportedError` for arrays of which this process, which saves alone, has not everything."""
+    missing: list[str] = []
+    for leaf in sorted(content.global_leaves):
+        entry: Any = content.entries[leaf]
+        here = sum(math.prod(extent(source.box)) for source in content.sources if source.leaf == leaf)
+        if here < math.prod(entry.shape):
+            missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
+    if missing:
+        raise UnsupportedError("\n".join(["processes='this' saves whole arrays; nothing was written:", *missing]))
+
+
 class Manager(Protocol):
-    """Who wants to do something around a save."""
+    """Who wants to do something around a save; with several processes, only process 0 does."""
 
     def before(self) -> None:
         """Called before anything is written; what it raises fails the save."""

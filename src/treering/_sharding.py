@@ -76,7 +76,12 @@ def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:
 
 def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
     """The distinct shards of an array that lie here, each once however often it is replicated."""
-    return [(box_of(s.index, array.shape), s.data) for s in array.addressable_shards if s.replica_id == 0]
+    found: dict[Box, Any] = {}
+    for shard in array.addressable_shards:
+        box = box_of(shard.index, array.shape)
+        if box not in found:
+            found[box] = shard.data
+    return list(found.items())
 
 
 def describe(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:

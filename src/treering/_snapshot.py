@@ -1,6 +1,6 @@
-"""The hand-over of pieces from the thread that calls save to the threads that write.
+"""The hand-over of sources from the thread that calls save to the threads that write.
 
-The caller puts pieces in, in order; a writer takes a piece when it needs it and says when its bytes are
+The caller puts sources in, in order; a writer takes a source when it needs it and says when its bytes are
 copied out. Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
 """
 
@@ -11,20 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._leaves import Piece, host_bytes
+from ._leaves import Source, host_bytes
 
 _PUBLISH = 4 << 20  # bytes after which waiting writers are told
 
 
 class Feed:
-    """At most `limit` bytes of copies are held at a time; a piece larger than that passes alone."""
+    """At most `limit` bytes of copies are held at a time; a source larger than that passes alone."""
 
-    def __init__(self, pieces: Sequence[Piece], limit: int | None):
-        self._pieces = pieces
+    def __init__(self, sources: Sequence[Source], limit: int | None):
+        self.sources = sources
         self._limit = limit
-        self._views: list[Any] = [None] * len(pieces)
-        self._left = [piece.nbytes for piece in pieces]
+        self._views: list[Any] = [None] * len(sources)
+        self._left = [source.nbytes for source in sources]
         self._fed = self._held = 0
+        self._unneeded: set[int] = set()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         # Set once everything is fed or the caller has to wait: until then writers would only take the
@@ -32,7 +33,7 @@ class Feed:
         self.writers_needed = threading.Event()
 
     def run(self) -> None:
-        """Feeds every piece; called by the thread that called save. Ends early when the writers have failed."""
+        """Feeds every source; called by the thread that called save. Ends early when the writers have failed."""
         try:
             for first, last in self._groups():
                 if not self._reserve(self._cost(first, last)):
@@ -43,8 +44,8 @@ class Feed:
             raise
         finally:
             if self._error:  # what was not handed over is not to be held either
-                for piece in self._pieces:
-                    piece.data = None
+                for source in self.sources:
+                    source.data = None
                 self.clear()
             self.writers_needed.set()
 
@@ -53,7 +54,7 @@ class Feed:
         return n < self._fed
 
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of piece `n`; waits until they are there. Raises what `fail` was given."""
+        """The bytes of source `n`; waits until they are there. Raises what `fail` was given."""
         if n >= self._fed:
             with self._changed:
                 self._changed.wait_for(lambda: n < self._fed or self._error)
@@ -61,15 +62,48 @@ class Feed:
         self.check()  # after the look: a hand-over that failed is cleared at any moment
         return view.reshape(-1).view(np.uint8)
 
+    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of source `n`, whether they are handed over or not.
+
+        To be called when `writers_needed` is set and before anything is taken: then the caller is either through
+        or waits for room, and its arrays still hold what they held.
+        """
+        self.check()
+        if n < self._fed:
+            return self.take(n)
+        source = self.sources[n]
+        return host_bytes(source, source.data).reshape(-1).view(np.uint8)
+
+    def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says which sources will be taken in which order, and how many bytes of each; to be called when `peek` may be.
+
+        Without it, all bytes of all sources are taken in turn. In another order, none of them can wait for room.
+        """
+        with self._changed:
+            self._left = [0] * len(self.sources)
+            for n, size in zip(order, nbytes, strict=True):
+                self._left[n] += size
+            self._unneeded = set(range(len(self.sources))).difference(order)
+            for n in self._unneeded:
+                if n < self._fed:
+                    self._drop(n, self.sources[n])
+            if list(order) != sorted(order):
+                self._limit = None
+            self._changed.notify_all()
+
+    def _drop(self, n: int, source: Source) -> None:
+        self._views[n] = None
+        if source.copies:
+            self._held -= source.nbytes
+
     def copied(self, n: int, nbytes: int) -> None:
-        """Says that so many bytes of piece `n` are not needed any more."""
-        if not self._pieces[n].copies:
+        """Says that so many bytes of source `n` are not needed any more."""
+        if not self.sources[n].copies:
             return  # a view costs nothing
         with self._changed:
             self._left[n] -= nbytes
             if not self._left[n]:
-                self._views[n] = None
-                self._held -= self._pieces[n].nbytes
+                self._drop(n, self.sources[n])
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -92,24 +126,25 @@ class Feed:
     def clear(self) -> None:
         """Lets go of all bytes."""
         with self._changed:
-            self._views = [None] * len(self._pieces)  # the caller may be putting one in right now
+            self._views = [None] * len(self.sources)  # the caller may be putting one in right now
 
     def _cost(self, first: int, last: int) -> int:
-        return sum(piece.nbytes for piece in self._pieces[first:last] if piece.copies)
+        return sum(source.nbytes for source in self.sources[first:last] if source.copies)
 
     def _groups(self) -> Iterator[tuple[int, int]]:
-        """Runs of pieces whose copies fit the limit together; their device copies are under way at once."""
-        if self._limit is None:
-            yield 0, len(self._pieces)
+        """Runs of sources whose copies fit the limit together; their device copies are under way at once."""
+        limit = self._limit  # `need` may lift it
+        if limit is None:
+            yield 0, len(self.sources)
             return
         first = cost = 0
-        for n, piece in enumerate(self._pieces):
-            own = piece.nbytes if piece.copies else 0
-            if n > first and cost + own > self._limit:
+        for n, source in enumerate(self.sources):
+            own = source.nbytes if source.copies else 0
+            if n > first and cost + own > limit:
                 yield first, n
                 first, cost = n, 0
             cost += own
-        yield first, len(self._pieces)
+        yield first, len(self.sources)
 
     def _reserve(self, nbytes: int) -> bool:
         def fits() -> bool:
@@ -123,13 +158,21 @@ class Feed:
             return self._error is None
 
     def _feed(self, first: int, last: int) -> None:
-        on_host = _start_copies([piece.data for piece in self._pieces[first:last] if piece.copies])
+        wanted = [n for n in range(first, last) if n not in self._unneeded]
+        on_host = _start_copies([self.sources[n].data for n in wanted if self.sources[n].copies])
         unpublished = 0
         for n in range(first, last):
-            piece = self._pieces[n]
-            self._views[n] = host_bytes(piece, next(on_host)) if piece.copies else np.asarray(piece.data)
-            piece.data = None  # or the state of this step would stay in the device's memory until it is written
-            unpublished += piece.nbytes
+            source = self.sources[n]
+            if n in self._unneeded:
+                with self._changed:
+                    source.data = None
+                    self._drop(n, source)
+                    self._fed = n + 1
+                    self._changed.notify_all()
+                continue
+            self._views[n] = host_bytes(source, next(on_host)) if source.copies else np.asarray(source.data)
+            source.data = None  # or the state of this step would stay in the device's memory until it is written
+            unpublished += source.nbytes
             if unpublished >= _PUBLISH or n == last - 1:
                 unpublished = 0
                 with self._changed:

@@ -15,7 +15,7 @@ import safetensors.numpy
 import golden_trees
 import spec_reader
 import treering as tr
-from treering import _leaves, _tree
+from treering import _leaves, _shares, _tree
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import layout, manifest
 
@@ -103,7 +103,7 @@ def test_pieces_are_aligned_for_their_elements(tmp_path: pathlib.Path) -> None:
 
 def test_headers_stay_below_the_limit_by_starting_another_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     plan = layout.plan
-    monkeypatch.setattr(layout, "plan", lambda content, token: plan(content, token, 5000))
+    monkeypatch.setattr(layout, "plan", lambda *args: plan(*args, header_limit=5000))
     tree = {f"leaf-{n}": np.full(n, n, np.uint8) for n in range(200)}
     tr.save(tmp_path / "c", tree)
     files = sorted((tmp_path / "c").glob("*.safetensors"))
@@ -119,8 +119,9 @@ def test_the_header_estimate_is_never_too_low() -> None:
     leaves = [np.zeros((3,) * n, np.uint8) for n in (1, 5, 9)] * 50
     paths = [f"{names[n % 3]}{n}" for n in range(150)]
     content = _leaves.collect(paths, leaves)
+    pieces = _shares.pieces(content.entries, content.sources, None, 0)
     for limit in (1000, 5000, 50_000):
-        for file in layout.plan(content, "abcdef", limit):
+        for file in layout.plan(content.entries, pieces, "abcdef", header_limit=limit):
             if len(file.begins) > 1:
                 assert len(file.header) <= limit + 4096
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from .buffers import aligned
@@ -21,7 +21,7 @@ from .disk import Disk, opened, read_file
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
-_OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5}-of-\d{5}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
+_OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
 _TRIES = 50  # at making a file, while others tidy up
 
 Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
@@ -50,68 +50,105 @@ def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
         raise ExistsError(f"{path}: expected a free path, found a directory with {shown}; choose a path below it")
 
 
-class Transaction:
-    """One save into one directory: seen by nobody until `commit`, gone without a trace after `abort`."""
+class Files:
+    """The files that one process writes for a save into one directory, locked until they are closed."""
 
-    def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
-        check_free(disk, path, overwrite=overwrite)
-        self.disk, self.path, self.token = disk, path, secrets.token_hex(3)
-        self._overwrite, self._named = overwrite, named
+    def __init__(self, disk: Disk, path: str, token: str, made: Sequence[str] = ()):
+        self.disk, self.path, self.token = disk, path, token
+        self.made = list(made)  # directories that are to go again if nothing comes of the save
         self._open: dict[str, int] = {}
-        self._made: list[str] = []
-        self._manifest = os.path.join(path, MANIFEST)
-        self._committed = False
-        clean(disk, path, named)
+
+    @classmethod
+    def join(cls, disk: Disk, path: str, token: str, made: Sequence[str]) -> "Files":
+        """Takes part in a save that another process began. Raises `SaveError` when it cannot be seen from here."""
+        marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
+        for _ in range(_TRIES):
+            if disk.stat(marker):
+                return cls(disk, path, token, made)
+            time.sleep(0.05)
+        raise SaveError(
+            f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
+            'system that all processes share; choose one, or save each process\'s own data with processes="this"'
+        )
 
     def create(self, name: str) -> int:
-        """A new file of this save, open for writing and locked. Closed by `commit` and `abort`."""
+        """A new file of this save, open for writing and locked. Closed by `close` and `abort`."""
         path = os.path.join(self.path, name)
         for attempt in range(_TRIES):
-            try:
+            with contextlib.suppress(FileExistsError):  # a cleaner that took it for a leftover has not removed it yet
                 fd = self.disk.create(path)
-            except FileNotFoundError:  # the first file, or somebody tidied an empty directory away
-                if attempt == _TRIES - 1:
-                    raise
-                self._make_dirs(self.path)
-                continue
-            except FileExistsError:  # a cleaner that took it for a leftover has not removed it yet
-                if attempt == _TRIES - 1:
-                    raise
-                time.sleep(0.001 * attempt)
-                continue
-            if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
-                self._open[path] = fd
-                return fd
-            self.disk.close(fd)  # a cleaner had it before it was locked
+                if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
+                    self._open[path] = fd
+                    return fd
+                self.disk.close(fd)  # a cleaner had it before it was locked
+            time.sleep(0.001 * attempt)
         raise FileNotFoundError(errno.ENOENT, "removed again and again while it was being written", path)
 
-    def write_small(self, name: str, data: bytes) -> str:
-        """A whole small file, durable; returns its path."""
-        fd = self.create(name)
-        buffer = aligned(len(data))
-        buffer[: len(data)] = data
-        self.disk.write(fd, buffer, 0)
-        self.disk.truncate(fd, len(data))
-        self.disk.sync(fd)
-        return os.path.join(self.path, name)
-
-    def commit(self, manifest: bytes) -> None:
-        """Publishes the save. Raises `ExistsError` when another writer was first."""
-        if not self._open:
-            self._make_dirs(self.path)
-        self.disk.sync_dir(os.path.dirname(self.path))
-        temporary = self.write_small(f"{MANIFEST}.{self.token}.tmp", manifest)
-        self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
+    def check(self) -> None:
+        """Raises `SaveError` when somebody has removed one of the files."""
         for path, fd in self._open.items():
             if not self.disk.same_file(fd, path):
                 raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
+
+    def close(self) -> None:
+        """Lets go of the files, and of their locks."""
+        for fd in self._open.values():
+            with contextlib.suppress(OSError):
+                self.disk.close(fd)
+        self._open.clear()
+
+    def abort(self) -> None:
+        """Removes the files, and the directories that were made for them unless others have files there."""
+        with contextlib.suppress(OSError):
+            for path in self._open:
+                with contextlib.suppress(FileNotFoundError):
+                    self.disk.unlink(path)
+            for directory in reversed(self.made):
+                self.disk.remove_dir(directory)
+        self.close()
+
+
+class Transaction(Files):
+    """One save into one directory: seen by nobody until `commit`, gone without a trace after `abort`.
+
+    The temporary manifest is made first: it shows other processes that they write to the same file system.
+    """
+
+    def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
+        check_free(disk, path, overwrite=overwrite)
+        super().__init__(disk, path, secrets.token_hex(3))
+        self.committed = False
+        self._overwrite, self._named = overwrite, named
+        self._manifest = os.path.join(path, MANIFEST)
+        clean(disk, path, named)
+        name = f"{MANIFEST}.{self.token}.tmp"
+        self._temporary = os.path.join(path, name)
+        try:
+            for attempt in range(_TRIES):
+                try:
+                    self._make_dirs(path)
+                    self.create(name)
+                    break
+                except FileNotFoundError:  # somebody tidied the empty directory away
+                    if attempt == _TRIES - 1:
+                        raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self, manifest: bytes) -> None:
+        """Publishes the save. Raises `ExistsError` when another writer was first."""
+        self.disk.sync_dir(os.path.dirname(self.path))
+        self._write(self._open[self._temporary], manifest)
+        self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
+        self.check()
         if self._overwrite:
-            self.disk.rename(temporary, self._manifest)
+            self.disk.rename(self._temporary, self._manifest)
         else:
             try:
-                self.disk.link(temporary, self._manifest)
+                self.disk.link(self._temporary, self._manifest)
             except FileExistsError:
-                if not self.disk.same_file(self._open[temporary], self._manifest):  # or else it is ours after all
+                if not self.disk.same_file(self._open[self._temporary], self._manifest):  # or else it is ours after all
                     raise ExistsError(
                         f"{self.path}: another writer put a checkpoint there first; it is untouched"
                     ) from None
@@ -120,47 +157,46 @@ class Transaction:
         except OSError as error:
             if not self._overwrite:
                 raise
-            self._committed = True
+            self.committed = True
             raise SaveError(
                 f"{self.path}: the new checkpoint is in place, but the disk failed to make that durable ({error}); "
                 "after a power cut it may be the old one again"
             ) from error
-        self._committed = True
+        self.committed = True
         with _logged(self.path):
             if not self._overwrite:
                 with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
-                    self.disk.unlink(temporary)
-        self._close()
+                    self.disk.unlink(self._temporary)
+        self.close()
         if self._overwrite:
             clean(self.disk, self.path, self._named)
 
     def abort(self) -> None:
         """Removes everything this save wrote; nothing once it is committed."""
-        if not self._committed:
-            with contextlib.suppress(OSError):
-                if any(self.disk.same_file(fd, self._manifest) for fd in self._open.values()):  # ours, and not durable
-                    self.disk.unlink(self._manifest)
-                    self.disk.sync_dir(self.path)
-                for path in self._open:
-                    with contextlib.suppress(FileNotFoundError):
-                        self.disk.unlink(path)
-                for directory in reversed(self._made):
-                    self.disk.remove_dir(directory)
-        self._close()
+        if self.committed:
+            self.close()
+            return
+        with contextlib.suppress(OSError):
+            if any(self.disk.same_file(fd, self._manifest) for fd in self._open.values()):  # ours, and not durable
+                self.disk.unlink(self._manifest)
+                self.disk.sync_dir(self.path)
+        super().abort()
 
-    def _close(self) -> None:
-        for fd in self._open.values():
-            with contextlib.suppress(OSError):
-                self.disk.close(fd)
-        self._open.clear()
+    def _write(self, fd: int, data: bytes) -> None:
+        buffer = aligned(len(data))
+        buffer[: len(data)] = data
+        self.disk.write(fd, buffer, 0)
+        self.disk.truncate(fd, len(data))
+        self.disk.sync(fd)
 
     def _make_dirs(self, path: str) -> None:
         parent = os.path.dirname(path)
-        if self.disk.stat(parent) is None:
-            self._make_dirs(parent)
+        if self.disk.stat(path):
+            return
+        self._make_dirs(parent)
         with contextlib.suppress(FileExistsError):
             self.disk.make_dir(path)
-            self._made.append(path)
+            self.made.append(path)
         self.disk.sync_dir(parent)
 
 

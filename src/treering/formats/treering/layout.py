@@ -1,13 +1,16 @@
 """Which piece goes where: pure functions from a save's content to array files."""
 
+import bisect
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ... import _dtypes
-from ..._catalogue import ValueEntry
+from ..._catalogue import Entry, ValueEntry
 from ..._leaves import Content
 from ..._sharding import Box, describe, extent, whole
+from ..._shares import Piece, Share
 from ...stores.disk import PAGE
 from ..safetensors import MAX_HEADER, Tensor, encode_header
 from .manifest import BLOCK, ArrayRow, Layout, piece_key
@@ -31,32 +34,38 @@ class ArrayFile(NamedTuple):
         return -(-self.nbytes // BLOCK)
 
 
-def plan(content: Content, token: str, header_limit: int = MAX_HEADER * 9 // 10) -> list[ArrayFile]:
-    """Lays the pieces out in order, in as many files as keep each header below the limit."""
+def plan(
+    entries: Sequence[Entry],
+    pieces: Sequence[Piece],
+    token: str,
+    index: int = 0,
+    count: int = 1,
+    header_limit: int = MAX_HEADER * 9 // 10,
+) -> list[ArrayFile]:
+    """Lays out what process `index` of `count` writes, in as many files as keep each header below the limit."""
     groups: list[tuple[int, int]] = []
     first = used = 0
-    for n, piece in enumerate(content.pieces):
+    for n, piece in enumerate(pieces):
         # Generous: the key, escaped at worst, and 120 bytes of dtype, shape and offsets.
-        cost = 6 * len(content.entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
+        cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
         if n > first and used + cost > header_limit:
             groups.append((first, n))
             first, used = n, 0
         used += cost
-    if content.pieces:
-        groups.append((first, len(content.pieces)))
-    return [
-        _file(content, f"arrays-{token}-{n:05}-of-{len(groups):05}.safetensors", first, last)
-        for n, (first, last) in enumerate(groups)
-    ]
+    if pieces:
+        groups.append((first, len(pieces)))
+    # A process need not know how many files the others have: its numbers are those that are `index` modulo `count`.
+    numbers = range(index, len(groups) * count, count)
+    names = [f"arrays-{token}-{number:05}-of-{len(groups) * count:05}.safetensors" for number in numbers]
+    return [_file(entries, pieces[a:b], name, a) for name, (a, b) in zip(names, groups, strict=True)]
 
 
-def _file(content: Content, name: str, first: int, last: int) -> ArrayFile:
-    pieces = content.pieces[first:last]
+def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: int) -> ArrayFile:
     *begins, end = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     tensors: dict[str, Tensor] = {}
     other_dtypes: dict[str, str] = {}
     for piece, begin in zip(pieces, begins, strict=True):
-        entry: Any = content.entries[piece.leaf]
+        entry: Any = entries[piece.leaf]
         if piece.box == whole(entry.shape):
             key, shape = piece_key(entry.path, None), entry.shape
         else:
@@ -77,30 +86,73 @@ def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
     return header[:_PREFIX] + text + header[_PREFIX + len(text) :]
 
 
-def rows(content: Content, files: Sequence[ArrayFile]) -> tuple[list[ArrayRow | ValueEntry], list[Layout]]:
-    """The manifest's rows in tree order, and the layouts that arrays of several pieces share."""
-    home: dict[int, list[tuple[Box, int]]] = {}
-    for number, file in enumerate(files):
-        for piece in content.pieces[file.first : file.first + len(file.begins)]:
-            home.setdefault(piece.leaf, []).append((piece.box, number))
-    layouts: dict[tuple, int] = {}
+class Numbers:
+    """Which file of the manifest holds a piece.
+
+    `firsts[p]` gives for each file of process p the first of its pieces that is in there; `order(p)` are those
+    pieces, which only matter where a process has several files.
+    """
+
+    def __init__(self, firsts: Sequence[Sequence[int]], order: Callable[[int], Iterable[tuple[int, Box]]]):
+        self._firsts = firsts
+        self._before = list(itertools.accumulate(map(len, firsts), initial=0))
+        self._order = functools.cache(lambda process: {piece: n for n, piece in enumerate(order(process))})
+
+    def of(self, process: int, leaf: int, box: Box) -> int:
+        """The file with a piece that a process wrote."""
+        firsts = self._firsts[process]
+        n = 0 if len(firsts) == 1 else bisect.bisect_right(firsts, self._order(process)[leaf, box]) - 1
+        return self._before[process] + n
+
+    def of_all(self, processes: Iterable[int]) -> list[int] | None:
+        """The only file of each process; None unless each has exactly one."""
+        if any(len(self._firsts[process]) != 1 for process in processes):
+            return None
+        return [self._before[process] for process in processes]
+
+
+def rows(
+    content: Content, shares: Mapping[int, Share], numbers: Numbers
+) -> tuple[list[ArrayRow | ValueEntry], list[Layout]]:
+    """The manifest's rows in tree order, and the layouts that arrays of several pieces share.
+
+    A leaf without a share is whole in a file of process 0.
+    """
+    known: dict[Any, int | None] = {}
+    layouts: list[Layout] = []
+
+    def add(boxes: Sequence[Box], files: list[list[int]], sharding: Any) -> int:
+        layouts.append(Layout(list(boxes), files, sharding and describe(sharding)))
+        return len(layouts) - 1
+
+    def by_turns(share: Share, sharding: Any) -> int | None:
+        """The layout by which all leaves of this sharding go, where each process has its one file."""
+        key = (sharding, share.layout)
+        if share.layout and key not in known:
+            files = [numbers.of_all(holders) for holders in share.layout.holders]
+            full = [own for own in files if own is not None]
+            known[key] = add(share.boxes, full, sharding) if len(full) == len(files) else None
+        return known.get(key)
+
+    def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
+        share, sharding = shares.get(leaf), content.shardings.get(leaf)
+        if share is None:
+            return numbers.of(0, leaf, whole(shape))
+        if sharding is None and len(share.boxes) == 1:
+            return numbers.of(share.writers[0], leaf, share.boxes[0])
+        if (found := by_turns(share, sharding)) is not None:
+            return found, share.turn
+        files = [numbers.of(writer, leaf, box) for writer, box in zip(share.writers, share.boxes, strict=True)]
+        key = (sharding, *share.boxes, *files)
+        if key not in known:
+            known[key] = add(share.boxes, [[file] for file in files], sharding)
+        return known[key] or 0, 0
+
     out: list[ArrayRow | ValueEntry] = []
-    listed: list[Layout] = []
     for n, entry in enumerate(content.entries):
         if isinstance(entry, ValueEntry):
             out.append(entry)
             continue
-        if n in content.tied:
-            where: int | tuple[int, int] | str = content.entries[content.tied[n]].path
-        elif len(home[n]) == 1 and home[n][0][0] == whole(entry.shape) and n not in content.shardings:
-            where = home[n][0][1]
-        else:
-            sharding = content.shardings.get(n)
-            key = (sharding, *home[n])
-            if key not in layouts:
-                layouts[key] = len(listed)
-                boxes, numbers = zip(*home[n], strict=True)
-                listed.append(Layout(list(boxes), [[f] for f in numbers], sharding and describe(sharding)))
-            where = (layouts[key], 0)
+        where = content.entries[content.tied[n]].path if n in content.tied else place(n, entry.shape)
         out.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
-    return out, listed
+    return out, layouts

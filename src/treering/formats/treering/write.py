@@ -3,21 +3,27 @@
 import bisect
 import datetime
 import itertools
+import os
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from ... import _shares
 from ..._collector import paused
 from ..._crew import Crew
 from ..._leaves import Content
+from ..._processes import Call
+from ..._sharding import Box
+from ..._shares import Piece, Share
 from ..._snapshot import Feed
 from ..._tree import Skeleton
+from ...errors import SaveError
 from ...stores.buffers import aligned, round_up
 from ...stores.disk import Disk
-from ...stores.local import Transaction
+from ...stores.local import Files, Transaction
 from . import layout, manifest
 from .layout import ArrayFile
 from .manifest import BLOCK
@@ -36,46 +42,124 @@ class Info(NamedTuple):
     software: dict[str, str]
 
 
-def write(
-    disk: Disk, path: str, tree: Skeleton, content: Content, feed: Feed, info: Info, crew: Crew, overwrite: bool
-) -> int:
-    """Writes a checkpoint durably and commits it; returns its size in bytes. Leaves nothing behind when it fails."""
-    transaction = Transaction(disk, path, overwrite=overwrite, named=manifest.file_names)
+class Job(NamedTuple):
+    """What is to be saved where.
+
+    `shares` says who writes which array, None when this process writes all of them.
+    """
+
+    path: str
+    overwrite: bool
+    tree: Skeleton
+    content: Content
+    shares: Mapping[int, Share] | None
+    info: Info
+
+
+def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
+    """Writes a checkpoint durably, together with the other processes of the call; returns its size in bytes.
+
+    Process 0 begins and commits. Leaves nothing behind when it fails, unless it cannot know what became of the
+    checkpoint: then its files stay for whoever cleans up there next.
+    """
+    files: Any = None
+    undurable: SaveError | None = None
+
+    def begin() -> list[Any]:
+        nonlocal files
+        files = Transaction(disk, job.path, overwrite=job.overwrite, named=manifest.file_names)
+        return [files.token, files.made]
+
+    def commit(reports: Sequence[Any]) -> list[Any]:
+        nonlocal undurable
+        listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
+        _check_visible(disk, job.path, listed[1:])
+        data = _manifest(job, pieces, listed, [[first for _, first in report] for report in reports])
+        try:
+            files.commit(data)
+        except SaveError as error:
+            if not files.committed:
+                raise
+            undurable = error  # the files are part of the checkpoint now, and no process may remove them
+        nbytes = len(data) + sum(file.size for report in listed for file in report)
+        return [nbytes, undurable and str(undurable)]
+
     try:
+        call.doing("planning")
+        token, made = call.tell(begin)
+        files = files or Files.join(disk, job.path, token, made)
         with paused():
-            files = layout.plan(content, transaction.token)
-        listed = [_write_file(disk, transaction, file, content, feed, crew) for file in files]
-        with paused():
-            leaves, layouts = layout.rows(content, files)
-        data = manifest.encode(
-            manifest.Manifest(
-                format=manifest.FORMAT,
-                version=manifest.VERSION,
-                created=datetime.datetime.now(datetime.UTC).isoformat(),
-                software=info.software,
-                step=info.step,
-                metrics=info.metrics,
-                metadata=info.metadata,
-                files=listed,
-                layouts=layouts,
-                tree=list(tree),
-                leaves=leaves,
-            )
-        )
-        transaction.commit(data)
+            pieces = _shares.pieces(job.content.entries, feed.sources, job.shares, call.index)
+            if job.shares is not None:
+                feed.need([piece.source for piece in pieces], [piece.nbytes for piece in pieces])
+            planned = layout.plan(job.content.entries, pieces, token, call.index, call.count)
+        call.doing("writing")
+        report = [(_write_file(disk, files, file, pieces, feed, crew), file.first) for file in planned]
+        if call.index:
+            disk.sync_dir(job.path)
+        call.doing("waiting for the commit")
+        nbytes, problem = call.agree(msgspec.to_builtins(report), commit)
+        files.close()
     except BaseException:
-        transaction.abort()
+        if files and call.undecided:
+            files.close()
+        elif files:
+            files.abort()
         raise
-    return len(data) + sum(file.size for file in listed)
+    if problem:
+        raise undurable or SaveError(problem)
+    return nbytes
+
+
+def _manifest(
+    job: Job, pieces: Sequence[Piece], listed: Sequence[Sequence[manifest.File]], firsts: Sequence[Sequence[int]]
+) -> bytes:
+    entries, everyone = job.content.entries, job.shares
+
+    def order(process: int) -> Iterator[tuple[int, Box]]:
+        if everyone is None:
+            return ((piece.leaf, piece.box) for piece in pieces)
+        return ((leaf, box) for leaf, box, _ in _shares.written(entries, everyone, process))
+
+    with paused():
+        by_leaf = _shares.unshared(job.content.shardings, pieces) if everyone is None else everyone
+        leaves, layouts = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
+    return manifest.encode(
+        manifest.Manifest(
+            format=manifest.FORMAT,
+            version=manifest.VERSION,
+            created=datetime.datetime.now(datetime.UTC).isoformat(),
+            software=job.info.software,
+            step=job.info.step,
+            metrics=job.info.metrics,
+            metadata=job.info.metadata,
+            files=[file for report in listed for file in report],
+            layouts=layouts,
+            tree=list(job.tree),
+            leaves=leaves,
+        )
+    )
+
+
+def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]]) -> None:
+    """The files that other processes say they wrote, seen from process 0."""
+    for process, files in enumerate(listed, 1):
+        for file in files:
+            found = disk.stat(os.path.join(path, file.name))
+            if found is None or found.st_size != file.size:
+                raise SaveError(
+                    f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
+                    f"{'nothing' if found is None else found.st_size}; do all processes see the same file system?"
+                )
 
 
 def _write_file(
-    disk: Disk, transaction: Transaction, file: ArrayFile, content: Content, feed: Feed, crew: Crew
+    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew
 ) -> manifest.File:
-    fd = transaction.create(file.name)
+    fd = files.create(file.name)
     size = len(file.header) + file.nbytes
     disk.preallocate(fd, round_up(size))
-    checksums = _write_buffer(disk, fd, file, content, feed, crew)
+    checksums = _write_buffer(disk, fd, file, pieces, feed, crew)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
@@ -85,7 +169,9 @@ def _write_file(
     return manifest.File(file.name, size, len(header), manifest.xxh3(header))
 
 
-def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: Feed, crew: Crew) -> Sequence[str]:
+def _write_buffer(
+    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew
+) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
     checksums = [""] * file.blocks
     chunks = iter(range(0, file.nbytes, CHUNK))
@@ -101,7 +187,7 @@ def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: 
                 if begin is None:
                     return
                 end = min(begin + CHUNK, file.nbytes)
-                _fill(target, file, content, feed, begin, end)
+                _fill(target, file, pieces, feed, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
                 disk.write(fd, buffer[: round_up(end - begin)], len(file.header) + begin)
@@ -116,7 +202,7 @@ def _write_buffer(disk: Disk, fd: int, file: ArrayFile, content: Content, feed: 
     return checksums
 
 
-def _fill(target: np.ndarray, file: ArrayFile, content: Content, feed: Feed, begin: int, end: int) -> None:
+def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, begin: int, end: int) -> None:
     """Copies the bytes [begin, end) of the buffer from the pieces they belong to, many small ones at a time."""
     parts: list[np.ndarray] = []
     owners: list[int] = []
@@ -135,15 +221,15 @@ def _fill(target: np.ndarray, file: ArrayFile, content: Content, feed: Feed, beg
 
     for n in itertools.count(bisect.bisect_right(file.begins, begin) - 1):
         piece_begin = file.begins[n]
-        piece = file.first + n
-        nbytes = content.pieces[piece].nbytes
-        if not feed.ready(piece):
+        piece = pieces[file.first + n]
+        if not feed.ready(piece.source):
             flush()  # what is held must be let go before more is waited for
-        source = feed.take(piece) if nbytes else _NOTHING
-        if piece_begin < begin or piece_begin + nbytes > end:
-            source = source[max(begin - piece_begin, 0) : end - piece_begin]
+        source = feed.take(piece.source) if piece.nbytes else _NOTHING
+        first, last = max(begin - piece_begin, 0), min(end - piece_begin, piece.nbytes)
+        if first or piece.begin or last < len(source):
+            source = source[piece.begin + first : piece.begin + last]
         parts.append(source)
-        owners.append(piece)
-        if piece_begin + nbytes >= end:
+        owners.append(piece.source)
+        if piece_begin + piece.nbytes >= end:
             break
     flush()
