@@ -73,17 +73,24 @@ def _concrete(wish: Any, mesh: Any) -> Where:
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
-    """A JAX array to be made of one host array per box."""
+    """A JAX array to be made of one host array per box; of none when all its devices are other processes'."""
 
     where: Any
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     weak: bool
     arrays: list[np.ndarray]
 
 
 def on_one_device(where: Sharding) -> bool:
-    """Whether an array with this sharding is one buffer."""
-    return isinstance(where, SingleDeviceSharding) or where.num_devices == 1
+    """Whether an array with this sharding is one buffer, and that of a device of this process."""
+    one = isinstance(where, SingleDeviceSharding) or where.num_devices == 1
+    return one and where.is_fully_addressable
+
+
+def of_key_data(where: Where) -> Where:
+    """The sharding of the data of typed keys, which has one more axis; None where that cannot be said."""
+    return where if where is None or isinstance(where, NamedSharding) or on_one_device(where) else None
 
 
 def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
@@ -116,7 +123,7 @@ def _put_quickly(items: Sequence[Item]) -> list[jax.Array]:
     for item in items:
         where = free if item.where is None else item.where
         shards, devices = _shards(item, where)
-        aval = _aval(item.shape, item.arrays[0].dtype, item.weak)
+        aval = _aval(item.shape, item.dtype, item.weak)
         out.append(batched_device_put(aval, where, shards, devices, committed=item.where is not None))
     return out
 
@@ -137,7 +144,7 @@ def _put_publicly(items: Sequence[Item]) -> list[jax.Array]:
             array = next(free)
         else:
             own = [next(bound) for _ in item.where.addressable_devices]
-            array = jax.make_array_from_single_device_arrays(item.shape, item.where, own)
+            array = jax.make_array_from_single_device_arrays(item.shape, item.where, own, dtype=item.dtype)
         out.append(_weaken(array) if item.weak else array)
     return out
 

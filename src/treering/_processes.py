@@ -51,6 +51,10 @@ class Call(Protocol):
         """Process 0 decides without hearing the others; all return its decision, or raise its error."""
         ...
 
+    def check(self) -> None:
+        """Raises what process 0 failed with, if it has failed."""
+        ...
+
     def cancel(self, reason: BaseException) -> None:
         """Ends the waiting of another thread, which raises the reason."""
         ...
@@ -72,6 +76,8 @@ class Alone:
 
     def tell(self, decide: Callable[[], Any]) -> Any:
         return decide()
+
+    def check(self) -> None: ...
 
     def cancel(self, reason: BaseException) -> None: ...
 
@@ -137,6 +143,10 @@ class Together:
     def tell(self, decide: Callable[[], Any]) -> Any:
         exchange = next(self._exchanges)
         return self._told(exchange) if self.index else self._answer(exchange, decide())
+
+    def check(self) -> None:
+        if self.index:
+            self._check([0], time.monotonic())
 
     def cancel(self, reason: BaseException) -> None:
         self._cancelled = reason

@@ -91,9 +91,9 @@ def _values(
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = np.array(target.value, target.dtype)
             if target.make == "jax":
-                (values[n],) = _place.put([_place.Item(places[n], (), target.weak, [array])])
+                (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
             else:
-                values[n] = _on_host(array, target, None)
+                values[n] = _on_host(array, target)
     return values
 
 
@@ -107,8 +107,16 @@ def _group(
     mmap: bool | None,
 ) -> list[tuple[int, Any]]:
     """Reads some leaves together; returns their numbers and values."""
+    wishes, places = places, list(places)
+    for n in group:
+        if targets[n].make == "key":
+            places[n] = _place.of_key_data(wishes[n])
     boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
-    wanted = [(_entry(targets[n]), box) for n in group for box in boxes.get(n) or (whole(_entry(targets[n]).shape),)]
+    wanted = [
+        (_entry(targets[n]), box)
+        for n in group
+        for box in (boxes[n] if n in boxes else (whole(_entry(targets[n]).shape),))
+    ]
     found = reader.read(wanted, verify=verify, map=mmap)
     with paused():
         arrays = iter(found)
@@ -116,13 +124,17 @@ def _group(
         in_jax: list[int] = []
         items: list[_place.Item] = []
         for n in group:
-            own = [_cast(next(arrays), targets[n], paths[n]) for _ in boxes.get(n) or (0,)]
-            if targets[n].make == "jax":
+            target, entry = targets[n], _entry(targets[n])
+            own = [_cast(next(arrays), target, paths[n]) for _ in boxes.get(n, (0,))]
+            if target.make in ("jax", "key"):
                 in_jax.append(n)
-                items.append(_place.Item(places[n], _entry(targets[n]).shape, targets[n].weak, own))
+                items.append(_place.Item(places[n], entry.shape, target.dtype, target.weak, own))
             else:
-                values.append((n, _on_host(own[0], targets[n], places[n])))
-        return values + list(zip(in_jax, _place.put(items), strict=True))
+                values.append((n, _on_host(own[0], target)))
+        for n, array in zip(in_jax, _place.put(items), strict=True):
+            value = as_key(array, _entry(targets[n])) if targets[n].make == "key" else array
+            values.append((n, value if places[n] is wishes[n] else jax.device_put(value, wishes[n])))
+        return values
 
 
 def _entry(target: Target) -> ArrayEntry:
@@ -132,7 +144,7 @@ def _entry(target: Target) -> ArrayEntry:
 
 def _spread(target: Target, place: Where) -> bool:
     """Whether a leaf is read in other boxes than the whole."""
-    return target.make == "jax" and place is not None and not _place.on_one_device(place)
+    return target.make in ("jax", "key") and place is not None and not _place.on_one_device(place)
 
 
 def _leaves_host(target: Target, place: Where) -> bool:
@@ -171,14 +183,11 @@ def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
     return _dtypes.cast(array, target.dtype)
 
 
-def _on_host(array: np.ndarray, target: Target, place: Where) -> Any:
+def _on_host(array: np.ndarray, target: Target) -> Any:
     if target.make == "int":
         return int(array)
     if target.make == "numpy-scalar":
         return array[()]
-    if target.make == "key":
-        key = as_key(jax.numpy.asarray(array), _entry(target))
-        return key if place is None else jax.device_put(key, place)
     return array
 
 

@@ -163,8 +163,9 @@ def start(
         pending._committed(nbytes)
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
-        if manager and call.index == 0:
-            manager.after(info.step)
+        if manager:
+            call.doing("tidying up")
+            call.tell(lambda: manager.after(info.step))
 
     previous = _pending.last
     crew = thread = None

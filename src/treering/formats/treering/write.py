@@ -100,11 +100,13 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
         call.doing("waiting for the commit")
         nbytes, problem = call.agree(msgspec.to_builtins(report), commit)
         files.close()
-    except BaseException:
+    except BaseException as error:
         if files and call.undecided:
             files.close()
         elif files:
             files.abort()
+        if isinstance(error, SaveError | FileNotFoundError):  # is it gone because process 0 has given up?
+            call.check()
         raise
     if problem:
         raise undurable or SaveError(problem)

@@ -1,0 +1,130 @@
+"""Jobs of several real processes under `jax.distributed`."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+# What each process begins with. The body of a job uses these names.
+PRELUDE = """
+import faulthandler, json, os, pathlib, signal, sys, time
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np
+jax.config.update("jax_enable_recoverability", RECOVERABLE)
+jax.distributed.initialize(ADDRESS, COUNT, INDEX)
+import jax.numpy as jnp
+import treering as tr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from treering import stores
+from treering.errors import *
+faulthandler.dump_traceback_later(TIMEOUT - 5, exit=True)
+
+tmp = pathlib.Path(TMP)
+devices = np.array(jax.devices())
+
+def mesh(*sizes, devices=devices):
+    return Mesh(devices[: int(np.prod(sizes))].reshape(sizes), tuple("xyz"[: len(sizes)]))
+
+def put(value, spec=P(), mesh=Mesh(devices, ("x",))):
+    '''A global array with the given contents; each process makes its own shards.'''
+    value = np.asarray(value)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+
+def same(array, value):
+    '''Whether every shard of an array that lies here holds its part of a value.'''
+    value = np.asarray(value)
+    shards = ((np.asarray(s.data), value[s.index]) for s in array.addressable_shards)
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in shards)
+
+def caught(call, *args, **options):
+    '''The error that a call raises, as [class, text].'''
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+def die_at(operation, name=""):
+    '''Kills this process by SIGKILL in the place of an operation of the disk on a file with this in its name.'''
+    def dead(self, *args):
+        paths = [os.readlink(f"/proc/self/fd/{a}") if isinstance(a, int) else str(a) for a in args[:2] if a is not None]
+        if any(name in path for path in paths):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return getattr(stores.disk.Disk, operation)(self, *args)
+    stores.DISK = type("Deadly", (stores.disk.Disk,), {operation: dead})()
+
+def sync(name):
+    '''Waits for the other processes of the test, without the library that is tested.'''
+    from jax._src import distributed
+    distributed.global_state.client.wait_at_barrier(name, 60_000)
+
+def report(value):
+    '''What the test gets to see of this process.'''
+    (tmp / f"report-{INDEX}.json").write_text(json.dumps(value))
+"""
+
+
+class Result(NamedTuple):
+    """How a process ended: its exit code, what it reported (None: nothing), and what it printed."""
+
+    code: int
+    report: Any
+    output: str
+
+
+def run_job(
+    tmp: pathlib.Path,
+    body: str,
+    *,
+    processes: int,
+    devices: int = 2,
+    recoverable: bool = False,
+    expect: dict[int, int | None] | None = None,
+    timeout: int = 120,
+    **names: Any,
+) -> list[Result]:
+    """Runs a body in every process of a new job; `names` are further names that it may use.
+
+    Fails unless every process ends with code 0, or with what `expect` says of it (None: anything). Processes of a
+    recoverable job end without waiting for one another.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    running: list[subprocess.Popen[str]] = []
+    for index in range(processes):
+        (tmp / f"report-{index}.json").unlink(missing_ok=True)
+        known = {
+            **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
+            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, **names},
+        }
+        assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
+        end = "sys.stdout.flush(); os._exit(0)" if recoverable else "faulthandler.cancel_dump_traceback_later()"
+        script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", script],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+        )
+    results: list[Result] = []
+    for index, process in enumerate(running):
+        output, _ = process.communicate(timeout=timeout + 30)
+        file = tmp / f"report-{index}.json"
+        results.append(Result(process.returncode, json.loads(file.read_text()) if file.exists() else None, output))
+    for index, result in enumerate(results):
+        wanted = (expect or {}).get(index, 0)
+        assert wanted is None or result.code == wanted, (
+            f"process {index} ended with {result.code}, not {wanted}:\n{result.output[-4000:]}"
+        )
+    return results

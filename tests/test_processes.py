@@ -1,0 +1,329 @@
+"""Several processes: what one job saves together, any other restores; and nobody waits for the dead."""
+
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+
+import treering as tr
+from jobs import run_job
+
+KILLED = -signal.SIGKILL
+
+STATE = """
+big = np.arange(512 * 1024, dtype=np.float32).reshape(512, 1024)
+half = devices[len(devices) // 2 :]
+values = {
+    "rows": big, "columns": big + 1, "replicated": big + 2, "grid": big + 3, "scalar": np.float32(2.5),
+    "empty": big[:0],
+    "elsewhere": big[:8] + 4, "alone": big[:9] + 5, "bf16": (big[:64] + 6).astype(jnp.bfloat16),
+    "keys": np.arange(32, dtype=np.uint32).reshape(16, 2),
+}
+def state():
+    n, own = len(devices), [d for d in devices if d.process_index == COUNT - 1]
+    return {
+        "rows": put(values["rows"], P("x")), "columns": put(values["columns"], P(None, "x")),
+        "replicated": put(values["replicated"]), "grid": put(values["grid"], P("y", "x"), mesh(2, n // 2)),
+        "scalar": put(values["scalar"]), "empty": put(values["empty"], P(None, "x")),
+        "elsewhere": put(values["elsewhere"], P("x"), Mesh(half, ("x",))),
+        "alone": put(values["alone"], P(), Mesh(np.array(own), ("x",))), "bf16": put(values["bf16"], P("x")),
+        "keys": jax.random.wrap_key_data(put(values["keys"], P("x"))),
+        "here": jnp.arange(5.0), "numpy": np.arange(3_000_000, dtype=np.int32), "step": 7, "name": "run", "none": None,
+    }
+"""
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_what_several_processes_save_together_restores_anywhere(tmp_path: pathlib.Path, processes: int) -> None:
+    body = (
+        STATE
+        + """
+tree = state()
+found = tr.save(tmp / "c", tree, step=7, metrics={"loss": tree["scalar"]})
+pending = tr.save_async(tmp / "again", tree)
+tree["numpy"] += 1
+pending.result()
+like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array)
+                    else x, tree)
+for name in ("c", "again"):
+    back = tr.restore(tmp / name, like)
+    back["keys"], kind = jax.random.key_data(back["keys"]), back["keys"]
+    assert kind.sharding == tree["keys"].sharding and kind.dtype == tree["keys"].dtype
+    assert all(same(back[key], value) for key, value in values.items())
+    assert all(back[key].sharding == tree[key].sharding for key in values if key != "keys")
+    assert (back["numpy"] == np.arange(3_000_000)).all() and back["step"] == 7 and back["name"] == "run"
+report([found.nbytes, found.step])
+"""
+    )
+    results = run_job(tmp_path, body, processes=processes)
+    size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+    assert [result.report for result in results] == [[size, 7]] * processes
+    big = np.arange(512 * 1024, dtype=np.float32).reshape(512, 1024)
+    for name in ("c", "again"):
+        assert tr.verify(tmp_path / name).ok
+        tree = tr.restore(tmp_path / name)
+        wanted = {"rows": big, "columns": big + 1, "replicated": big + 2, "grid": big + 3, "elsewhere": big[:8] + 4}
+        assert all(tree[key].tobytes() == value.tobytes() for key, value in wanted.items())
+        assert (tree["alone"] == big[:9] + 5).all() and (tree["numpy"] == np.arange(3_000_000)).all()
+        # Each byte once in the whole job, however often it is replicated; and evenly.
+        files = sorted((tmp_path / name).glob("arrays-*"))
+        assert len(files) == processes
+        sizes = [file.stat().st_size for file in files]
+        assert sum(sizes) < sum(array.nbytes for array in wanted.values()) + 14_000_000
+        assert max(sizes) < 1.25 * sum(sizes) / processes
+    for fewer in (1, 3):
+        body = (
+            STATE
+            + """
+back = tr.restore(tmp / "c", sharding=lambda path, shape, dtype: NamedSharding(
+    Mesh(devices, ("x",)), P("x") if shape and shape[0] % len(devices) == 0 and path != "keys" else P()))
+back["keys"] = jax.random.key_data(back["keys"])
+report(all(same(back[key], value) for key, value in values.items()))
+"""
+        )
+        found = run_job(tmp_path, body, processes=fewer) if fewer < processes else []
+        assert all(result.report for result in found)
+
+
+def test_trees_that_differ_between_processes_are_refused(tmp_path: pathlib.Path) -> None:
+    body = """
+errors = {}
+def attempt(name, tree):
+    errors[name] = caught(tr.save, tmp / name, tree)
+attempt("value", {"step": INDEX, "same": 1})
+attempt("bytes", {"deep": {"x": np.full(3, INDEX), "y": np.ones(3)}})
+attempt("shape", [np.ones(3 + INDEX)])
+attempt("leaf", {"a": 1, **({"b": 2} if INDEX else {})})
+attempt("kind", {"a": np.float32(1) if INDEX else 1.0})
+attempt("container", {"a": [1, 2] if INDEX else (1, 2)})
+attempt("local", {"a": jnp.full(3, INDEX)})
+attempt("spread", {"a": put(np.ones(8), P("x") if INDEX else P())})
+attempt("here", {"a": put(np.ones(8)) if INDEX else jnp.ones(8)})
+attempt("unsavable", {"a": object() if INDEX else 1})
+attempt("good", {"a": 1})
+report([errors, sorted(os.listdir(tmp))])
+"""
+    for index, result in enumerate(run_job(tmp_path, body, processes=2)):
+        errors, listed = result.report
+        assert errors.pop("good") is None and "good" in listed
+        assert not set(errors) & set(listed)  # nothing was left behind
+        kind, text = errors.pop("unsavable")
+        assert kind == "UnsupportedError" and "a: object" in text.replace("builtins.", "")
+        assert all(kind == "MismatchError" for kind, _ in errors.values()), errors
+        found = {name: text for name, (_, text) in errors.items()}
+        assert (
+            "step: process 0 has int 0, process 1 int 1" in found["value"]
+            and "same" not in found["value"].split("\n")[1]
+        )
+        assert "deep/x: process 0 has numpy int64[3], process 1 numpy int64[3] (other values)" in found["bytes"]
+        assert "deep/y" not in found["bytes"]
+        assert "0: process 0 has numpy float64[3], process 1 numpy float64[4]" in found["shape"]
+        assert "b: process 0 has nothing, process 1 int 2" in found["leaf"]
+        assert "a: process 0 has float 1.0, process 1 numpy-scalar float32[]" in found["kind"]
+        assert "containers" in found["container"] and "other values" in found["local"]
+        assert "spread over processes otherwise" in found["spread"] and "a:" in found["here"]
+        assert index == 0 or text.startswith("process") or "process 1" in text or "a: " in text
+
+
+def test_calls_that_differ_and_guards_are_refused(tmp_path: pathlib.Path) -> None:
+    body = """
+tree = {"x": np.ones(3)}
+errors = [caught(tr.save, tmp / f"name-{INDEX}", tree), caught(tr.save, tmp / "steps", tree, step=INDEX)]
+sync("before")
+if jax.process_index() == 0:
+    begun = time.monotonic()
+    errors.append(caught(tr.save, tmp / "guarded", tree, timeout=2))
+    errors.append(time.monotonic() - begun)
+    errors.append(caught(tr.save, tmp / "own", tree, processes="this"))
+    errors.append(tr.verify(tmp / "own").ok)
+report([errors, sorted(p.name for p in tmp.iterdir() if p.is_dir())])
+sync("after")
+"""
+    results = run_job(tmp_path, body, processes=2)
+    for result in results:
+        errors, listed = result.report
+        assert [kind for kind, _ in errors[:2]] == ["PeerError"] * 2
+        assert "name-0" in errors[0][1] and "name-1" in errors[0][1] and "step=1" in errors[1][1]
+        assert not {"name-0", "name-1", "steps", "guarded"} & set(listed)
+    kind, text = results[0].report[0][2]
+    assert kind == "PeerError" and "process 1 (not in this call)" in text and "process_index() == 0" in text
+    assert results[0].report[0][3] < 10  # not the time, but that there is an end to it
+    assert results[0].report[0][4:] == [None, True]
+
+
+def test_a_file_system_that_is_not_shared_is_found_out(tmp_path: pathlib.Path) -> None:
+    body = """
+class Elsewhere(stores.disk.Disk):  # process 1 sees other files under the same names
+    def stat(self, path):
+        return super().stat(path.replace("/c", "/other"))
+if INDEX == 1:
+    stores.DISK = Elsewhere()
+report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")])
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        (kind, text), _ = result.report
+        assert kind == "SaveError" and "file system that all processes share" in text
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_error_in_one_process_is_everybodys(tmp_path: pathlib.Path) -> None:
+    body = """
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.ones(3)}
+tr.save(tmp / "c", tree)
+class Full(stores.disk.Disk):
+    def preallocate(self, fd, size):
+        raise OSError(28, "No space left on device")
+usual = stores.DISK
+found = []
+for who in range(COUNT):
+    for overwrite in (False, True):
+        stores.DISK = Full() if INDEX == who else usual
+        found.append(caught(tr.save, tmp / ("c" if overwrite else "d"), tree, overwrite=overwrite))
+stores.DISK = usual
+found.append(caught(tr.save, tmp / "c", tree))
+sync("here")
+found.append(sorted(p.name for p in tmp.iterdir() if p.is_dir()))
+report(found)
+"""
+    for index, result in enumerate(run_job(tmp_path, body, processes=3)):
+        *errors, exists, listed = result.report
+        for n, (kind, text) in enumerate(errors):
+            assert kind == "SaveError" and "No space left" in text
+            assert index == n // 2 or f"process {n // 2}" in text
+        assert exists[0] == "ExistsError" and listed == ["c"]
+    assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 4
+
+
+POINTS = {
+    "planning": ("_shares", "plan", ""),
+    "comparing": ("_agreement", "_digests", ""),
+    "creating": ("disk", "create", "arrays-"),
+    "writing": ("disk", "write", "arrays-"),
+    "syncing": ("disk", "sync", "arrays-"),
+    "after writing": ("disk", "sync_dir", "/c"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [*POINTS, "before the commit"])
+def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
+    module, name, file = POINTS.get(point, ("_processes", "Together.agree", ""))
+    body = """
+import treering._agreement, treering._processes, treering._shares
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
+tr.save(tmp / "b", tree)
+sync("saved")
+if INDEX == 2:
+    if MODULE == "disk":
+        die_at(NAME, FILE)
+    else:
+        owner = getattr(tr, MODULE)
+        *path, last = NAME.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        usual, calls = getattr(owner, last), []
+        def dead(*args, **options):
+            calls.append(1)
+            if last != "agree" or len(calls) == 2:  # the second one is the report that all is written
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(*args, **options)
+        setattr(owner, last, dead)
+begun = time.monotonic()
+error = caught(tr.save, tmp / "c", tree, timeout=3)
+report([error, time.monotonic() - begun, os.path.exists(tmp / "c/treering.json"), caught(tr.restore, tmp / "c")])
+while INDEX == 0 and not (tmp / "report-1.json").exists():
+    time.sleep(0.1)
+time.sleep(1 - INDEX)  # JAX ends the others when process 0 is gone
+"""
+    names = {"MODULE": module, "NAME": name, "FILE": file}
+    results = run_job(tmp_path, body, processes=3, recoverable=True, expect={2: KILLED}, **names)
+    for result in results[:2]:
+        (kind, text), seconds, committed, _ = result.report
+        assert kind == "PeerError" and "process 2" in text and seconds < 40 and not committed
+    assert "last seen" in results[0].report[0][1]
+    assert tr.verify(tmp_path / "b").ok and (tr.restore(tmp_path / "b")["n"] == np.arange(5_000_000)).all()
+    body = """
+back = tr.restore(tmp / "b", sharding=lambda path, shape, dtype: NamedSharding(Mesh(devices, ("x",)), P("x")))
+assert same(back["x"], np.arange(3 << 18, dtype=np.float32))
+tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
+"""
+    run_job(tmp_path, body, processes=2)
+    assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 3  # the dead one's files are gone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"])
+def test_when_process_0_dies_there_is_no_half_checkpoint(tmp_path: pathlib.Path, point: str) -> None:
+    body = """
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
+tr.save(tmp / "b", tree)
+sync("saved")
+if INDEX == 0:
+    die_at(*POINT.split())
+tr.save(tmp / "c", tree, timeout=3)
+"""
+    # How JAX then ends the other process is its own affair.
+    results = run_job(tmp_path, body, processes=2, expect={0: KILLED, 1: None}, POINT=point)
+    assert results[1].code != 0
+    committed = (tmp_path / "c" / "treering.json").exists()
+    assert committed == (point == "unlink tmp")
+    if committed:
+        assert tr.verify(tmp_path / "c").ok
+    assert tr.verify(tmp_path / "b").ok
+    body = 'tr.save(tmp / "c", {"n": np.arange(7)}, overwrite=True)'
+    run_job(tmp_path, body, processes=2)
+    assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_run_of_several_processes(tmp_path: pathlib.Path) -> None:
+    body = """
+def init():
+    return {"w": put(np.zeros((8, 4), np.float32), P("x")), "n": 0}
+where = NamedSharding(Mesh(devices, ("x",)), P("x"))
+template = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=where), "n": 0}
+def advance(tree):
+    return {"w": jax.jit(lambda x: x + 1)(tree["w"]), "n": tree["n"] + 1}
+with tr.Checkpointer(tmp / "run", save_every=2, keep=tr.keep.last(2) | tr.keep.every(6), timeout=10) as ckpts:
+    tree, step = {"w": put(np.zeros((8, 4), np.float32), P("x")), "n": 0}, 0
+    for step in range(1, 13):
+        tree = advance(tree)
+        ckpts.save(step, tree, metrics={"loss": 1 / step})
+    ckpts.wait()
+    steps = ckpts.steps
+    exists = caught(ckpts.save, 12, tree)
+    skipped = ckpts.save(12, tree, on_exists="skip")
+    ckpts.pin(10)
+    ckpts.save(14, tree); ckpts.save(16, tree); ckpts.wait()
+    pinned = ckpts.steps
+    undeletable = caught(ckpts.delete, 10)
+    ckpts.delete(16)
+    sync("deleted")
+    back = ckpts.restore(template)
+    assert same(back["w"], np.full((8, 4), 12, np.float32)) and back["n"] == 12 and ckpts.restored_step == 14
+    sync("restored")
+    if INDEX == 1:  # damage that only the process finds which reads it
+        manifest = json.loads((tmp / "run/step-00000014/treering.json").read_bytes())
+        (file,) = (tmp / "run/step-00000014").glob("*-00001-of-*")
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes()); data[-1] ^= 1; file.write_bytes(data)
+    sync("damaged")
+    fallen = ckpts.restore(template)
+    after = ckpts.restored_step
+with tr.Checkpointer(tmp / "run", timeout=10) as ckpts:
+    tree, step = ckpts.restore_or_init(lambda: {"w": jnp.zeros((8, 4)), "n": 0}, sharding={"w": where, "n": None})
+    assert same(tree["w"], np.full((8, 4), 12, np.float32))
+timed = tr.Checkpointer(tmp / "timed", save_every=__import__("datetime").timedelta(hours=INDEX), timeout=10)
+with timed:
+    first = timed.save(1, {"n": 1}) is not None
+report([steps, exists, skipped, pinned, undeletable, after, step, first])
+"""
+    results = run_job(tmp_path, body, processes=2, recoverable=False)
+    for result in results:
+        steps, exists, skipped, pinned, undeletable, after, step, first = result.report
+        assert steps == [6, 10, 12] and exists[0] == "ExistsError" and skipped is None
+        assert pinned == [6, 10, 12, 14, 16]
+        assert undeletable[0] == "MismatchError" and after == step == 12
+        assert first  # process 0 decides, and its time is up
+    assert tr.steps(tmp_path / "timed") == [1]
