@@ -1,6 +1,7 @@
 """Saving: snapshot, write, commit; in the background or not."""
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -165,7 +166,7 @@ def start(
             _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
         if manager:
             call.doing("tidying up")
-            call.tell(lambda: manager.after(info.step))
+            call.tell(functools.partial(manager.after, info.step))
 
     previous = _pending.last
     crew = thread = None

@@ -3,7 +3,9 @@
 A box is the half-open range of a piece along each axis: ``((start, stop), …)``.
 """
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,6 +64,41 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
         pending = (begin, end)
     if pending:
         yield pending
+
+
+def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[Box]:
+    """The parts of a box of a C-ordered array that have no gaps so large within: its rows, when they lie apart."""
+    strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
+    if all(bounds == (0, size) for bounds, size in zip(box[split:], shape[split:], strict=True)):
+        split = max(split - 1, 0)  # whole rows touch one another
+    for outer in itertools.product(*(range(start, stop) for start, stop in box[:split])):
+        yield (*((n, n + 1) for n in outer), *box[split:])
+
+
+class Grid:
+    """Boxes that are the cells of a grid over an array, to be found by what they overlap."""
+
+    def __init__(self, boxes: Sequence[Box]):
+        self._cuts = [sorted(set(axis)) for axis in zip(*boxes, strict=True)]
+        self._starts = [[start for start, _ in cuts] for cuts in self._cuts]
+        self._cells = {tuple(start for start, _ in box): n for n, box in enumerate(boxes)}
+        tiled = all(
+            cuts[0][0] == 0
+            and all(start < stop for start, stop in cuts)
+            and all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
+            for cuts in self._cuts
+        )
+        cells = math.prod(map(len, self._cuts))
+        self.complete = tiled and cells == len(boxes) == len(self._cells)  # so none overlaps, and there are no holes
+
+    def overlapping(self, box: Box) -> Iterator[int]:
+        """The numbers of the boxes that have elements of this one."""
+        axes = [
+            starts[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
+            for starts, (start, stop) in zip(self._starts, box, strict=True)
+        ]
+        return map(self._cells.__getitem__, itertools.product(*axes))
 
 
 def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:

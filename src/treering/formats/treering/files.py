@@ -14,7 +14,7 @@ import numpy as np
 
 from ..._collector import paused
 from ..._crew import Crew
-from ..._sharding import Box, byte_ranges, extent, slices
+from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk
@@ -43,16 +43,22 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     at: Any = ...
 
 
-def part_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int) -> Part:
-    """The part `inner` of a piece that begins at `begin`; all boxes are global."""
+def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, apart: bool) -> list[Part]:
+    """What a piece that begins at `begin` holds of a box; `inner` is what they have in common. All boxes are global.
+
+    With `apart`, rows that lie far apart are parts of their own, and what lies between them is in none.
+    """
     shape = extent(piece)
-    at = slices(inner, box)
     if inner == piece:
-        return Part(file, begin, begin + itemsize * math.prod(shape), shape, at=at)
-    relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(inner, piece, strict=True))
-    ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, relative, itemsize, BLOCK)]
+        return [Part(file, begin, begin + itemsize * math.prod(shape), shape, at=slices(inner, box))]
     strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Part(file, ranges[0][0], ranges[-1][1], extent(inner), strides, ranges, at)
+    relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(inner, piece, strict=True))
+    parts: list[Part] = []
+    for row in rows_apart(shape, relative, itemsize, BLOCK) if apart else (relative,):
+        ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, row, itemsize, BLOCK)]
+        at = slices(tuple((a + o, b + o) for (a, b), (o, _) in zip(row, piece, strict=True)), box)
+        parts.append(Part(file, ranges[0][0], ranges[-1][1], extent(row), strides, ranges, at))
+    return parts
 
 
 class Memory:

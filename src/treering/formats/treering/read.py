@@ -1,6 +1,5 @@
 """Reading the native format: which bytes a box needs, checked, and as an array."""
 
-import itertools
 import math
 import os
 import threading
@@ -12,14 +11,14 @@ import numpy as np
 from ... import _dtypes
 from ..._catalogue import ArrayEntry, Entry, decode
 from ..._collector import paused
-from ..._sharding import Box, extent, intersect, whole
+from ..._sharding import Box, Grid, extent, intersect, whole
 from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
 from .. import safetensors
 from . import manifest
-from .files import ArrayFile, Memory, Part, few, merge, part_of
+from .files import ArrayFile, Memory, Part, few, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
@@ -73,7 +72,7 @@ class Reader:
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
-        self._checked: set[int] = set()  # layouts
+        self._grids: dict[int, Grid] = {}  # by layout
         self._opening = threading.Lock()
 
     def check_present(self) -> None:
@@ -88,8 +87,8 @@ class Reader:
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
-        where = self._resolve(entry).where
-        return self._layout(where[0]).sharding if isinstance(where, tuple) else None
+        row = self._resolve(entry)
+        return self._layout(row)[0].sharding if isinstance(row.where, tuple) else None
 
     def maps(self, wish: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""
@@ -103,13 +102,11 @@ class Reader:
         `map=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
-        parts = [self._parts(entry, box) for entry, box in wanted]
+        parts = [self._parts(entry, box, map) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
         for found in parts:
             for part in found:
-                # What is mapped is checked where it is used; what is copied is read from first to last byte.
-                strided = part.ranges and self._file(part.file).maps(map)
-                ranges.setdefault(part.file, []).extend(part.ranges if strided else [(part.begin, part.end)])
+                ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
         memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
         arrays = [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
         held = sum(one.nbytes for one in memory.values())
@@ -138,12 +135,15 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
                 try:
-                    self._parts(row, whole(row.shape))
+                    self._parts(row, whole(row.shape), None)
                 except CorruptError as error:
                     yield Problem(MANIFEST, (row.path,), None, str(error))
 
-    def _parts(self, entry: ArrayEntry, box: Box) -> list[Part]:
-        """Where the bytes of a box are. Raises `CorruptError` when header and manifest disagree about that."""
+    def _parts(self, entry: ArrayEntry, box: Box, map: bool | None) -> list[Part]:
+        """Where the bytes of a box are, each part in one run of memory as `map` has it.
+
+        Raises `CorruptError` when header and manifest disagree about that.
+        """
         row = self._resolve(entry)
         size = _dtypes.itemsize(row.dtype)
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
@@ -152,12 +152,13 @@ class Reader:
             return [Part(row.where, begin, begin + nbytes, row.shape)] if nbytes else []
         parts: list[Part] = []
         covered = 0
-        for number, piece, key in self._pieces(row):
+        for number, piece, key in self._pieces(row, box):
             inner = intersect(piece, box)
             if inner is not None:
                 begin = self._tensor(number, key, size * math.prod(extent(piece)))
                 covered += math.prod(extent(inner))
-                parts.append(part_of(number, begin, piece, inner, box, size))
+                apart = not self._file(number).maps(map)  # a mapped file holds the rows as one array with strides
+                parts += parts_of(number, begin, piece, inner, box, size, apart=apart)
         if covered != math.prod(extent(box)):
             raise CorruptError(f"{self.path}: the pieces of {row.path!r} do not cover it; the manifest is wrong")
         return parts
@@ -173,16 +174,16 @@ class Reader:
             raise CorruptError(f"{file.path}: {key!r} lies outside of the file")
         return begin
 
-    def _pieces(self, row: ArrayRow) -> Iterable[tuple[int, Box, str]]:
+    def _pieces(self, row: ArrayRow, box: Box) -> Iterable[tuple[int, Box, str]]:
+        """The pieces that have a part of a box: file, box, and name in the file."""
         if isinstance(row.where, int):
             yield row.where, whole(row.shape), piece_key(row.path, None)
         elif isinstance(row.where, tuple):
-            layout = self._layout(row.where[0])
-            for box, holders in zip(layout.boxes, layout.files, strict=True):
-                if len(box) != len(row.shape) or not holders:
-                    raise CorruptError(f"{self.path}: the layout of {row.path!r} does not fit its shape")
-                full = box == whole(row.shape)
-                yield holders[row.where[1] % len(holders)], box, piece_key(row.path, None if full else box)
+            layout, grid = self._layout(row)
+            for n in grid.overlapping(box) if grid.complete else range(len(layout.boxes)):
+                piece, holders = layout.boxes[n], layout.files[n]
+                full = piece == whole(row.shape)
+                yield holders[row.where[1] % len(holders)], piece, piece_key(row.path, None if full else piece)
 
     def _resolve(self, row: ArrayEntry) -> ArrayRow:
         """The row that says where the bytes are."""
@@ -194,17 +195,25 @@ class Reader:
             raise CorruptError(f"{self.path}: {row.path!r} is said to be the array {row.where!r}, which it cannot be")
         return target
 
-    def _layout(self, number: int) -> manifest.Layout:
+    def _layout(self, row: ArrayRow) -> tuple[manifest.Layout, Grid]:
+        """How an array is cut. Its cells are those of a grid, unless it has no elements."""
+        assert isinstance(row.where, tuple)
+        number = row.where[0]
         if not 0 <= number < len(self._manifest.layouts):
             raise CorruptError(f"{self.path}: the manifest has no layout {number}")
         layout = self._manifest.layouts[number]
-        if number not in self._checked:
+        if number not in self._grids:
             if len(layout.boxes) != len(layout.files) or len({len(box) for box in layout.boxes}) != 1:
                 raise CorruptError(f"{self.path}: layout {number} has not one list of files for each box")
-            if all(start < stop for start, stop in layout.boxes[0]):  # else it is of an array without elements
-                _check_grid(layout, self.path)
-            self._checked.add(number)
-        return layout
+            if not all(layout.files):
+                raise CorruptError(f"{self.path}: layout {number} has a box without a file")
+            grid = Grid(layout.boxes)
+            if not grid.complete and all(start < stop for start, stop in layout.boxes[0]):
+                raise CorruptError(f"{self.path}: the boxes of layout {number} are not the cells of a grid")
+            self._grids[number] = grid
+        if len(layout.boxes[0]) != len(row.shape):
+            raise CorruptError(f"{self.path}: the layout of {row.path!r} does not fit its shape")
+        return layout, self._grids[number]
 
     def _file(self, number: int) -> ArrayFile:
         if found := self._files.get(number):
@@ -271,20 +280,6 @@ def _check_tree(tree: Skeleton, leaves: int, name: str) -> None:
             raise CorruptError(f"{name}: the containers of the tree do not add up")
     if leaves or places:
         raise CorruptError(f"{name}: the tree has not the leaves that are listed")
-
-
-def _check_grid(layout: manifest.Layout, name: str) -> None:
-    """The boxes are the cells of a grid, so none overlaps another, and what they cover has no holes."""
-    cuts = [sorted(set(axis)) for axis in zip(*layout.boxes, strict=True)]
-    tiled = all(
-        cut[0][0] == 0
-        and all(start < stop for start, stop in cut)
-        and all(a[1] == b[0] for a, b in itertools.pairwise(cut))
-        for cut in cuts
-    )
-    cells = math.prod(len(cut) for cut in cuts)
-    if not tiled or not cells == len(layout.boxes) == len(set(layout.boxes)):
-        raise CorruptError(f"{name}: the boxes of a layout are not the cells of a grid")
 
 
 def _item_size(header: safetensors.Header, key: str) -> int:
