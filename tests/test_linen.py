@@ -180,3 +180,41 @@ def test_a_renamed_layer_is_a_mismatch_that_names_both(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "Head/kernel: expected float32[4,3], found nothing (closest: Dense_1/kernel)" in message
     assert "Dense_1/kernel: expected nothing, found float32[4,3]" in message
+
+
+class Split(nn.Module):
+    """A layer whose kernel says how it wants to be spread over a mesh."""
+
+    logical: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        partition = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        names = ("embed", "mlp") if self.logical else (None, "model")
+        return nn.Dense(16, kernel_init=partition(nn.initializers.lecun_normal(), names))(x)
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tmp_path: Path, logical: bool) -> None:
+    model, x = Split(logical), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    tr.save(tmp_path / "c", variables)
+    template = jax.eval_shape(model.init, jax.random.key(0), x)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("embed", None), ("mlp", "model")]):
+        restored = tr.restore(tmp_path / "c", template)
+    dense = restored["params"]["Dense_0"]
+    assert dense["kernel"].value.sharding == jax.NamedSharding(mesh, jax.P(None, "model"))
+    assert dense["bias"].sharding == jax.NamedSharding(mesh, jax.P())
+    assert_same(jax.tree.map(np.asarray, restored), jax.tree.map(np.asarray, variables))
+    without = tr.restore(tmp_path / "c", template)
+    assert len(without["params"]["Dense_0"]["kernel"].value.sharding.device_set) == 1
+
+
+def test_partition_metadata_that_does_not_fit_the_mesh_is_refused(tmp_path: Path) -> None:
+    model, x = Split(False), jnp.ones((2, 8))
+    tr.save(tmp_path / "c", model.init(jax.random.key(0), x))
+    template = jax.eval_shape(model.init, jax.random.key(0), x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(MismatchError, match=r"params/Dense_0/kernel: .*model"):
+        tr.restore(tmp_path / "c", template)

@@ -317,3 +317,20 @@ def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_pat
     assert_same_objects(tr.restore(tmp_path / "a", at="model", like=Net(nnx.Rngs(7))), state["model"])
     only = tr.restore(tmp_path / "a", like={"model": Net(nnx.Rngs(7)), "opt": ...})
     assert_same_objects(only["model"], state["model"])
+
+
+def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_is_set(tmp_path: Path) -> None:
+    def make(seed: int = 0) -> nnx.Linear:
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        return nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(seed))
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        saved = make(1)
+        tr.save(tmp_path / "c", saved)
+        module = tr.restore(tmp_path / "c", nnx.eval_shape(make))
+        state = tr.restore(tmp_path / "c", nnx.state(nnx.eval_shape(make)))
+    for kernel in (module.kernel, state["kernel"]):
+        assert kernel.get_value().sharding == jax.NamedSharding(mesh, jax.P(None, "model"))
+        assert (np.asarray(kernel.get_value()) == np.asarray(saved.kernel.get_value())).all()
+    assert module.bias.get_value().sharding == jax.NamedSharding(mesh, jax.P())

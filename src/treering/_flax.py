@@ -49,3 +49,27 @@ def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         return outer.unflatten(new)
 
     return outer.unflatten(leaves), join
+
+
+def partitioning(tree: Any) -> list[Any] | None:
+    """For each leaf, None counting as one, the `PartitionSpec` that a Linen box around it gives; None without boxes.
+
+    Logical axis names are translated by the box's own rules or those that are in force.
+    """
+    meta = sys.modules.get("flax.core.meta")
+    if meta is None:
+        return None
+    import jax
+
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, meta.AxisMetadata))
+    if not any(isinstance(node, meta.Partitioned) for node in nodes):
+        return None
+    found: list[Any] = []
+    for node in nodes:
+        spec = None
+        if isinstance(node, meta.Partitioned):
+            spec = node.get_partition_spec()
+            if hasattr(node, "rules"):  # a LogicallyPartitioned, so Linen itself is there
+                spec = sys.modules["flax.linen"].logical_to_mesh_axes(tuple(spec), node.rules)
+        found += [spec] * len(jax.tree.leaves(node, is_leaf=lambda x: x is None))
+    return found

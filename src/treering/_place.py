@@ -10,6 +10,7 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from . import _flax
 from ._sharding import Box, box_of, whole
 from ._tree import flatten
 from .errors import MismatchError
@@ -26,8 +27,10 @@ def resolve(
     `wish` is what the caller passed: None (the template's own), one sharding or `PartitionSpec`, a function
     of (path, shape, dtype), or a pytree of such that is a prefix of the template. `arrays` are shaped things.
     """
+    mesh = _ambient_mesh()
     if wish is None:
-        wishes = [_own(leaf) for leaf in leaves]
+        boxed = (_flax.partitioning(template) if mesh else None) or [None] * len(leaves)
+        wishes = [_own(leaf) or spec for leaf, spec in zip(leaves, boxed, strict=True)]
     elif isinstance(wish, Sharding | PartitionSpec):
         wishes = [wish] * len(leaves)
     elif callable(wish):
@@ -39,8 +42,7 @@ def resolve(
             wishes = jax.tree.leaves(spread, is_leaf=is_leaf)
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
-    mesh = _ambient_mesh()
-    return [_concrete(w, mesh) for w in wishes]
+    return [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]
 
 
 def _own(leaf: Any) -> Any:
@@ -55,7 +57,7 @@ def _ambient_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def _concrete(wish: Any, mesh: Any) -> Where:
+def _concrete(wish: Any, mesh: Any, path: str) -> Where:
     """A sharding on real devices: specs and abstract meshes are taken to the mesh that is set."""
     if wish is _UNCOMMITTED:
         return None
@@ -65,10 +67,13 @@ def _concrete(wish: Any, mesh: Any) -> Where:
         wish = wish.spec
     if isinstance(wish, PartitionSpec):
         if mesh is None:
-            raise MismatchError(f"sharding: {wish} needs a mesh; set one with jax.set_mesh, or pass a NamedSharding")
-        return NamedSharding(mesh, wish)
+            raise MismatchError(f"{path}: {wish} needs a mesh; set one with jax.set_mesh, or pass a NamedSharding")
+        try:
+            return NamedSharding(mesh, wish)
+        except ValueError as error:
+            raise MismatchError(f"{path}: {wish} does not fit the mesh that is set: {error}") from None
     if not isinstance(wish, Sharding):
-        raise MismatchError(f"sharding: expected a jax.sharding.Sharding or a PartitionSpec, found {wish!r}")
+        raise MismatchError(f"{path}: sharding: expected a Sharding or a PartitionSpec, found {wish!r}")
     return wish
 
 

@@ -56,6 +56,7 @@ class Files:
     def __init__(self, disk: Disk, path: str, token: str, made: Sequence[str] = ()):
         self.disk, self.path, self.token = disk, path, token
         self.made = list(made)  # directories that are to go again if nothing comes of the save
+        self.committed = False
         self._open: dict[str, int] = {}
 
     @classmethod
@@ -117,7 +118,6 @@ class Transaction(Files):
     def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
         check_free(disk, path, overwrite=overwrite)
         super().__init__(disk, path, secrets.token_hex(3))
-        self.committed = False
         self._overwrite, self._named = overwrite, named
         self._manifest = os.path.join(path, MANIFEST)
         clean(disk, path, named)

@@ -105,6 +105,8 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
             files.close()
         elif files:
             files.abort()
+            if files.committed:
+                call.close()  # without the error, or the others would take their files out of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):  # is it gone because process 0 has given up?
             call.check()
         raise
