@@ -5,17 +5,17 @@ import functools
 import logging
 import operator
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from . import _dtypes, _tree, stores
+from . import _dtypes, _tree, formats, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry
 from ._lazy import LazyArray
 from ._paths import absolute, below, closest, matches
-from ._run import committed
-from .errors import CorruptError, MismatchError, NotFoundError
+from ._run import all_steps
+from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .formats import Reader
-from .formats.treering.read import Reader as NativeReader
 from .formats.treering.read import ReplacedError
 from .stores.local import MANIFEST
 
@@ -175,29 +175,43 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
 
 
 def open_one(path: str) -> Checkpoint:
-    """Opens the checkpoint in a directory, its array files present. Raises `ReplacedError` when it is gone."""
-    reader = NativeReader(stores.DISK, path)
+    """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
+    try:
+        format = formats.detect(stores.DISK, path)
+    except UnsupportedError:  # it was there when it was looked for
+        format = formats.get("treering")
+    reader = format.open(stores.DISK, path)
     reader.check_present()
     return Checkpoint(reader, reader.entries, reader.skeleton)
 
 
 def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
-    """The steps that may be meant and their directories, newest first; None when the path is one checkpoint."""
-    if stores.DISK.stat(os.path.join(place, MANIFEST)):
+    """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
+    found = {} if stores.DISK.stat(os.path.join(place, MANIFEST)) else all_steps(place)
+    if not found:
+        check_known(place)
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
         return None
-    found = committed(place)
-    if step is not None:
-        number = index(step)
-        if number not in found:
-            shown = ", ".join(map(str, list(found)[-5:])) or "none"
-            raise NotFoundError(f"{place}: expected step {number}, found {shown}")
-        return [(number, os.path.join(place, found[number]))]
-    if not found:
-        what = "nothing" if stores.DISK.stat(place) is None else "no manifest and no steps"
-        raise NotFoundError(f"{place}: expected a checkpoint or a run, found {what}")
-    return [(number, os.path.join(place, name)) for number, name in reversed(found.items())]
+    if step is None:
+        return list(reversed(found.items()))
+    number = index(step)
+    if number not in found:
+        raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
+    return [(number, found[number])]
+
+
+def check_known(place: str) -> None:
+    """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
+    there = stores.DISK.stat(place)
+    if there is None:
+        raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
+    try:
+        formats.detect(stores.DISK, place)
+    except UnsupportedError as error:
+        if stat.S_ISDIR(there.st_mode):
+            raise NotFoundError(str(error)) from None
+        raise
 
 
 def index(step: Any) -> int:

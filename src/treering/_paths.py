@@ -80,3 +80,8 @@ def closest(path: str, names: Sequence[str]) -> str | None:
 def absolute(path: str | os.PathLike[str]) -> str:
     """A file system path as absolute text, so that a later change of directory does not matter."""
     return os.path.abspath(os.fsdecode(path))
+
+
+def few(names: tuple[str, ...]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -3,7 +3,7 @@
 import os
 import re
 
-from . import stores
+from . import formats, stores
 from ._paths import absolute
 from .errors import MismatchError
 from .stores.local import MANIFEST
@@ -45,10 +45,20 @@ def committed(run: str, prefix: str | None = None) -> dict[int, str]:
     return steps
 
 
+def all_steps(run: str, prefix: str | None = None) -> dict[int, str]:
+    """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
+
+    Where both have a step, it is ours that counts.
+    """
+    own = {step: os.path.join(run, name) for step, name in committed(run, prefix).items()}
+    return dict(sorted({**formats.foreign_steps(stores.DISK, run), **own}.items()))
+
+
 def steps(run: str | os.PathLike[str]) -> list[int]:
-    """The steps of a run that are committed, ascending; none when there is no such run.
+    """The steps of a run that are committed, ascending, whichever library wrote them; none when there is no such run.
 
     >>> tr.steps("runs/gpt")
     [1000, 2000]
     """
-    return sorted({step for step, _ in directories(absolute(run))})
+    place = absolute(run)
+    return sorted({step for step, _ in directories(place)} | set(formats.foreign_steps(stores.DISK, place)))

@@ -3,13 +3,12 @@
 import dataclasses
 import os
 
-from . import stores
+from . import formats, stores
+from ._checkpoint import check_known
 from ._paths import absolute
 from ._run import directories
 from .errors import CorruptError, NotFoundError
 from .formats import Problem
-from .formats.treering.read import Problem as NativeProblem
-from .formats.treering.read import Reader
 from .stores.local import MANIFEST
 
 
@@ -44,12 +43,9 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check.
     """
     place = absolute(path)
-    if stores.DISK.stat(os.path.join(place, MANIFEST)):
+    if stores.DISK.stat(os.path.join(place, MANIFEST)) or not (names := [name for _, name in directories(place)]):
         nbytes, problems = _verify_one(place, "")
         return VerifyReport(place, nbytes, tuple(problems))
-    names = [name for _, name in directories(place)]
-    if not names:
-        raise NotFoundError(f"{place}: expected a checkpoint or a run, found none")
     total = 0
     found: list[Problem] = []
     for name in names:
@@ -62,9 +58,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     return VerifyReport(place, total, tuple(found))
 
 
-def _verify_one(path: str, below: str) -> tuple[int, list[NativeProblem]]:
+def _verify_one(path: str, below: str) -> tuple[int, list[Problem]]:
+    check_known(path)
     try:
-        reader = Reader(stores.DISK, path)
+        reader = formats.detect(stores.DISK, path).open(stores.DISK, path)
     except CorruptError as error:
-        return 0, [NativeProblem(os.path.join(below, MANIFEST), (), None, str(error))]
+        return 0, [Problem(os.path.join(below, MANIFEST), (), None, str(error))]
     return reader.nbytes, [p._replace(file=os.path.join(below, p.file)) for p in reader.problems()]

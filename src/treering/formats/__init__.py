@@ -1,28 +1,36 @@
-"""One module per format, behind the protocol of a reader.
+"""One module per format, behind two small protocols, and the registry of them.
 
-A format knows files and what is in them. It never knows about templates, meshes or managers.
+A format knows files and what is in them. It never knows about templates, meshes or managers. What it reads is a
+catalogue of leaves by path and their contents on request; what it writes is given to it as just that.
 """
 
+import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .._catalogue import ArrayEntry, Entry
+from .._paths import few
 from .._sharding import Box
 from .._tree import Skeleton
+from ..errors import MismatchError, UnsupportedError
+from ..stores.disk import Disk
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class Problem(Protocol):
-    """Damage: the file, the leaves it touches, and the number of the block (None: the file as a whole)."""
+class Problem(NamedTuple):
+    """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
 
-    @property
-    def file(self) -> str: ...
-    @property
-    def leaves(self) -> tuple[str, ...]: ...
-    @property
-    def block(self) -> int | None: ...
+    file: str
+    leaves: tuple[str, ...]
+    block: int | None
+    what: str
+
+    def __str__(self) -> str:
+        place = self.file if self.block is None else f"{self.file}, block {self.block}"
+        return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
 
 
 class Reader(Protocol):
@@ -48,6 +56,10 @@ class Reader(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def check_present(self) -> None:
+        """Raises `CorruptError` unless every file is there in its full size, as far as that can be told at a glance."""
+        ...
+
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """How an array was spread when it was saved, where that is known."""
         ...
@@ -65,3 +77,90 @@ class Reader(Protocol):
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage."""
         ...
+
+
+class Format(Protocol):
+    """A kind of checkpoint. Formats of other packages are added with `register`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """File name endings by which a destination is known to be meant for this format: ``(".eqx",)``."""
+        ...
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        """Why what lies at a path is not of this format; None when it is. Looks, but reads no more than a header."""
+        ...
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        """Opens a checkpoint that is of this format. Raises `CorruptError` and `UnsupportedError`."""
+        ...
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        """The complete checkpoints of a run, by step: which of the names in the folder they are."""
+        ...
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        """Writes a checkpoint in one step and returns its size in bytes.
+
+        Raises `UnsupportedError`, before anything is written, for what the format cannot hold, naming each leaf.
+        """
+        ...
+
+
+# In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
+_MODULES = {
+    "treering": "treering.formats.treering",
+}
+_registered: dict[str, Format] = {}
+_ALIASES = {"easylm": "fjformer"}
+
+
+def register(format: Format) -> None:
+    """Adds a format of one's own, or puts it in the place of one of the same name."""
+    _registered[format.name] = format
+
+
+def names() -> list[str]:
+    """The names of all formats."""
+    return list(dict.fromkeys([*_MODULES, *_registered]))
+
+
+def get(name: str) -> Format:
+    """A format by name. Raises `MismatchError` that lists the known ones."""
+    name = _ALIASES.get(name, name)
+    if name not in _registered and name in _MODULES:
+        _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
+    if name not in _registered:
+        raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, names()))}")
+    return _registered[name]
+
+
+def for_path(path: str, name: str | None) -> Format:
+    """The format to write a path in: the named one, else what its suffix says, else the native one."""
+    if name is not None:
+        return get(name)
+    return next((get(n) for n in names() if path.endswith(get(n).suffixes)), get("treering"))
+
+
+def detect(disk: Disk, path: str) -> Format:
+    """The format of what lies at a path. Raises `UnsupportedError` that says why each of them refuses it."""
+    reasons: list[str] = []
+    for name in names():
+        reason = get(name).refuses(disk, path)
+        if reason is None:
+            return get(name)
+        reasons.append(f"  {name}: {reason}")
+    raise UnsupportedError("\n".join([f"{path}: of no format that is known here:", *reasons]))
+
+
+def foreign_steps(disk: Disk, folder: str) -> dict[int, str]:
+    """The steps that other libraries have left in a folder, and their paths."""
+    listed = disk.list(folder)
+    found: dict[int, str] = {}
+    for name in names():
+        if name != "treering":
+            found = {**get(name).steps(disk, folder, listed), **found}
+    return {step: os.path.join(folder, name) for step, name in found.items()}

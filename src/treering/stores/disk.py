@@ -89,18 +89,18 @@ class Disk:
 
     # Writing
 
-    def create(self, path: str) -> int:
-        """A new read-only (0444) file, open for direct writing where the file system can; fails if it exists."""
+    def create(self, path: str, mode: int = 0o444) -> int:
+        """A new file, read-only for later, open for direct writing where the file system can; fails if it exists."""
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         if direct := getattr(os, "O_DIRECT", 0):
             try:
-                return os.open(path, flags | direct, 0o444)
+                return os.open(path, flags | direct, mode)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # some kernels create the file before they refuse the flag
-        return os.open(path, flags, 0o444)
+        return os.open(path, flags, mode)
 
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.

@@ -1,1 +1,34 @@
 """The native format: a manifest beside safetensors files. `docs/format.md` specifies it."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import UnsupportedError
+from ...stores.disk import Disk
+from ...stores.local import MANIFEST
+from .. import Reader
+
+
+class Native:
+    """See `treering.formats.Format`."""
+
+    name = "treering"
+    suffixes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        return None if disk.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import Reader as NativeReader
+
+        return NativeReader(disk, path)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        return {}  # `treering._run` knows those, damaged ones and all
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        raise UnsupportedError("treering._save writes this format, from many threads and processes")
+
+
+FORMAT = Native()

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..._collector import paused
 from ..._crew import Crew
+from ..._paths import few
 from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError
 from ...stores.buffers import aligned
@@ -248,7 +249,3 @@ def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The blocks that hold the bytes, as half-open runs."""
     return merge([(begin // BLOCK, -(-end // BLOCK)) for begin, end in ranges if end > begin])
-
-
-def few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -4,7 +4,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
-from .. import safetensors
+from .. import Problem, safetensors
 from . import manifest
-from .files import ArrayFile, Memory, Part, few, merge, parts_of
+from .files import ArrayFile, Memory, Part, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
@@ -26,19 +26,6 @@ _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 
 class ReplacedError(NotFoundError):
     """The checkpoint was overwritten or deleted since it was opened."""
-
-
-class Problem(NamedTuple):
-    """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
-
-    file: str
-    leaves: tuple[str, ...]
-    block: int | None
-    what: str
-
-    def __str__(self) -> str:
-        place = self.file if self.block is None else f"{self.file}, block {self.block}"
-        return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
 
 
 class Reader:

@@ -1,0 +1,78 @@
+"""What readers of other libraries' formats have in common: a catalogue, and arrays that read boxes of themselves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .._catalogue import ArrayEntry, Entry, ValueEntry
+from .._sharding import Box, whole
+from .._tree import Skeleton
+from ..errors import CorruptError
+from . import Problem
+
+
+class Stored(Protocol):
+    """An array where it lies."""
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        """A box of it, native-endian, in memory that is the caller's to change. Raises `CorruptError`.
+
+        With `map` it may be a view of a private mapping of the file.
+        """
+        ...
+
+    def can_map(self) -> bool:
+        """Whether it lies in one piece on a file system that is known to be safe for mapping."""
+        ...
+
+
+class ForeignReader:
+    """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
+
+    def __init__(
+        self,
+        format: str,
+        path: str,
+        entries: Sequence[Entry],
+        arrays: Mapping[str, Stored],
+        *,
+        skeleton: Skeleton | None = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Any = None,
+        nbytes: int = 0,
+        immutable: bool = False,
+    ):
+        self.format, self.path = format, path
+        self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
+        if len(self.entries) != len(entries):
+            raise CorruptError(f"{path}: two leaves have one path")
+        self.skeleton = skeleton
+        self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
+        self._arrays = arrays
+        self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
+
+    def check_present(self) -> None: ...
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        return None
+
+    def maps(self, wish: bool | None) -> bool:
+        return self._immutable and all(one.can_map() for one in self._arrays.values()) if wish is None else wish
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        return [self._arrays[entry.path].read(box, self._maps(entry, map)) for entry, box in wanted]
+
+    def _maps(self, entry: ArrayEntry, wish: bool | None) -> bool:
+        return self._immutable and self._arrays[entry.path].can_map() if wish is None else wish
+
+    def problems(self) -> Iterator[Problem]:
+        for path, entry in self.entries.items():
+            if not isinstance(entry, ValueEntry):
+                try:
+                    self._arrays[path].read(whole(entry.shape), False)
+                except (CorruptError, OSError) as error:
+                    yield Problem(self.path, (path,), None, str(error))
