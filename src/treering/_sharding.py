@@ -76,6 +76,22 @@ def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Itera
         yield (*((n, n + 1) for n in outer), *box[split:])
 
 
+def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
+    """Boxes of at most `limit` bytes, where single elements allow, whose contents one after the other are the array."""
+    if not shape:
+        yield ()
+        return
+    axis, inner = 0, itemsize * math.prod(shape[1:])
+    while axis < len(shape) - 1 and (inner > limit or shape[axis] == 1):
+        axis += 1
+        inner = itemsize * math.prod(shape[axis + 1 :])
+    rows = max(1, limit // max(inner, 1))
+    for outer in itertools.product(*(range(size) for size in shape[:axis])):
+        for start in range(0, max(shape[axis], 1), rows):
+            cut = (start, min(start + rows, shape[axis]))
+            yield (*((n, n + 1) for n in outer), cut, *((0, size) for size in shape[axis + 1 :]))
+
+
 class Grid:
     """Boxes that are the cells of a grid over an array, to be found by what they overlap."""
 
