@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering import _save, stores
+from treering import _work, stores
 from treering.stores.disk import Disk
 
 
@@ -258,13 +258,13 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     watcher = use_disk(Watcher())
-    make = _save.Feed
+    make = _work.Feed
 
     def feed(*args: Any) -> Any:
         watcher.feed = make(*args)
         return watcher.feed
 
-    monkeypatch.setattr(_save, "Feed", feed)
+    monkeypatch.setattr(_work, "Feed", feed)
     sizes = [3_000_000, 5_000_000, 100, 9_000_000, 12_345_677, 8, 0, 4_000_000]
     tree = {str(n): np.full(size, n, np.uint8) for n, size in enumerate(sizes)}
     tr.save_async(tmp_path / "c", tree, memory_limit=limit).result()

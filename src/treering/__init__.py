@@ -7,10 +7,11 @@ from . import errors
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import keep
+    from . import formats, keep, rules
     from ._checkpoint import Checkpoint, restore
     from ._checkpoint import open_checkpoint as open
     from ._checkpointer import Checkpointer
+    from ._convert import convert
     from ._diff import Diff, diff
     from ._lazy import LazyArray
     from ._pending import PendingSave, SaveReport
@@ -27,10 +28,13 @@ _HOMES = {
     "PendingSave": "_pending",
     "SaveReport": "_pending",
     "VerifyReport": "_verify",
+    "convert": "_convert",
     "diff": "_diff",
+    "formats": "formats",
     "keep": "keep",
     "open": "_checkpoint",
     "restore": "_checkpoint",
+    "rules": "rules",
     "save": "_save",
     "save_async": "_save",
     "steps": "_run",
@@ -46,11 +50,14 @@ __all__ = [
     "SaveReport",
     "VerifyReport",
     "__version__",
+    "convert",
     "diff",
     "errors",
+    "formats",
     "keep",
     "open",
     "restore",
+    "rules",
     "save",
     "save_async",
     "steps",

@@ -6,8 +6,8 @@ import logging
 import operator
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _dtypes, _tree, formats, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry
@@ -18,6 +18,9 @@ from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .formats import Reader
 from .formats.treering.read import ReplacedError
 from .stores.local import MANIFEST
+
+if TYPE_CHECKING:
+    from .rules import Rule
 
 _log = logging.getLogger("treering")
 _TRIES = 5  # a checkpoint that is overwritten while it is read is read again
@@ -96,6 +99,19 @@ class Checkpoint(Mapping[str, Any]):
         entries = {path: entry for path, entry in self._entries.items() if matches(path, globs)}
         return Checkpoint(self._reader, entries, None, self._part)
 
+    def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
+        """The leaves as `treering.rules` change them, when they are read. Print it to see every name and shape.
+
+        Raises `MismatchError` for a rule that fits nothing, or not what it finds.
+        """
+        from . import _views
+        from .rules import apply
+
+        leaves = apply(rules, _views.leaves_of(self._entries))
+        view = _views.View(self._reader, leaves)
+        same = list(leaves) == list(self._entries)
+        return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)
+
     def abstract(self) -> Any:
         """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array."""
         import jax
@@ -118,6 +134,7 @@ class Checkpoint(Mapping[str, Any]):
         like: Any = None,
         *,
         at: str = "",
+        rules: "Sequence[Rule]" = (),
         missing: str | Iterable[str] = "error",
         extra: str | Iterable[str] = "error",
         dtype: Any = None,
@@ -129,10 +146,10 @@ class Checkpoint(Mapping[str, Any]):
         """The tree, shaped like `like`. See `treering.restore`."""
         from . import _match, _restore
 
-        view = self.at(at)
+        view = self.at(at).apply(rules) if rules else self.at(at)
         name = self.path + (f", at {view._part}" if view._part else "")
         return _restore.restore(
-            self._reader,
+            view._reader,
             view._entries,
             view._skeleton,
             like,
@@ -278,6 +295,7 @@ def restore(
     *,
     step: int | None = None,
     at: str = "",
+    rules: "Sequence[Rule]" = (),
     missing: str | Iterable[str] = "error",
     extra: str | Iterable[str] = "error",
     dtype: Any = None,
@@ -295,6 +313,7 @@ def restore(
         skips everything below. Without a template: nested dicts, lists and tuples of NumPy arrays.
     step: of a run; the latest good one by default.
     at: only what lies below this path is restored (and read), and `like` is the template of that.
+    rules: changes of names, shapes and values, see `treering.rules`; their paths are relative to `at`.
     missing: what to do about leaves of the template that the checkpoint lacks: "error", "template" (take its value),
         or globs of the paths for which to take it.
     extra: what to do about the opposite: "error", "ignore", or globs of what may be left out.
@@ -314,6 +333,7 @@ def restore(
         return ckpt.restore(
             like,
             at=at,
+            rules=rules,
             missing=missing,
             extra=extra,
             dtype=dtype,

@@ -138,17 +138,9 @@ class Checkpointer:
                 call.close()
                 return None
             path, overwrite = admitted
-            pending = _save.start(
-                call,
-                path,
-                tree,
-                _save.describe(step, metrics, self._metadata),
-                overwrite=overwrite,
-                dtype=dtype,
-                limit=memory_limit,
-                background=True,
-                manager=_Tidying(self._clean, self._retain),
-            )
+            wish = _save.Wish("treering", overwrite, (), dtype, memory_limit, True, {})
+            info = _save.describe(step, metrics, self._metadata)
+            pending = _save.start(call, path, tree, info, wish, _Tidying(self._clean, self._retain))
         self._pending.append(pending)
         self._saved_at = time.monotonic()
         return pending

@@ -33,7 +33,8 @@ class Source(msgspec.Struct, gc=False):
 
     `data` is the array that holds it until its bytes are handed over, and `dtype` what is stored; `copies` says
     that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
-    caller may change them.
+    caller may change them. A piece that is too large to be handed over at once is that of several sources, one
+    after the other, and their `piece`.
     """
 
     leaf: int
@@ -42,6 +43,7 @@ class Source(msgspec.Struct, gc=False):
     dtype: Any
     nbytes: int
     copies: bool
+    piece: Box | None = None
 
 
 class Content(NamedTuple):

@@ -7,25 +7,25 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import msgspec
 import numpy as np
 
-from . import _agreement, _flax, _leaves, _pending, _processes, _shares, _tree, stores
+from . import _pending, _processes, _work, formats, stores
 from ._catalogue import encode_float
-from ._collector import paused
+from ._checkpoint import Checkpoint
 from ._crew import Crew
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
 from ._processes import Call
-from ._sharding import extent
-from ._snapshot import Feed
 from ._version import __version__
+from ._work import Wish
 from .errors import MismatchError, UnsupportedError
 from .formats.treering import write as native
+from .rules import Rule
 from .stores.local import check_free
 
 _log = logging.getLogger("treering")
@@ -36,23 +36,30 @@ def save(
     path: str | os.PathLike[str],
     tree: Any,
     *,
+    format: str | None = None,
     overwrite: bool = False,
     step: int | None = None,
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
+    rules: Sequence[Rule] = (),
     dtype: Any = None,
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = 64 << 20,
+    **options: Any,
 ) -> SaveReport:
     """Saves a pytree and returns when it is durable.
 
     >>> tr.save("checkpoints/a", {"params": params, "step": 7})
 
     path: a new directory; parents are made. `overwrite` replaces a checkpoint that is there, in one step.
-    tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone).
+    tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone); or a
+        `Checkpoint` of any format, which is copied in bounded memory.
+    format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
+        `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata
-        anything that JSON can say.
+        anything that JSON can say. Those of a `Checkpoint` are its own unless others are given.
+    rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
         saves what this process has, as if there were no others.
@@ -66,8 +73,8 @@ def save(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        info = describe(step, metrics, metadata)
-        pending = start(call, path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=False)
+        wish = Wish(format, overwrite, rules, dtype, memory_limit, False, options)
+        pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
     try:
         return pending.result()
     except BaseException as error:
@@ -79,14 +86,17 @@ def save_async(
     path: str | os.PathLike[str],
     tree: Any,
     *,
+    format: str | None = None,
     overwrite: bool = False,
     step: int | None = None,
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
+    rules: Sequence[Rule] = (),
     dtype: Any = None,
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = None,
+    **options: Any,
 ) -> PendingSave:
     """Saves a pytree in the background.
 
@@ -99,8 +109,17 @@ def save_async(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        info = describe(step, metrics, metadata)
-        return start(call, path, tree, info, overwrite=overwrite, dtype=dtype, limit=memory_limit, background=True)
+        wish = Wish(format, overwrite, rules, dtype, memory_limit, True, options)
+        return start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+
+
+def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+    """What is recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
+    if isinstance(tree, Checkpoint):
+        step = tree.step if step is None else step
+        metrics = tree.metrics if metrics is None else metrics
+        metadata = tree.metadata if metadata is None else metadata
+    return describe(step, metrics, metadata)
 
 
 def _what(path: str | os.PathLike[str], step: int | None) -> str:
@@ -122,11 +141,7 @@ def start(
     path: str | os.PathLike[str],
     tree: Any,
     info: native.Info,
-    *,
-    overwrite: bool,
-    dtype: Any,
-    limit: int | None,
-    background: bool,
+    wish: Wish,
     manager: "Manager | None" = None,
 ) -> PendingSave:
     """What all ways of saving do; a `manager` is called in the background before and after the save is written.
@@ -137,30 +152,19 @@ def start(
     if manager is None and (told := next((p for p in _pending.unseen if not p._managed), None)):
         told.result()
     place = absolute(path)
+    format = formats.for_path(place, wish.format)
+    if format.name == "treering" and wish.options:
+        raise MismatchError(f"{', '.join(wish.options)}: the native format has no such option")
     call.doing("copying the state")
-    with paused():
-        walked = _tree.walk(_flax.split(tree)[0])
-        alone = not _processes.several()
-        content = _leaves.collect(walked.paths, walked.leaves, dtype=dtype, detach=background, alone=alone)
-        if call.count == 1:
-            _check_whole(content)
-        shares = _shares.plan(content, call.count) if call.count > 1 else None
-        sources = _shares.handed_over(content, shares, call.index)
-        content.sources.clear()  # and not to be held while they are written
-    if call.index == 0:
-        check_free(stores.DISK, place, overwrite=overwrite)
-    feed = Feed(sources, limit)
-    pending = PendingSave(place, info.step, feed, call, managed=manager is not None)
-    skeleton = walked.skeleton
+    work = _work.prepare(call, place, tree, info, wish, format)
+    if call.index == 0 and format.name == "treering":
+        check_free(stores.DISK, place, overwrite=wish.overwrite)
+    pending = PendingSave(place, info.step, work.feed, call, managed=manager is not None)
 
     def write(crew: Crew) -> None:
         if manager and call.index == 0:
             manager.before()
-        single = _agreement.settle(call, skeleton, content, feed)
-        final = _shares.plan(content, call.count, single) if single else shares
-        nbytes = native.write(
-            stores.DISK, native.Job(place, overwrite, skeleton, content, final, info), feed, crew, call
-        )
+        nbytes = work.write(crew)
         pending._committed(nbytes)
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
@@ -175,29 +179,16 @@ def start(
         thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
         thread.start()
         _pending.last = pending._finished
-        with paused() if limit is None else contextlib.nullcontext():
-            feed.run()
+        work.hand_over()
         pending._stall = time.perf_counter() - begun
     except BaseException as error:
-        feed.fail(error)
+        work.feed.fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
         elif crew:
             crew.close()
         raise
     return pending
-
-
-def _check_whole(content: _leaves.Content) -> None:
-    """Raises `UnsupportedError` for arrays of which this process, which saves alone, has not everything."""
-    missing: list[str] = []
-    for leaf in sorted(content.global_leaves):
-        entry: Any = content.entries[leaf]
-        here = sum(math.prod(extent(source.box)) for source in content.sources if source.leaf == leaf)
-        if here < math.prod(entry.shape):
-            missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
-    if missing:
-        raise UnsupportedError("\n".join(["processes='this' saves whole arrays; nothing was written:", *missing]))
 
 
 class Manager(Protocol):

@@ -53,7 +53,7 @@ class Layout:
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What this process writes of a leaf: `nbytes` bytes from `begin` of what a source hands over."""
+    """What this process writes of a leaf, or a run of it: `nbytes` bytes from `begin` of what a source hands over."""
 
     leaf: int
     box: Box
@@ -157,9 +157,12 @@ def handed_over(content: Content, shares: Mapping[int, Share] | None, index: int
 def pieces(
     entries: Sequence[Any], sources: Sequence[Source], shares: Mapping[int, Share] | None, index: int
 ) -> list[Piece]:
-    """What process `index` writes, in order; without `shares`, the sources as they are."""
+    """What process `index` writes, in order; without `shares`, the sources as they are.
+
+    Those with one leaf and box are one piece, in several runs.
+    """
     if shares is None:
-        return [Piece(source.leaf, source.box, n, 0, source.nbytes) for n, source in enumerate(sources)]
+        return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(sources)]
     own = _by_leaf(sources)
     found: list[Piece] = []
     for leaf, box, nbytes in written(entries, shares, index):
@@ -180,15 +183,16 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
         share, itemsize = shares[leaf], _dtypes.itemsize(entries[leaf].dtype)
         boxes = [share.boxes[n] for n in np.flatnonzero(np.asarray(share.writers) == index).tolist()]
         found += [(leaf, box, itemsize * math.prod(extent(box))) for box in boxes]
-    found.sort(key=lambda one: _alignment(one[2]))
+    found.sort(key=lambda one: alignment(one[2]))
     return found
 
 
 def _misalignment(source: Source) -> int:
-    return _alignment(source.nbytes)
+    return alignment(source.nbytes)
 
 
-def _alignment(nbytes: int) -> int:
+def alignment(nbytes: int) -> int:
+    """The place of a piece of so many bytes in the order of writing."""
     return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 

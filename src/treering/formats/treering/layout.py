@@ -48,7 +48,8 @@ def plan(
     for n, piece in enumerate(pieces):
         # Generous: the key, escaped at worst, and 120 bytes of dtype, shape and offsets.
         cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
-        if n > first and used + cost > header_limit:
+        again = n > first and (piece.leaf, piece.box) == (pieces[n - 1].leaf, pieces[n - 1].box)  # a run of the same
+        if n > first and not again and used + cost > header_limit:
             groups.append((first, n))
             first, used = n, 0
         used += cost
@@ -64,7 +65,7 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: i
     *begins, end = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     tensors: dict[str, Tensor] = {}
     other_dtypes: dict[str, str] = {}
-    for piece, begin in zip(pieces, begins, strict=True):
+    for piece, begin, stop in zip(pieces, begins, [*begins[1:], end], strict=True):
         entry: Any = entries[piece.leaf]
         if piece.box == whole(entry.shape):
             key, shape = piece_key(entry.path, None), entry.shape
@@ -73,7 +74,8 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: i
         stored, itemsize, widened = _dtypes.stored_as(entry.dtype)
         if widened:
             shape = (*shape, itemsize)
-        tensors[key] = Tensor(stored, shape, (begin, begin + piece.nbytes))
+        first_run = tensors.get(key)
+        tensors[key] = Tensor(stored, shape, (first_run.data_offsets[0] if first_run else begin, stop))
         if stored == "U8" and entry.dtype != "uint8":
             other_dtypes[f"dtype:{key}"] = entry.dtype
     metadata = {"xxh3": "0" * (_DIGITS * -(-end // BLOCK)), "block": str(BLOCK), "format": "treering", "version": "1"}

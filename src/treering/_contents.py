@@ -1,0 +1,122 @@
+"""What is saved when that is a checkpoint, and what writers of other formats get to see of a live tree."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from . import _dtypes, _tree, _views
+from ._catalogue import ArrayEntry, Entry, decode
+from ._checkpoint import Checkpoint
+from ._leaves import Content, Source
+from ._sharding import Box, extent, in_slices, intersect, slices, whole
+from ._shares import alignment
+from ._snapshot import Feed
+from ._tree import Skeleton
+from .formats import Problem, Reader
+from .formats.treering.write import Info
+
+if TYPE_CHECKING:
+    from .rules import Rule
+
+_SLICE = 16 << 20  # bytes of an array in a checkpoint that are read at a time
+
+
+class Deferred:
+    """A part of an array that is read when somebody wants its contents."""
+
+    def __init__(self, reader: Reader, entry: ArrayEntry, box: Box):
+        self._reader, self._entry, self._box = reader, entry, box
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        (array,) = self._reader.read([(self._entry, self._box)])
+        return np.ascontiguousarray(array, dtype)
+
+
+def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> _views.View:
+    """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a tree around it."""
+    changed = ckpt.apply(rules)
+    leaves = _views.leaves_of(changed._entries)
+    if dtype is not None:
+        text = _dtypes.to_text(np.dtype(dtype))
+        floats = [
+            path
+            for path, leaf in leaves.items()
+            if isinstance(leaf.entry, ArrayEntry) and _dtypes.is_float(_dtypes.to_numpy(leaf.entry.dtype))
+        ]
+        leaves.update({path: _views.cast(leaves[path], text) for path in floats})
+    skeleton = changed._skeleton
+    if skeleton is None:
+        walked = _tree.walk(_tree.nest(leaves, list(leaves)))
+        leaves = {path: leaves[old] for path, old in zip(walked.paths, walked.leaves, strict=True)}
+        skeleton = walked.skeleton
+    view = _views.View(changed._reader, leaves, skeleton)
+    view.step = info.step
+    view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
+    view.metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
+    return view
+
+
+def of_reader(reader: Reader) -> Content:
+    """The content of a save of all leaves of a reader, in slices, in the order in which they are written."""
+    content = Content(list(reader.entries.values()), {}, {}, set(), [])
+    sources: list[tuple[int, Source]] = []
+    for leaf, entry in enumerate(content.entries):
+        if isinstance(entry, ArrayEntry):
+            dtype = _dtypes.to_numpy(entry.dtype)
+            order = alignment(math.prod(entry.shape) * dtype.itemsize)
+            for box in in_slices(entry.shape, dtype.itemsize, _SLICE):
+                nbytes = math.prod(extent(box)) * dtype.itemsize
+                sources.append(
+                    (order, Source(leaf, box, Deferred(reader, entry, box), dtype, nbytes, True, whole(entry.shape)))
+                )
+    sources.sort(key=lambda one: one[0])
+    content.sources.extend(source for _, source in sources)
+    return content
+
+
+class Fed:
+    """A live tree that is being saved, as `treering.formats.Reader`: what writers of other formats are given."""
+
+    format = "live"
+    nbytes, step, metadata = 0, None, None
+
+    def __init__(self, path: str, skeleton: Skeleton, content: Content, feed: Feed):
+        self.path, self.skeleton, self.metrics = path, skeleton, dict[str, float]()
+        self.entries: dict[str, Entry] = {entry.path: entry for entry in content.entries}
+        self._feed = feed
+        self._leaf = {entry.path: content.tied.get(n, n) for n, entry in enumerate(content.entries)}
+        self._sources: dict[int, list[int]] = {}
+        for n, source in enumerate(feed.sources):
+            self._sources.setdefault(source.leaf, []).append(n)
+
+    def check_present(self) -> None: ...
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        return None
+
+    def maps(self, wish: bool | None) -> bool:
+        return True
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        return [self._read(entry, box) for entry, box in wanted]
+
+    def problems(self) -> Iterator[Problem]:
+        return iter(())
+
+    def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:
+        dtype = _dtypes.to_numpy(entry.dtype)
+        out = np.empty(extent(box), dtype)
+        for n in self._sources[self._leaf[entry.path]]:
+            source = self._feed.sources[n]
+            common = intersect(source.box, box) if box else ()
+            if common is not None and out.size:
+                array = self._feed.take(n).view(dtype).reshape(extent(source.box))
+                if common == box == source.box:
+                    return array
+                out[slices(common, box)] = array[slices(common, source.box)]
+        return out
