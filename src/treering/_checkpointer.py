@@ -79,13 +79,13 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return list(self._history.committed())
+        """The committed steps, ascending, with those that another library has left in the directory."""
+        return list(_run.all_steps(self._root, self._prefix))
 
     @property
     def latest_step(self) -> int | None:
         """The newest committed step, None when there is none."""
-        return max(self._history.committed(), default=None)
+        return max(_run.all_steps(self._root, self._prefix), default=None)
 
     @property
     def restored_step(self) -> int | None:
@@ -100,7 +100,7 @@ class Checkpointer:
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
         step = index(step)
-        return self._history.committed().get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
+        return _run.all_steps(self._root, self._prefix).get(step) or self._own_path(step)
 
     # Saving
 
@@ -154,7 +154,7 @@ class Checkpointer:
         if any(pending.failed for pending in self._pending[:over]) or not (force or self._due(step)):
             return over, None
         committed = self._history.committed()
-        path = committed.get(step) or os.path.join(self._root, _run.step_name(self._prefix, step))
+        path = committed.get(step) or self._own_path(step)
         overwrite = on_exists == "overwrite"
         if any(pending.step == step for pending in self._pending[over:]) or step in committed:
             overwrite = overwrite or (step in committed and self._history.is_damaged(step, path))
@@ -235,7 +235,7 @@ class Checkpointer:
 
         self.wait()
         with self._call("restore_or_init()") as call:
-            found = call.tell(lambda: bool(self._history.committed()))
+            found = call.tell(lambda: bool(_run.all_steps(self._root, self._prefix)))
             call.close()
         if found:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
@@ -247,11 +247,11 @@ class Checkpointer:
 
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
-        self._once(f"pin({step})", lambda: local.pin(stores.DISK, self._existing(step), True))
+        self._once(f"pin({step})", lambda: local.pin(stores.DISK, self._own(step), True))
 
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
-        self._once(f"unpin({step})", lambda: local.pin(stores.DISK, self._existing(step), False))
+        self._once(f"unpin({step})", lambda: local.pin(stores.DISK, self._own(step), False))
 
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` when it is pinned."""
@@ -259,7 +259,7 @@ class Checkpointer:
         self._once(f"delete({step})", lambda: self._delete(step))
 
     def _delete(self, step: int) -> None:
-        path = self._existing(step)
+        path = self._own(step)
         if local.pinned(stores.DISK, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
         local.delete(stores.DISK, path, manifest.file_names)
@@ -279,11 +279,19 @@ class Checkpointer:
             call.tell(do)
             call.close()
 
-    def _newest_first(self) -> list[tuple[int, str]]:
-        return list(reversed(self._history.committed().items()))
+    def _own(self, step: int) -> str:
+        """Where a step is that was saved by us; what others have left is not ours to change."""
+        return self._existing(step, self._history.committed())
 
-    def _existing(self, step: int) -> str:
-        committed = self._history.committed()
+    def _own_path(self, step: int) -> str:
+        return os.path.join(self._root, _run.step_name(self._prefix, step))
+
+    def _newest_first(self) -> list[tuple[int, str]]:
+        return list(reversed(_run.all_steps(self._root, self._prefix).items()))
+
+    def _existing(self, step: int, committed: Mapping[int, str] | None = None) -> str:
+        """Where a step is, among all or among the given ones. Raises `NotFoundError`."""
+        committed = _run.all_steps(self._root, self._prefix) if committed is None else committed
         if (number := index(step)) not in committed:
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")

@@ -10,6 +10,7 @@ from .._sharding import Box, whole
 from .._tree import Skeleton
 from ..errors import CorruptError
 from . import Problem
+from .runs import mapped_once
 
 
 class Stored(Protocol):
@@ -64,7 +65,8 @@ class ForeignReader:
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
     ) -> list[np.ndarray]:
-        return [self._arrays[entry.path].read(box, self._maps(entry, map)) for entry, box in wanted]
+        with mapped_once():
+            return [self._arrays[entry.path].read(box, self._maps(entry, map)) for entry, box in wanted]
 
     def _maps(self, entry: ArrayEntry, wish: bool | None) -> bool:
         return self._immutable and self._arrays[entry.path].can_map() if wish is None else wish

@@ -1,11 +1,13 @@
 """MessagePack by its structure: what small values are, and where the bytes of large ones lie.
 
-The format is https://github.com/msgpack/msgpack/blob/master/spec.md. Bins and extensions are not read, only found, so
+The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The contents of bins are not read, only found, so
 that the structure of a file of any size is known after a few reads of a few kilobytes.
 """
 
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import msgspec
 
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, opened
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 _WINDOW = 8 << 10  # bytes that are read at a time
 _DEPTH = 1000  # containers within one another
-_VALUES = 1 << 22  # of one file; the largest trees of models have a few hundred thousand
-_TEXT = 256 << 20  # bytes of text and other values of one file that are held in memory
+_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
+_TEXT = 256 << 20  # bytes of text and small bins of one file that are held in memory
 
 
 class Raw(NamedTuple):
@@ -27,31 +29,27 @@ class Raw(NamedTuple):
 
 
 class Ext(NamedTuple):
-    """An extension: its type and the bytes of the file that are its payload."""
+    """An extension: its type, and the value in its payload where that is MessagePack again, else where it lies."""
 
     code: int
-    offset: int
-    size: int
+    payload: Any
 
 
 _VALUE, _STR, _BIN, _LIST, _MAP, _EXT, _NEVER = range(7)
 
 
-def _heads() -> "list[tuple[int, struct.Struct | None, Any]]":
-    """By first byte: the kind, the layout of the number that follows it, and the number where none follows."""
+def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
+    """By first byte: the kind, the layout of what follows, and the value or size where nothing says it."""
     table: list[tuple[int, struct.Struct | None, Any]] = [(_VALUE, None, n) for n in range(0x80)]
-    table += [(_MAP, None, n) for n in range(16)] + [(_LIST, None, n) for n in range(16)]
+    table += [(_MAP, None, n) for n in range(16)]
+    table += [(_LIST, None, n) for n in range(16)]
     table += [(_STR, None, n) for n in range(32)]
     table += [(_VALUE, None, None), (_NEVER, None, None), (_VALUE, None, False), (_VALUE, None, True)]
-    for kind, layouts in (
-        (_BIN, "B H I"),
-        (_EXT, "Bb Hb Ib"),
-        (_VALUE, "f d B H I Q b h i q"),
-    ):
-        table += [(kind, struct.Struct(">" + layout), None) for layout in layouts.split()]
+    for kind, layouts in (_BIN, "B H I"), (_EXT, "Bb Hb Ib"), (_VALUE, "f d B H I Q b h i q"):
+        table += [(kind, struct.Struct(f">{layout}"), None) for layout in layouts.split()]
     table += [(_EXT, struct.Struct(">b"), 1 << n) for n in range(5)]
-    for kind, layouts in ((_STR, "B H I"), (_LIST, "H I"), (_MAP, "H I")):
-        table += [(kind, struct.Struct(">" + layout), None) for layout in layouts.split()]
+    for kind, layouts in (_STR, "B H I"), (_LIST, "H I"), (_MAP, "H I"):
+        table += [(kind, struct.Struct(f">{layout}"), None) for layout in layouts.split()]
     return table + [(_VALUE, None, n) for n in range(-32, 0)]
 
 
@@ -62,35 +60,56 @@ _NO_KEY = object()
 class Scanner:
     """Reads the structure of values in a file.
 
-    Maps become dicts, arrays lists, text `str`; bins and extensions become `Raw` and `Ext`. Everything that does not
-    fit the file raises `CorruptError`, and what would take unreasonable time or memory `UnsafeError`.
+    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. What does not fit the file raises
+    `CorruptError`, and what would take unreasonable time or memory `UnsafeError`. `nested`: the types of extensions
+    whose payload is MessagePack again.
     """
 
-    def __init__(self, file: "File"):
+    def __init__(self, file: "File", nested: tuple[int, ...] = ()):
         self.file = file
+        self._nested = nested
         self._window, self._base = b"", 0
         self._values, self._text = _VALUES, _TEXT
 
     def value(self, at: int, end: int) -> tuple[Any, int]:
         """The value at an offset and the offset behind it, which is at most `end`."""
+        return self._value(at, end, self._nested)
+
+    def whole(self, at: int, end: int) -> Any:
+        """The value that fills a range."""
+        return self._whole(at, end, self._nested)
+
+    def bytes(self, raw: Raw) -> bytes:
+        """What a bin holds."""
+        self._use_text(raw.size)
+        return self.file.read(raw.offset, raw.size)
+
+    def _whole(self, at: int, end: int, nested: tuple[int, ...]) -> Any:
+        value, behind = self._value(at, end, nested)
+        if behind != end:
+            raise CorruptError(f"{self.file.path}: expected a value that ends at byte {end}, found one up to {behind}")
+        return value
+
+    def _value(self, at: int, end: int, nested: tuple[int, ...]) -> tuple[Any, int]:
         stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
         while True:
-            kind, number, at = self._head(at, end)
-            if kind == _VALUE:
-                value = number
-            elif kind == _STR:
-                value, at = self._str(at, number, end)
-            elif kind in (_BIN, _EXT):
-                value = Raw(at, number) if kind == _BIN else Ext(number[1], at, number[0])
-                at = self._skip(at, value.size, end)
-            else:
-                value = {} if kind == _MAP else []
-                if number:
-                    if number * (2 if kind == _MAP else 1) > end - at:
-                        self._short(at + number, end)
-                    if len(stack) == _DEPTH:
-                        raise UnsafeError(f"{self.file.path}: containers are nested more than {_DEPTH} deep")
-                    stack.append([value, number, _NO_KEY])
+            kind, value, code, at = self._head(at, end)
+            if kind == _STR:
+                value, at = self._str(at, value, end), at + value
+            elif kind == _BIN:
+                self._check(at + value, end)
+                value, at = Raw(at, value), at + value
+            elif kind == _EXT:
+                self._check(at + value, end)
+                inner = self._whole(at, at + value, ()) if code in nested else Raw(at, value)
+                value, at = Ext(code, inner), at + value
+            elif kind in (_LIST, _MAP):
+                count, value = value, [] if kind == _LIST else {}
+                self._check(at + count * (kind == _MAP) + count, end)  # a byte each at least
+                if len(stack) == _DEPTH:
+                    raise UnsafeError(f"{self.file.path}: containers are nested more than {_DEPTH} deep")
+                if count:
+                    stack.append([value, count, _NO_KEY])
                     continue
             while stack:
                 frame = stack[-1]
@@ -111,88 +130,123 @@ class Scanner:
             else:
                 return value, at
 
-    def whole(self, at: int, end: int) -> Any:
-        """The value that fills a range."""
-        value, behind = self.value(at, end)
-        if behind != end:
-            raise CorruptError(f"{self.file.path}: expected one value up to byte {end}, found it ends at {behind}")
-        return value
-
-    def bytes(self, raw: Raw) -> bytes:
-        """What a bin holds."""
-        self._use_text(raw.size)
-        return self.file.read(raw.offset, raw.size)
-
-    def _head(self, at: int, end: int) -> tuple[int, Any, int]:
-        """The kind, the value or size, and the offset behind it; of extensions size and type."""
+    def _head(self, at: int, end: int) -> tuple[int, Any, int, int]:
+        """The kind, the value or size, the type of an extension, and the offset behind."""
         self._values -= 1
         if self._values < 0:
             raise UnsafeError(f"{self.file.path}: more than {_VALUES} values, which cannot be meant to be read")
-        place = self._find(at, 1, end)
-        kind, layout, number = _HEADS[self._window[place]]
-        if layout is not None:
-            place = self._find(at + 1, layout.size, end)
-            fields = layout.unpack_from(self._window, place)
-            at += layout.size
-            number = fields if kind == _EXT else fields[0]
-            if len(fields) == 1 and kind == _EXT:
-                number = (_HEADS[self._window[place - 1]][2], fields[0])
-        if kind == _NEVER:
-            raise CorruptError(f"{self.file.path}: byte {at} is 0xc1, which no MessagePack value begins with")
-        return kind, number, at + 1
+        kind, layout, value = _HEADS[self._window[self._find(at, 1, end)]]
+        at += 1
+        if layout is None:
+            if kind == _NEVER:
+                raise CorruptError(f"{self.file.path}: byte {at - 1} is 0xc1, with which no value begins")
+            return kind, value, 0, at
+        fields = layout.unpack_from(self._window, self._find(at, layout.size, end))
+        return kind, fields[0] if value is None else value, fields[-1], at + layout.size
 
     def _find(self, at: int, size: int, end: int) -> int:
-        """Brings bytes into the window and returns where they are in it."""
+        """Where in the window some bytes are; it is moved there when they are not in it."""
         place = at - self._base
         if place < 0 or place + size > len(self._window) or at + size > end:
-            if at + size > end:
-                self._short(at + size, end)
-            # One byte before, for who looks back at the first byte of a head.
-            self._base = max(at - 1, 0)
-            self._window = self.file.read(self._base, max(size + 1, min(_WINDOW, self.file.size - self._base)))
-            place = at - self._base
+            self._check(at + size, end)
+            self._window = self.file.read(at, max(size, min(_WINDOW, self.file.size - at)))
+            self._base, place = at, 0
         return place
 
-    def _str(self, at: int, size: int, end: int) -> tuple[str, int]:
+    def _str(self, at: int, size: int, end: int) -> str:
         self._use_text(size)
-        if size > _WINDOW:
-            self._skip(at, size, end)
-            data = self.file.read(at, size)
-        else:
-            place = self._find(at, size, end)
-            data = self._window[place : place + size]
+        place = self._find(at, size, end)
         try:
-            return data.decode(), at + size
+            return self._window[place : place + size].decode()
         except UnicodeDecodeError:
             raise CorruptError(f"{self.file.path}: the text at byte {at} is not UTF-8") from None
 
     def _key(self, key: Any, container: dict[Any, Any]) -> Any:
-        if isinstance(key, Raw):
+        if type(key) is Raw:
             key = self.bytes(key)
         if type(key) not in (str, int, bool, float, bytes):
-            raise CorruptError(f"{self.file.path}: expected a key, found {_called(key)}")
+            raise CorruptError(f"{self.file.path}: expected a key, found {named(key)}")
         if key in container:
             raise CorruptError(f"{self.file.path}: a map has the key {key!r:.100} twice")
         return key
-
-    def _skip(self, at: int, size: int, end: int) -> int:
-        if size > end - at:
-            self._short(at + size, end)
-        return at + size
 
     def _use_text(self, size: int) -> None:
         self._text -= size
         if self._text < 0:
             raise UnsafeError(f"{self.file.path}: more than {_TEXT} bytes of text, which cannot be meant to be read")
 
-    def _short(self, expected: int, end: int) -> NoReturn:
-        what = "the file" if end == self.file.size else "what it is in"
-        raise CorruptError(
-            f"{self.file.path}: expected a value up to byte {expected} at least, but {what} ends at {end}; "
-            "it is damaged or cut short"
-        )
+    def _check(self, expected: int, end: int) -> None:
+        if expected > end:
+            raise CorruptError(
+                f"{self.file.path}: expected a value up to byte {expected} or further, but what it lies in ends at "
+                f"{end}; the file is damaged or cut short"
+            )
 
 
-def _called(value: Any) -> str:
-    names = {dict: "a map", list: "an array", Ext: "an extension", Raw: "a bin", type(None): "nil"}
-    return names.get(type(value), f"a {type(value).__name__}")
+def named(value: Any) -> str:
+    """What kind of value was found, for messages."""
+    kinds = {dict: "a map", list: "an array", Ext: "an extension", Raw: "a bin", type(None): "nil"}
+    return kinds.get(type(value), f"{value!r:.100}")
+
+
+def pack(value: None | bool | int | float | str | bytes | list[int]) -> bytes:
+    """A value as MessagePack, in the shortest form."""
+    return msgspec.msgpack.encode(value)
+
+
+def map_head(count: int) -> bytes:
+    """What comes before the keys and values of a map."""
+    return _sized(count, ((16, 0x80), (1 << 16, 0xDE), (1 << 32, 0xDF)))
+
+
+def list_head(count: int) -> bytes:
+    """What comes before the items of an array."""
+    return _sized(count, ((16, 0x90), (1 << 16, 0xDC), (1 << 32, 0xDD)))
+
+
+def bin_head(size: int) -> bytes:
+    """What comes before the bytes of a bin."""
+    return _sized(size, ((1 << 8, 0xC4), (1 << 16, 0xC5), (1 << 32, 0xC6)))
+
+
+def ext_head(code: int, size: int) -> bytes:
+    """What comes before the payload of an extension."""
+    if size in (1, 2, 4, 8, 16):
+        return bytes([0xD4 + size.bit_length() - 1, code])
+    return _sized(size, ((1 << 8, 0xC7), (1 << 16, 0xC8), (1 << 32, 0xC9))) + bytes([code])
+
+
+def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
+    limit, first = next(form for form in forms if size < form[0])
+    if limit == 16:
+        return bytes([first + size])
+    return bytes([first]) + size.to_bytes((limit.bit_length() - 1) // 8, "big")
+
+
+def beginning(disk: Disk, path: str, size: int) -> bytes | None:
+    """The first bytes of a file, fewer where it is shorter; None for what is no file that can be read."""
+    try:
+        with opened(disk, path) as fd:
+            buffer = bytearray(size)
+            return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+    except OSError:
+        return None
+
+
+def first_key(data: bytes) -> str | None:
+    """The first key of a map that begins here, None where there is no such map or its key is not text."""
+    at = 1 if data[:1] and 0x81 <= data[0] <= 0x8F else {0xDE: 3, 0xDF: 5}.get(data[0] if data else 0, 0)
+    begin, size = at + 1, 0
+    if at and len(data) > at:
+        if 0xA0 <= data[at] <= 0xBF:
+            size = data[at] - 0xA0
+        elif 0xD9 <= data[at] <= 0xDB:
+            begin += 1 << data[at] - 0xD9
+            size = int.from_bytes(data[at + 1 : begin], "big")
+        else:
+            return None
+        try:
+            return data[begin : begin + size].decode() if begin + size <= len(data) else None
+        except UnicodeDecodeError:
+            return None
+    return None

@@ -1,7 +1,9 @@
 """Arrays that lie in files as plain bytes, in one run or in several."""
 
+import contextlib
 import math
 import mmap
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,11 +11,24 @@ from typing import Any
 import numpy as np
 
 from .._sharding import Box, byte_ranges, extent, rows_apart, slices, whole
-from ..errors import CorruptError
+from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 
+_MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 _GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call
 _SPAN = 64 << 20  # bytes that are read at a time of an array of which not everything is wanted
+
+_call = threading.local()
+
+
+@contextlib.contextmanager
+def mapped_once() -> Iterator[None]:
+    """Within it each file is mapped once, for all arrays that are read: Linux allows a process 65,530 mappings."""
+    _call.mappings = {}
+    try:
+        yield
+    finally:
+        del _call.mappings
 
 
 class File:
@@ -41,10 +56,13 @@ class File:
         return bytes(data)
 
     def mapped(self) -> mmap.mmap:
-        """A private mapping of the whole file, of one's own."""
-        if self._disk.size(self._fd) < self.size:
-            raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
-        return self._disk.map(self._fd, self.size)
+        """A private mapping of the whole file: one's own, or that of all who ask within `mapped_once`."""
+        known: dict[File, mmap.mmap] = getattr(_call, "mappings", {})
+        if self not in known:
+            if self._disk.size(self._fd) < self.size:
+                raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
+            known[self] = self._disk.map(self._fd, self.size)
+        return known[self]
 
 
 class Runs:
@@ -56,6 +74,8 @@ class Runs:
     def __init__(self, runs: Sequence[tuple[File, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None):
         self._runs, self._shape, self._stored = runs, shape, np.dtype(stored)
         self._dtype = np.dtype(dtype) if dtype is not None else self._stored.newbyteorder("=")
+        if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MOST:
+            raise UnsafeError(f"{runs[0][0].path if runs else ''}: no array can have the shape {list(shape)}")
         nbytes = math.prod(shape) * self._stored.itemsize
         for file, offset, size in runs:
             if offset < 0 or size < 0 or offset + size > file.size:
@@ -65,10 +85,15 @@ class Runs:
             raise CorruptError(f"{runs[0][0].path if runs else ''}: expected {nbytes} bytes of an array, found {found}")
 
     def can_map(self) -> bool:
-        return len(self._runs) <= 1 and self._stored.isnative and all(file.local for file, _, _ in self._runs)
+        return self._is_array() and all(file.local for file, _, _ in self._runs)
+
+    def _is_array(self) -> bool:
+        """Whether the bytes are an array as they lie there: in one run, native-endian and aligned."""
+        aligned = all(offset % self._dtype.alignment == 0 for _, offset, _ in self._runs)
+        return len(self._runs) <= 1 and self._stored.isnative and aligned
 
     def read(self, box: Box, map: bool) -> np.ndarray:
-        if map and len(self._runs) == 1 and self._stored.isnative and math.prod(self._shape):
+        if map and len(self._runs) == 1 and self._is_array() and math.prod(self._shape):
             file, offset, _ = self._runs[0]
             return np.ndarray(self._shape, self._dtype, file.mapped(), offset)[slices(box, whole(self._shape))]
         out = np.empty(extent(box), self._stored)
