@@ -1,0 +1,235 @@
+"""Rules against NumPy: every box of what a rule makes is the same part of what NumPy makes of the whole."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treering as tr
+from helpers import assert_same
+from treering import _views, rules
+from treering.errors import MismatchError
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("rules") / "c"
+    tr.save(path, tree())
+    return path
+
+
+def tree() -> dict[str, Any]:
+    kernels = {str(n): {"kernel": numbers(3, 4, start=12 * n), "bias": numbers(4, start=n)} for n in range(11)}
+    return {
+        "layers": kernels,
+        "attention": {"qkv": numbers(2, 12), "out": numbers(6, 2)},
+        "embed": numbers(5, 6).astype(ml_dtypes.bfloat16),
+        "key": jax.random.key(1),
+        "step": 3,
+        "nothing": None,
+    }
+
+
+def numbers(*shape: int, start: int = 0) -> np.ndarray:
+    return np.arange(start, start + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
+CASES: dict[str, tuple[rules.Rule, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "rename": (
+        rules.rename(r"^layers/(\d+)/", r"blocks/block_\1/"),
+        lambda t: {f"blocks/block_{n}/{k}": v for n, layer in t["layers"].items() for k, v in layer.items()},
+    ),
+    "drop": (rules.drop("layers/**"), lambda t: {"embed": t["embed"]}),
+    "copy": (rules.copy("attention", "other/deep"), lambda t: {"other/deep/qkv": t["attention"]["qkv"]}),
+    "copy a leaf": (rules.copy("embed", "head"), lambda t: {"head": t["embed"], "embed": t["embed"]}),
+    "cast": (rules.cast("layers/*/bias", np.int16), lambda t: {"layers/3/bias": t["layers"]["3"]["bias"].astype("i2")}),
+    "transpose": (rules.transpose("attention/*", (-1, 0)), lambda t: {"attention/out": t["attention"]["out"].T}),
+    "reshape": (rules.reshape("embed", (3, -1, 1)), lambda t: {"embed": t["embed"].reshape(3, 10, 1)}),
+    "stack": (
+        rules.stack("layers/*/**"),
+        lambda t: {"layers/kernel": np.stack([t["layers"][str(n)]["kernel"] for n in range(11)])},
+    ),
+    "stack at the end": (
+        rules.stack("layers/*/kernel", axis=-1),
+        lambda t: {"layers/kernel": np.stack([t["layers"][str(n)]["kernel"] for n in range(11)], -1)},
+    ),
+    "unstack": (
+        rules.unstack("attention/*/q?v", axis=1),
+        lambda t: {f"attention/{n}/qkv": t["attention"]["qkv"][:, n] for n in range(12)},
+    ),
+    "split": (
+        rules.split(r"(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], axis=1),
+        lambda t: {
+            f"attention/{x}": part for x, part in zip("qkv", np.split(t["attention"]["qkv"], 3, 1), strict=True)
+        },
+    ),
+    "split in sizes": (
+        rules.split(r"(.*)/qkv", [r"\1/q", r"\1/kv"], axis=-1, sizes=(4, 8)),
+        lambda t: {"attention/q": t["attention"]["qkv"][:, :4], "attention/kv": t["attention"]["qkv"][:, 4:]},
+    ),
+    "concat": (
+        rules.concat([r"layers/(0)/kernel", r"layers/1(0)/kernel"], r"both/\1"),
+        lambda t: {"both/0": np.concatenate([t["layers"]["0"]["kernel"], t["layers"]["10"]["kernel"]])},
+    ),
+    "map": (rules.map("embed", lambda x: x[::-1]), lambda t: {"embed": t["embed"][::-1]}),
+    "map to a shape": (rules.map("embed", lambda x: x.sum(0), shape=(6,)), lambda t: {"embed": t["embed"].sum(0)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_rule_makes_is_what_numpy_makes(layers: pathlib.Path, name: str) -> None:
+    rule, expected = CASES[name]
+    view = tr.open(layers).apply([rule])
+    for path, array in expected(tree()).items():
+        assert view[path].shape == array.shape and view[path].dtype == array.dtype
+        found = np.asarray(view[path])
+        assert found.dtype == array.dtype and found.tobytes() == np.ascontiguousarray(array).tobytes(), path
+
+
+def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    for rule, expected in CASES.values():
+        view = tr.open(layers).apply([rule])
+        for path, array in expected(tree()).items():
+            for _ in range(10):
+                ends = [sorted(rng.integers(0, size + 1, 2)) for size in array.shape]
+                box = tuple(slice(int(a), int(b)) for a, b in ends)
+                assert view[path][box].tobytes() == np.ascontiguousarray(array[box]).tobytes(), (path, box)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
+    array = numbers(*shape)
+    entry = tr._catalogue.ArrayEntry("x", "numpy", "float32", shape)
+    looks: list[int] = []
+
+    class Memory:
+        def read(self, wanted: Any, **options: Any) -> list[np.ndarray]:
+            found = [array[tuple(slice(*ends) for ends in box)] for _, box in wanted]
+            looks.extend(part.size for part in found)
+            return found
+
+    leaf, expected = _views.leaves_of({"x": entry})["x"], array
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            axes = data.draw(st.permutations(range(expected.ndim)))
+            leaf, expected = _views.transposed(leaf, axes), expected.transpose(axes)
+        else:
+            factors = data.draw(st.permutations([*expected.shape, 1]))
+            merged = list(factors)
+            if len(merged) > 1 and data.draw(st.booleans()):
+                merged = [merged[0] * merged[1], *merged[2:]]
+            leaf, expected = _views.reshaped(leaf, tuple(merged)), expected.reshape(merged)
+    box = tuple((a, data.draw(st.integers(a, n))) for n in expected.shape for a in [data.draw(st.integers(0, n))])
+    plan = leaf.plan_of(box)
+    found = plan.make(Memory().read(plan.needs))
+    assert found.tobytes() == np.ascontiguousarray(expected[tuple(slice(*ends) for ends in box)]).tobytes()
+    assert sum(looks) <= array.size
+
+
+def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    there = [
+        rules.split(r"attention/qkv", ["attention/q", "attention/k", "attention/v"], axis=1),
+        rules.stack("layers/*/**"),
+        rules.transpose("layers/kernel", (0, 2, 1)),
+        rules.rename("^layers/", "scanned/"),
+    ]
+    back = [
+        rules.rename("^scanned/", "layers/"),
+        rules.transpose("layers/kernel", (0, 2, 1)),
+        rules.unstack("layers/*/**"),
+        rules.concat(["attention/q", "attention/k", "attention/v"], "attention/qkv", axis=1),
+    ]
+    tr.convert(layers, tmp_path / "there", rules=there)
+    assert tr.open(tmp_path / "there")["scanned/kernel"].shape == (11, 4, 3)
+    tr.convert(tmp_path / "there", tmp_path / "back", rules=back)
+    assert not tr.diff(layers, tmp_path / "back")
+    state = tree()
+    assert_same(tr.restore(tmp_path / "there", state, rules=back), state)
+    # The same on the way out of a live tree, in the background, and below a path.
+    for n, save in enumerate((tr.save, lambda *a, **k: tr.save_async(*a, **k).result())):
+        save(tmp_path / f"live-{n}", state, rules=there)
+        assert not tr.diff(tmp_path / "there", tmp_path / f"live-{n}")
+    part = tr.restore(layers, at="layers", rules=[rules.stack("*/bias"), rules.drop("*/kernel")])
+    assert list(part) == ["bias"] and part["bias"].shape == (11, 4)
+
+
+def test_rules_and_shardings(layers: pathlib.Path) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P(None, "x"))
+    like = {"layers": {"kernel": jax.ShapeDtypeStruct((11, 4, 3), np.float32, sharding=where)}}
+    changes = [rules.stack("layers/*/kernel"), rules.transpose("layers/kernel", (0, 2, 1))]
+    found = tr.restore(layers, like, rules=changes, extra="ignore")
+    expected = np.stack([tree()["layers"][str(n)]["kernel"].T for n in range(11)])
+    for shard in found["layers"]["kernel"].addressable_shards:
+        assert (np.asarray(shard.data) == expected[shard.index]).all()
+    assert found["layers"]["kernel"].sharding == where
+
+
+def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
+    found = tr.restore(layers, rules=[rules.copy("attention/qkv", "again")])
+    found["again"][:] = 0
+    assert (found["attention"]["qkv"] == tree()["attention"]["qkv"]).all()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: [rules.rename("nowhere", "x")], "matches none of the 28 leaves"),
+        (lambda: [rules.rename("(", "x")], "is not a regular expression"),
+        (lambda: [rules.rename("embed", r"\1")], "does not fit the pattern"),
+        (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
+        (lambda: [rules.transpose("embed", (0, 2))], "has not the axes"),
+        (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
+        (lambda: [rules.cast("step", "float32")], "step is no array but a int"),
+        (lambda: [rules.transpose("key", (0,))], "PRNG keys, which can only be renamed or dropped"),
+        (lambda: [rules.stack("layers/**")], "expected a '\\*' in the place of the numbers"),
+        (lambda: [rules.drop("layers/4/*"), rules.stack("layers/*/bias")], "with the numbers from 0"),
+        (lambda: [rules.split("attention/qkv", ["a", "b"], axis=1, sizes=(1, 2))], "has 12 along axis 1"),
+        (lambda: [rules.split("embed", ["a", "b"], axis=2)], "axis 2 of 2"),
+        (lambda: [rules.concat(["embed", "lacking"], "x")], "nothing matches 'lacking'"),
+        (lambda: [rules.concat(["embed", "attention/out"], "x")], "arrays of one shape and dtype"),
+        (lambda: ["rename"], "expected what treering.rules makes"),
+    ],
+)
+def test_a_rule_that_does_not_fit_says_so_at_once(layers: pathlib.Path, made: Any, message: str) -> None:
+    with pytest.raises(MismatchError, match=message):
+        tr.open(layers).apply(made())
+
+
+def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Path) -> None:
+    view = tr.open(layers).apply([rules.map("embed", lambda x: x.astype(np.float32)[:2])])
+    with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a map rule, found float32\[2, 6\]"):
+        np.asarray(view["embed"])
+
+
+def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
+    nothing = [
+        rules.rename("x9", "y", optional=True),
+        rules.drop("x9", optional=True),
+        rules.copy("x9", "y", optional=True),
+        rules.cast("x9", "int8", optional=True),
+        rules.stack("x9/*", optional=True),
+        rules.unstack("x9/*", optional=True),
+        rules.split("x9", ["a"], optional=True),
+        rules.concat(["x9"], "y", optional=True),
+    ]
+    assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
+
+
+def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) -> None:
+    class Unread(tr.stores.disk.Disk):
+        def map(self, fd: int, size: int) -> Any:
+            raise AssertionError("an array was read")
+
+    use_disk(Unread())
+    shown = repr(tr.open(layers).apply([rules.stack("layers/*/**")]))
+    assert any(line.split() == ["layers/kernel", "float32[11,3,4]"] for line in shown.splitlines())
