@@ -82,6 +82,7 @@ class Fed:
 
     format = "live"
     nbytes, step, metadata = 0, None, None
+    positional = reinterprets = False
 
     def __init__(self, path: str, skeleton: Skeleton, content: Content, feed: Feed):
         self.path, self.skeleton, self.metrics = path, skeleton, dict[str, float]()

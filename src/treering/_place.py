@@ -42,7 +42,22 @@ def resolve(
             wishes = jax.tree.leaves(spread, is_leaf=is_leaf)
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
-    return [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]
+    places = [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]
+    _check_shapes(places, paths, arrays)
+    return places
+
+
+def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Raises `MismatchError` for arrays that JAX cannot spread as wished: of other ranks, or not evenly divisible."""
+    problems: list[str] = []
+    for place, path, array in zip(places, paths, arrays, strict=True):
+        if array is not None and isinstance(place, NamedSharding):
+            try:
+                place.shard_shape(array.shape)
+            except (ValueError, IndexError) as error:
+                problems.append(f"  {path or '(root)'}: {list(array.shape)} on {place.spec}: {error}")
+    if problems:
+        raise MismatchError("\n".join(["expected shardings that fit the shapes:", *problems]))
 
 
 def _own(leaf: Any) -> Any:
@@ -63,13 +78,14 @@ def _concrete(wish: Any, mesh: Any, path: str) -> Where:
         return None
     if wish is None:
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    memory_kind = None
     if isinstance(wish, NamedSharding) and isinstance(wish.mesh, jax.sharding.AbstractMesh):
-        wish = wish.spec
+        wish, memory_kind = wish.spec, wish.memory_kind
     if isinstance(wish, PartitionSpec):
         if mesh is None:
             raise MismatchError(f"{path}: {wish} needs a mesh; set one with jax.set_mesh, or pass a NamedSharding")
         try:
-            return NamedSharding(mesh, wish)
+            return NamedSharding(mesh, wish, memory_kind=memory_kind)
         except ValueError as error:
             raise MismatchError(f"{path}: {wish} does not fit the mesh that is set: {error}") from None
     if not isinstance(wish, Sharding):

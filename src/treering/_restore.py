@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _dtypes, _flax, _match, _place, _tree
+from . import _dtypes, _flax, _match, _place, _positional, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
@@ -43,6 +43,9 @@ def restore(
     with paused():
         template, join = _flax.split(like)
         walked = _tree.walk(template)
+        if reader.positional:
+            reader = _positional.named(reader, walked, name)
+            entries = reader.entries
         targets = _match.match(walked, entries, skeleton, policy, name)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit)

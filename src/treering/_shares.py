@@ -19,7 +19,8 @@ from ._catalogue import ArrayEntry
 from ._leaves import Content, Source
 from ._sharding import Box, box_of, extent, intersect, slices, whole
 
-_LEAST = 1 << 20  # bytes; nothing is cut up among its holders into smaller pieces
+_LEAST = 1 << 20  # bytes; what is smaller is not cut up among its holders
+_FINER = 8  # times as many cells as parts keep what is written within an eighth of what is fair
 
 
 class Layout:
@@ -227,8 +228,8 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     """Chooses the writers of arrays, given as layouts and bytes per element.
 
     `loads` are the bytes that each process writes anyway, which are added to, and `fair` what each should write.
-    The largest come first, each given to the holders with the least to do; what is larger than an eighth of a fair
-    share is cut up among its holders. So none has more than about an eighth more to do than the others.
+    The largest come first, each given to the holders with the least to do; what is larger than a quarter of a fair
+    share is cut up among its holders. So none has more than about a quarter more to do than is fair.
     """
     least = max(fair // 8, _LEAST)
     shares: list[Any] = [None] * len(arrays)
@@ -269,16 +270,24 @@ class Cut(NamedTuple):
 def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
     """Cuts along the leading axes, so that each cell is one run of bytes of its box.
 
-    They are the same for every box, so that the cells of a grid stay the cells of a grid; and where rows allow it
-    the cells are multiples of 64 bytes, so that each begins at an address that can be adopted.
+    They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows cannot be
+    dealt out evenly to so many parts there are about eight times as many cells.
     """
     shape = tuple(max(sizes) for sizes in zip(*map(extent, layout.boxes), strict=True))
     cuts: list[Cut] = []
+    finer = 1
     for axis, size in enumerate(shape):
-        own = min(parts, size)
-        row = itemsize * math.prod(shape[axis + 1 :])
-        cuts.append(Cut(own, 64 // math.gcd(row, 64) if own < size else 1))
-        parts //= own
+        if finer == 1 and size % parts and parts % size and size < _FINER * parts:
+            finer = _FINER
+            parts *= finer
+        if size % parts == 0 or size >= parts * _FINER // finer:
+            row = itemsize * math.prod(shape[axis + 1 :])
+            even = 64 // math.gcd(row, 64)  # rows that are a multiple of 64 bytes, and begin where they can be adopted
+            cuts.append(Cut(parts, even if size >= _FINER * parts * even else 1))
+            parts = 1
+        else:
+            cuts.append(Cut(size, 1))
+            parts = -(-parts // size)
     return cuts
 
 

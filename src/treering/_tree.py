@@ -252,5 +252,12 @@ def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
         place = root
         for parent in parents:
             place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                break
+        if not isinstance(place, dict) or isinstance(place.get(last), dict):
+            raise UnsupportedError(
+                f"{path}: a leaf and a part of the path of another leaf, so there is no tree of both; restore with a "
+                "template, or rename one by a rule"
+            )
         place[last] = value
     return root

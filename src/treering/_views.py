@@ -114,6 +114,16 @@ def cast(leaf: Leaf, dtype: str) -> Leaf:
     return leaf.made(plan, dtype=dtype)
 
 
+def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
+    """The leaf's bytes as another dtype of the same size."""
+
+    def plan(box: Box) -> Plan:
+        inner = leaf.plan_of(box)
+        return Plan(inner.needs, lambda arrays: inner.make(arrays).view(_dtypes.to_numpy(dtype)))
+
+    return leaf.made(plan, dtype=dtype)
+
+
 def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
     """Leaves of one shape and dtype side by side along a new axis."""
 
@@ -205,6 +215,8 @@ def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tu
 
 class View:
     """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
+
+    positional = reinterprets = False
 
     def __init__(self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None):
         self._reader, self._leaves = reader, leaves

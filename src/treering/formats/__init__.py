@@ -56,6 +56,16 @@ class Reader(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def positional(self) -> bool:
+        """Whether leaves have no names, but only numbers: they are those of a template, in order."""
+        ...
+
+    @property
+    def reinterprets(self) -> bool:
+        """Whether `uint8` and `uint16` arrays may be of any dtype of that size, which only a template knows."""
+        ...
+
     def check_present(self) -> None:
         """Raises `CorruptError` unless every file is there in its full size, as far as that can be told at a glance."""
         ...
@@ -113,6 +123,8 @@ class Format(Protocol):
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
 _MODULES = {
     "treering": "treering.formats.treering",
+    "safetensors": "treering.formats.safetensors_files",
+    "equinox": "treering.formats.equinox",
 }
 _registered: dict[str, Format] = {}
 _ALIASES = {"easylm": "fjformer"}

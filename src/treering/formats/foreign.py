@@ -6,11 +6,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._catalogue import ArrayEntry, Entry, ValueEntry
-from .._sharding import Box, whole
+from .._dtypes import itemsize
+from .._sharding import Box, in_slices
 from .._tree import Skeleton
 from ..errors import CorruptError
 from . import Problem
 from .runs import mapped_once
+
+_SLICE = 64 << 20  # bytes of an array that are checked at a time
 
 
 class Stored(Protocol):
@@ -30,6 +33,8 @@ class Stored(Protocol):
 
 class ForeignReader:
     """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
+
+    positional = reinterprets = False
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class ForeignReader:
         for path, entry in self.entries.items():
             if not isinstance(entry, ValueEntry):
                 try:
-                    self._arrays[path].read(whole(entry.shape), False)
+                    for box in in_slices(entry.shape, itemsize(entry.dtype), _SLICE):
+                        self._arrays[path].read(box, False)
                 except (CorruptError, OSError) as error:
                     yield Problem(self.path, (path,), None, str(error))

@@ -4,8 +4,10 @@ The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The conten
 that the structure of a file of any size is known after a few reads of a few kilobytes.
 """
 
+import stat
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from .runs import File
 
 _WINDOW = 8 << 10  # bytes that are read at a time
-_DEPTH = 1000  # containers within one another
-_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
+DEPTH = 1000  # containers within one another
+_MOST_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
 _TEXT = 256 << 20  # bytes of text and small bins of one file that are held in memory
 
 
@@ -35,22 +37,22 @@ class Ext(NamedTuple):
     payload: Any
 
 
-_VALUE, _STR, _BIN, _LIST, _MAP, _EXT, _NEVER = range(7)
+VALUE, STR, BIN, LIST, MAP, EXT, NEVER = range(7)
 
 
 def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
     """By first byte: the kind, the layout of what follows, and the value or size where nothing says it."""
-    table: list[tuple[int, struct.Struct | None, Any]] = [(_VALUE, None, n) for n in range(0x80)]
-    table += [(_MAP, None, n) for n in range(16)]
-    table += [(_LIST, None, n) for n in range(16)]
-    table += [(_STR, None, n) for n in range(32)]
-    table += [(_VALUE, None, None), (_NEVER, None, None), (_VALUE, None, False), (_VALUE, None, True)]
-    for kind, layouts in (_BIN, "B H I"), (_EXT, "Bb Hb Ib"), (_VALUE, "f d B H I Q b h i q"):
+    table: list[tuple[int, struct.Struct | None, Any]] = [(VALUE, None, n) for n in range(0x80)]
+    table += [(MAP, None, n) for n in range(16)]
+    table += [(LIST, None, n) for n in range(16)]
+    table += [(STR, None, n) for n in range(32)]
+    table += [(VALUE, None, None), (NEVER, None, None), (VALUE, None, False), (VALUE, None, True)]
+    for kind, layouts in (BIN, "B H I"), (EXT, "Bb Hb Ib"), (VALUE, "f d B H I Q b h i q"):
         table += [(kind, struct.Struct(f">{layout}"), None) for layout in layouts.split()]
-    table += [(_EXT, struct.Struct(">b"), 1 << n) for n in range(5)]
-    for kind, layouts in (_STR, "B H I"), (_LIST, "H I"), (_MAP, "H I"):
+    table += [(EXT, struct.Struct(">b"), 1 << n) for n in range(5)]
+    for kind, layouts in (STR, "B H I"), (LIST, "H I"), (MAP, "H I"):
         table += [(kind, struct.Struct(f">{layout}"), None) for layout in layouts.split()]
-    return table + [(_VALUE, None, n) for n in range(-32, 0)]
+    return table + [(VALUE, None, n) for n in range(-32, 0)]
 
 
 _HEADS = _heads()
@@ -69,7 +71,7 @@ class Scanner:
         self.file = file
         self._nested = nested
         self._window, self._base = b"", 0
-        self._values, self._text = _VALUES, _TEXT
+        self._values, self._text = _MOST_VALUES, _TEXT
 
     def value(self, at: int, end: int) -> tuple[Any, int]:
         """The value at an offset and the offset behind it, which is at most `end`."""
@@ -94,20 +96,20 @@ class Scanner:
         stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
         while True:
             kind, value, code, at = self._head(at, end)
-            if kind == _STR:
+            if kind == STR:
                 value, at = self._str(at, value, end), at + value
-            elif kind == _BIN:
+            elif kind == BIN:
                 self._check(at + value, end)
                 value, at = Raw(at, value), at + value
-            elif kind == _EXT:
+            elif kind == EXT:
                 self._check(at + value, end)
                 inner = self._whole(at, at + value, ()) if code in nested else Raw(at, value)
                 value, at = Ext(code, inner), at + value
-            elif kind in (_LIST, _MAP):
-                count, value = value, [] if kind == _LIST else {}
-                self._check(at + count * (kind == _MAP) + count, end)  # a byte each at least
-                if len(stack) == _DEPTH:
-                    raise UnsafeError(f"{self.file.path}: containers are nested more than {_DEPTH} deep")
+            elif kind in (LIST, MAP):
+                count, value = value, [] if kind == LIST else {}
+                self._check(at + count * (kind == MAP) + count, end)  # a byte each at least
+                if len(stack) == DEPTH:
+                    raise UnsafeError(f"{self.file.path}: containers are nested more than {DEPTH} deep")
                 if count:
                     stack.append([value, count, _NO_KEY])
                     continue
@@ -134,11 +136,11 @@ class Scanner:
         """The kind, the value or size, the type of an extension, and the offset behind."""
         self._values -= 1
         if self._values < 0:
-            raise UnsafeError(f"{self.file.path}: more than {_VALUES} values, which cannot be meant to be read")
+            raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant to be read")
         kind, layout, value = _HEADS[self._window[self._find(at, 1, end)]]
         at += 1
         if layout is None:
-            if kind == _NEVER:
+            if kind == NEVER:
                 raise CorruptError(f"{self.file.path}: byte {at - 1} is 0xc1, with which no value begins")
             return kind, value, 0, at
         fields = layout.unpack_from(self._window, self._find(at, layout.size, end))
@@ -189,7 +191,7 @@ def named(value: Any) -> str:
     return kinds.get(type(value), f"{value!r:.100}")
 
 
-def pack(value: None | bool | int | float | str | bytes | list[int]) -> bytes:
+def pack(value: bool | int | float | str | bytes | list[int] | None) -> bytes:
     """A value as MessagePack, in the shortest form."""
     return msgspec.msgpack.encode(value)
 
@@ -223,9 +225,12 @@ def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
     return bytes([first]) + size.to_bytes((limit.bit_length() - 1) // 8, "big")
 
 
-def beginning(disk: Disk, path: str, size: int) -> bytes | None:
+def beginning(disk: Disk, path: str, size: int = 4096) -> bytes | None:
     """The first bytes of a file, fewer where it is shorter; None for what is no file that can be read."""
     try:
+        found = disk.stat(path)
+        if found is None or not stat.S_ISREG(found.st_mode):
+            return None
         with opened(disk, path) as fd:
             buffer = bytearray(size)
             return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
@@ -233,20 +238,22 @@ def beginning(disk: Disk, path: str, size: int) -> bytes | None:
         return None
 
 
-def first_key(data: bytes) -> str | None:
-    """The first key of a map that begins here, None where there is no such map or its key is not text."""
-    at = 1 if data[:1] and 0x81 <= data[0] <= 0x8F else {0xDE: 3, 0xDF: 5}.get(data[0] if data else 0, 0)
-    begin, size = at + 1, 0
-    if at and len(data) > at:
-        if 0xA0 <= data[at] <= 0xBF:
-            size = data[at] - 0xA0
-        elif 0xD9 <= data[at] <= 0xDB:
-            begin += 1 << data[at] - 0xD9
-            size = int.from_bytes(data[at + 1 : begin], "big")
-        else:
-            return None
-        try:
-            return data[begin : begin + size].decode() if begin + size <= len(data) else None
-        except UnicodeDecodeError:
-            return None
-    return None
+def tokens(data: bytes) -> Iterator[tuple[int, Any]]:
+    """What begins here, up to the first bin or extension: kinds, with values, text, counts, sizes or extension types."""
+    at = 0
+    try:
+        while True:
+            kind, layout, value = _HEADS[data[at]]
+            at += 1
+            if layout is not None:
+                fields = layout.unpack_from(data, at)
+                value = fields[-1] if kind == EXT else fields[0]
+                at += layout.size
+            if kind == STR:
+                begin, at = at, at + value
+                value = data[begin:at].decode() if at <= len(data) else data[at]
+            yield kind, value
+            if kind in (BIN, EXT, NEVER):
+                return
+    except (IndexError, ValueError, struct.error):
+        return

@@ -24,11 +24,12 @@ _call = threading.local()
 @contextlib.contextmanager
 def mapped_once() -> Iterator[None]:
     """Within it each file is mapped once, for all arrays that are read: Linux allows a process 65,530 mappings."""
+    before = getattr(_call, "mappings", None)
     _call.mappings = {}
     try:
         yield
     finally:
-        del _call.mappings
+        _call.mappings = before
 
 
 class File:
@@ -57,12 +58,19 @@ class File:
 
     def mapped(self) -> mmap.mmap:
         """A private mapping of the whole file: one's own, or that of all who ask within `mapped_once`."""
-        known: dict[File, mmap.mmap] = getattr(_call, "mappings", {})
+        known: dict[File, mmap.mmap] | None = getattr(_call, "mappings", None)
+        known = {} if known is None else known
         if self not in known:
             if self._disk.size(self._fd) < self.size:
                 raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
             known[self] = self._disk.map(self._fd, self.size)
         return known[self]
+
+
+def check_shape(shape: tuple[int, ...], name: str) -> None:
+    """Raises `UnsafeError` for what is the shape of no array, be it an empty one."""
+    if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MOST:
+        raise UnsafeError(f"{name}: no array can have the shape {list(shape)}")
 
 
 class Runs:
@@ -74,8 +82,7 @@ class Runs:
     def __init__(self, runs: Sequence[tuple[File, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None):
         self._runs, self._shape, self._stored = runs, shape, np.dtype(stored)
         self._dtype = np.dtype(dtype) if dtype is not None else self._stored.newbyteorder("=")
-        if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MOST:
-            raise UnsafeError(f"{runs[0][0].path if runs else ''}: no array can have the shape {list(shape)}")
+        check_shape(shape, runs[0][0].path if runs else "")
         nbytes = math.prod(shape) * self._stored.itemsize
         for file, offset, size in runs:
             if offset < 0 or size < 0 or offset + size > file.size:

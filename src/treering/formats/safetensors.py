@@ -6,13 +6,15 @@ header (JSON, padded with spaces), and the tensors without holes.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from ..errors import CorruptError, UnsafeError
 
 MAX_HEADER = 100_000_000
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Tensor(msgspec.Struct, gc=False):
@@ -25,8 +27,8 @@ class Tensor(msgspec.Struct, gc=False):
 
 class _Lenient(msgspec.Struct, gc=False):
     dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
+    shape: tuple[_Natural, ...] = ()
+    data_offsets: tuple[_Natural, _Natural] = (0, 0)
 
 
 class _Metadata(msgspec.Struct):
@@ -64,8 +66,10 @@ def decode_header(data: bytes | bytearray, name: str) -> Header:
     """Parses length and header. Offsets are as written; `check` tests them."""
     try:
         text = memoryview(data)[8:]
-        tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
         metadata = msgspec.json.decode(text, type=_Metadata).metadata
+        if metadata.keys() & {"shape", "data_offsets"}:  # which would be taken for those of a tensor
+            text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
+        tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{name}: the header is not that of a safetensors file: {error}") from None
     tensors.pop("__metadata__", None)

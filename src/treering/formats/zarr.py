@@ -5,6 +5,7 @@ here. It fills in missing chunks unless it is told not to, believes sizes, and e
 memory for them; so sizes are checked first, against the files where that can be done.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from .. import _dtypes, stores
@@ -23,56 +25,67 @@ from . import zarr_metadata
 Driver = Literal["zarr", "zarr3"]
 IN_FLIGHT = 256 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
 _KEPT = 256 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
+_LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
 _LISTED = 1000  # chunks of a database from which on a list of them is asked for
-_CONTEXT = {"cache_pool#nodes": {"total_bytes_limit": 64 << 20}, "file_io_concurrency": {"limit": 32}}
-_DAMAGE = ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT")
+_CONTEXT = {
+    "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
+    "file_io_concurrency": {"limit": 32},
+    "file_io_sync": False,
+}
+# As Orbax has it: metadata of arrays lies in the tree itself, and the tree in one node, for there is one writer.
+_DATABASE = {
+    "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
+    "assume_config": True,
+    "target_data_file_size": 1 << 31,
+}
+_GZIP = {"id": "gzip", "level": 1}
+_FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
 
 class Folder:
-    """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database."""
+    """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
 
-    def __init__(self, path: str, *, ocdbt: bool):
+    def __init__(self, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
         import tensorstore as ts
 
         self.path, self.ocdbt = path, ocdbt
         self.context = ts.Context(_CONTEXT)
-        files: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
-        spec = {"driver": "ocdbt", "base": files, "cache_pool": "cache_pool#nodes"} if ocdbt else files
-        self.keys = _result(ts.KvStore.open(spec, context=self.context), path)
-        self.kept: tuple[Array, Any] | None = None  # the array that was last read in parts of chunks
+        spec: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
+        if ocdbt:
+            spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
+        with _errors(path):
+            self.keys = ts.KvStore.open(spec, context=self.context).result()
+        self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
         import tensorstore as ts
 
-        start = prefix.encode()
-        between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
-        found = _result(self.keys.list(between), self.path)
+        with _errors(self.path):
+            start = prefix.encode()
+            between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
+            found = self.keys.list(between).result()
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
-    def arrays(self, names: "Sequence[str]", driver: Driver) -> "list[Array]":
-        """The arrays of these names, whose metadata is read at once. Raises `CorruptError` where that is missing."""
+    def arrays(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array]":
+        """The arrays of these names, whose metadata is read at once; see `Array`."""
+        found = zip(names, self.metadata(names, driver), strict=True)
+        return [Array(self, name, driver, data, filled=filled) for name, data in found]
+
+    def metadata(self, names: "Sequence[str]", driver: Driver) -> "list[bytes]":
+        """The contents of arrays' metadata files. Raises `CorruptError` where there is none."""
         keys = [f"{name}/{zarr_metadata.FILES[driver]}" for name in names]
-        found = self._values(keys) if self.ocdbt else map(self._file, keys)
-        return [Array(self, name, driver, data) for name, data in zip(names, found, strict=True)]
+        if not self.ocdbt:
+            return [self._file(os.path.join(self.path, key)) for key in keys]
+        with _errors(self.path):
+            found = [future.result() for future in [self.keys.read(key) for key in keys]]
+        if missing := next((key for key, one in zip(keys, found, strict=True) if one.state != "value"), None):
+            raise CorruptError(f"{os.path.join(self.path, missing)}: expected an array's metadata, found nothing")
+        return [one.value for one in found]
 
-    def metadata(self, name: str, driver: Driver) -> bytes:
-        """The metadata of one array."""
-        key = f"{name}/{zarr_metadata.FILES[driver]}"
-        return next(self._values([key])) if self.ocdbt else self._file(key)
-
-    def _values(self, keys: "Sequence[str]") -> Iterator[bytes]:
-        futures = [self.keys.read(key) for key in keys]
-        for key, future in zip(keys, futures, strict=True):
-            found = _result(future, self.path)
-            if found.state != "value":
-                raise CorruptError(f"{os.path.join(self.path, key)}: expected an array's metadata, found nothing")
-            yield found.value
-
-    def _file(self, key: str) -> bytes:
-        path = os.path.join(self.path, key)
+    def _file(self, path: str) -> bytes:
         there = stores.DISK.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
@@ -84,19 +97,15 @@ class Folder:
 class Array:
     """A zarr array in a folder, given its metadata; see `treering.formats.foreign.Stored`.
 
-    Every chunk has to be there: a missing one is a `CorruptError` that names it, whatever the fill value.
+    Every chunk has to be there: a missing one is a `CorruptError` that names it. With `filled`, chunks that are left
+    out are those of the fill value, as zarr 3 has it and JAX's own serializer does it.
     """
 
-    def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes):
-        self.folder, self.name, self.driver = folder, name, driver
+    def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
+        self.folder, self.name, self.driver, self.filled = folder, name, driver, filled
         self.path = os.path.join(folder.path, name)
         self._layout = zarr_metadata.parse(metadata, driver, self.path)
         self.shape, self.dtype = self._layout.shape, self._layout.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the elements."""
-        return math.prod(self.shape) * self._layout.itemsize
 
     def can_map(self) -> bool:
         return False
@@ -104,93 +113,95 @@ class Array:
     def read(self, box: Box, map: bool) -> np.ndarray:
         return read([(self, box)])[0]
 
-    def start_reading(self, box: Box, limit: int) -> "tuple[np.ndarray, Iterator[tuple[int, Any]]]":
-        """The array that a box goes into, and what is to be waited for: bytes of chunks, and a future, of each part.
+    def room(self, box: Box) -> np.ndarray:
+        """Memory for a box. Raises `UnsupportedError` when there is not enough for it, or for one chunk."""
+        nbytes = math.prod(extent(box)) * self._layout.itemsize
+        try:
+            for size in (nbytes, self._layout.cell_bytes):
+                if size >= _PROBED:
+                    np.empty(size, np.uint8)
+            return np.empty(extent(box), _dtypes.to_numpy(self.dtype))
+        except (MemoryError, ValueError):
+            raise UnsupportedError(f"{self.path}: {nbytes} bytes at a time do not fit into memory") from None
 
-        A part is begun when it is asked for. Parts are of whole chunks, of at most `limit` bytes together.
+    def open(self, box: Box) -> Any:
+        """The array in TensorStore, after a look at the chunks that the box needs.
+
+        Where large parts of chunks are read, the chunks are kept until another array is read, or this one's end.
         """
-        _check_room(math.prod(extent(box)) * self._layout.itemsize, self.path)
-        _check_room(self._layout.chunk_bytes, self.path)
-        out = np.empty(extent(box), _dtypes.to_numpy(self.dtype))
-        return out, self._parts(box, out, limit) if out.size else iter(())
-
-    def _parts(self, box: Box, out: np.ndarray, limit: int) -> Iterator[tuple[int, Any]]:
         import tensorstore as ts
 
         self._check_chunks(box)
-        stored = self._open(box)
-        for part, nbytes in self._split(box, limit):
-            target = out[slices(part, box)]
-            yield nbytes, ts.array(target).write(stored[tuple(slice(*bounds) for bounds in part)])
+        folder, kept = self.folder, self.folder.kept
+        folder.kept = None
+        keep = self._is_in_parts(box)
+        if keep and kept and kept[0] is self:
+            stored = kept[1]
+        else:
+            spec = {"driver": self.driver, "metadata": self._layout.spec, "fill_missing_data_reads": self.filled}
+            context = folder.context
+            if keep:
+                spec["recheck_cached_data"] = "open"
+                most = max(_KEPT, self._layout.cell_bytes + (1 << 20))
+                context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
+            with _errors(self.path):
+                kvstore = folder.keys / f"{self.name}/"
+                stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
+            if stored.dtype.numpy_dtype != _dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
+                raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
+        if keep and any(stop != size for (_, stop), size in zip(box, self.shape, strict=True)):
+            folder.kept = (self, stored)
+        return stored
 
-    def _open(self, box: Box) -> Any:
-        """The array in TensorStore; with a memory for chunks, of the array last read, when they are read in parts."""
-        import tensorstore as ts
-
-        bounds = zip(box, self.shape, self._layout.chunks, strict=True)
-        in_part = any(start % chunk or (stop % chunk and stop != size) for (start, stop), size, chunk in bounds)
-        kept = self.folder.kept
-        if in_part and kept and kept[0] is self:
-            return kept[1]
-        self.folder.kept = None
-        context = self.folder.context
-        if in_part:
-            most = max(_KEPT, self._layout.chunk_bytes + (1 << 20))
-            context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
-        spec = {"driver": self.driver, "metadata": self._layout.spec, "fill_missing_data_reads": False}
-        if in_part:
-            spec["recheck_cached_data"] = "open"
-        kvstore = self.folder.keys / f"{self.name}/"
-        future = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context)
-        opened = _result(future, self.path)
-        if opened.dtype.numpy_dtype != _dtypes.to_numpy(self.dtype) or opened.shape != self.shape:
-            raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {opened.dtype}")
-        if in_part:
-            self.folder.kept = (self, opened)
-        return opened
-
-    def _split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
-        """Parts of a box that are cut between chunks, and the bytes of the chunks they touch."""
+    def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
+        """Parts of a box, cut between chunks, and the bytes of the chunks each touches: `limit` unless it is one."""
         stack = [box]
         while stack:
             part = stack.pop()
-            firsts = [start // chunk for (start, _), chunk in zip(part, self._layout.chunks, strict=True)]
-            counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.chunks, firsts, strict=True)]
-            nbytes = math.prod(counts) * self._layout.chunk_bytes
+            firsts = [start // cell for (start, _), cell in zip(part, self._layout.cells, strict=True)]
+            counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.cells, firsts, strict=True)]
+            nbytes = math.prod(counts) * self._layout.cell_bytes
             axis = next((axis for axis, count in enumerate(counts) if count > 1), None)
             if nbytes <= limit or axis is None:
                 yield part, nbytes
                 continue
-            middle = (firsts[axis] + counts[axis] // 2) * self._layout.chunks[axis]
+            middle = (firsts[axis] + counts[axis] // 2) * self._layout.cells[axis]
             (start, stop), before, after = part[axis], part[:axis], part[axis + 1 :]
             stack += [(*before, (middle, stop), *after), (*before, (start, middle), *after)]
+
+    def _is_in_parts(self, box: Box) -> bool:
+        bounds = zip(box, self.shape, self._layout.cells, strict=True)
+        cut = any(start % cell or (stop % cell and stop != size) for (start, stop), size, cell in bounds)
+        return cut and math.prod(extent(box)) * self._layout.itemsize >= _LARGE
 
     def _check_chunks(self, box: Box) -> None:
         """Raises `CorruptError` for chunks of a box that are not there, or cannot be what the metadata says."""
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
-        keys = (f"{self.name}/{self._layout.key(index)}" for index in itertools.product(*axes))
+        keys = (f"{self.name}/{self._layout.key(index)}" for index in _indices(axes))
         if not self.folder.ocdbt:
             for key in keys:
                 self._check_file(os.path.join(self.folder.path, key))
-            return
-        if math.prod(map(len, axes)) > _LISTED:
+        elif math.prod(map(len, axes)) > _LISTED:
             found = set(self.folder.list(f"{self.name}/"))
-            if missing := next((key for key in keys if key not in found), None):
-                raise CorruptError(f"{self.folder.path}: the chunk {missing} is missing")
+            if not self.filled and (missing := next((key for key in keys if key not in found), None)):
+                raise CorruptError(f"{os.path.join(self.folder.path, missing)}: expected a chunk, found nothing")
         elif self._layout.blosc:
             for key in keys:
-                value = _result(self.folder.keys.read(key, byte_range=slice(None, 16)), self.path).value
-                self._check_blosc(value, key)
+                with _errors(self.path):
+                    found = self.folder.keys.read(key, byte_range=slice(None, 16)).result()
+                self._check_blosc(found.value, key)
 
     def _check_file(self, path: str) -> None:
         there = stores.DISK.stat(path)
-        if there is None:
-            raise CorruptError(f"{path}: expected a chunk of the array, found nothing; it is missing")
         nbytes = self._layout.chunk_bytes
+        if there is None:
+            if self.filled:
+                return
+            raise CorruptError(f"{path}: expected a chunk, found nothing")
         if self._layout.plain and there.st_size != nbytes:
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
-        if not self._layout.sharded and there.st_size > 2 * nbytes + (1 << 20):
+        if there.st_size > 2 * nbytes + _MOST_METADATA:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
         if self._layout.blosc:
             head = bytearray(16)
@@ -198,8 +209,8 @@ class Array:
                 stores.DISK.read(fd, memoryview(head), 0)
             self._check_blosc(head, path)
 
-    def _check_blosc(self, head: bytes, path: str) -> None:
-        """Blosc reserves what a chunk claims."""
+    def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
+        """Blosc believes the size that a chunk says it has."""
         if int.from_bytes(head[4:8], "little") != self._layout.chunk_bytes:
             raise CorruptError(f"{path}: expected a chunk of {self._layout.chunk_bytes} bytes, found another size")
 
@@ -211,45 +222,144 @@ class ZarrArray(Array):
     """
 
     def __init__(self, path: str, *, driver: Driver = "zarr", base: str | None = None):
-        parent, name = os.path.split(os.path.normpath(path)) if base is None else (base, path.rstrip("/"))
+        parent, name = _place(path, base)
         folder = Folder(parent, ocdbt=base is not None)
-        super().__init__(folder, name, driver, folder.metadata(name, driver))
+        super().__init__(folder, name, driver, folder.metadata([name], driver)[0])
 
 
 def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
     """Boxes of arrays, read at once as far as the limit of bytes in flight allows."""
+    import tensorstore as ts
+
     found: list[np.ndarray] = []
-    waiting: deque[tuple[str, int, Any]] = deque()
-    held = 0
+    waiting = _Waiting(limit)
     for array, box in wanted:
-        out, parts = array.start_reading(box, limit)
+        out = array.room(box)
         found.append(out)
-        for nbytes, future in parts:
-            waiting.append((array.path, nbytes, future))
-            held += nbytes
-            while held > limit:
-                path, nbytes, future = waiting.popleft()
-                _result(future, path)
-                held -= nbytes
-    for path, _, future in waiting:
-        _result(future, path)
+        if out.size:
+            stored = array.open(box)
+            for part, nbytes in array.split(box, limit):
+                waiting.make_room(nbytes)
+                target = ts.array(out[slices(part, box)])
+                waiting.add(target.write(stored[tuple(slice(*bounds) for bounds in part)]), nbytes, array.path)
+    waiting.end()
     return found
 
 
-def _check_room(nbytes: int, path: str) -> None:
-    """Raises `UnsupportedError` when there cannot be so much memory."""
-    if nbytes >= _PROBED:
-        try:
-            np.empty(nbytes, np.uint8)
-        except (MemoryError, ValueError):
-            raise UnsupportedError(f"{path}: {nbytes} bytes at a time do not fit into memory; read a slice") from None
+class Writer:
+    """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
+
+    Nothing is synced: that is for whoever makes the folder appear.
+    """
+
+    def __init__(self, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
+        self._folder, self._driver = Folder(path, ocdbt=ocdbt, options=_DATABASE), driver
+        self._waiting = _Waiting(limit)
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        *,
+        chunks: Sequence[int],
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins to write an array in chunks of that shape, which are asked for one by one. All of them are stored.
+
+        What `read_box` gives must not change until `close`.
+        """
+        import tensorstore as ts
+
+        metadata = zarr_metadata.new(self._driver, shape, dtype, chunks, compressor)
+        path, keys = os.path.join(self._folder.path, name), self._folder.keys / f"{name}/"
+        text = msgspec.json.encode(metadata)
+        self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+        spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
+        with _errors(path):
+            context = self._folder.context
+            array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
+        nbytes = math.prod(chunks) * _dtypes.itemsize(dtype)
+        for index in itertools.product(*(range(0, size, chunk) for size, chunk in zip(shape, chunks, strict=True))):
+            box = tuple((n, min(n + c, size)) for n, c, size in zip(index, chunks, shape, strict=True))
+            self._waiting.make_room(nbytes)
+            part = array[tuple(slice(*bounds) for bounds in box)]
+            self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._waiting.end()
 
 
-def _result(future: Any, path: str) -> Any:
-    """What comes of a future, with TensorStore's errors as ours."""
+def write(
+    path: str,
+    shape: Sequence[int],
+    dtype: str,
+    read_box: Callable[[Box], np.ndarray],
+    *,
+    chunks: Sequence[int],
+    compressor: Mapping[str, Any] | None = _GZIP,
+    driver: Driver = "zarr",
+    base: str | None = None,
+) -> None:
+    """Writes one array: see `ZarrArray` for `path` and `base`, and `Writer.add` for the rest.
+
+    Raises `UnsupportedError` for dtypes that zarr has not, see `zarr_metadata.can_hold`.
+    """
+    folder, name = _place(path, base)
+    writer = Writer(folder, driver=driver, ocdbt=base is not None)
+    writer.add(name, shape, dtype, read_box, chunks=chunks, compressor=compressor)
+    writer.close()
+
+
+class _Waiting:
+    """Futures under way, and the bytes they take."""
+
+    def __init__(self, limit: int):
+        self._limit, self._held = limit, 0
+        self._futures: deque[tuple[Any, int, str]] = deque()
+
+    def make_room(self, nbytes: int) -> None:
+        while self._futures and self._held + nbytes > self._limit:
+            self._end_one()
+
+    def add(self, future: Any, nbytes: int, path: str) -> None:
+        self._held += nbytes
+        self._futures.append((future, nbytes, path))
+
+    def end(self) -> None:
+        while self._futures:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        future, nbytes, path = self._futures.popleft()
+        with _errors(path):
+            future.result()
+        self._held -= nbytes
+
+
+def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """What `itertools.product` gives, which first makes lists of the ranges, however long they say they are."""
+    if not axes:
+        yield ()
+        return
+    for first in axes[0]:
+        for rest in _indices(axes[1:]):
+            yield (first, *rest)
+
+
+def _place(path: str, base: str | None) -> tuple[str, str]:
+    """A folder, and the name of an array in it."""
+    return os.path.split(os.path.normpath(path)) if base is None else (base, path.rstrip("/"))
+
+
+@contextlib.contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """TensorStore's errors as ours: `OSError` for those of the file system, `CorruptError` for all others."""
     try:
-        return future.result()
-    except ValueError as error:
+        yield
+    except (ValueError, OverflowError) as error:
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        kind = CorruptError if text.startswith(_DAMAGE) else OSError
+        kind = OSError if text.startswith(_FAILURES) else CorruptError
         raise kind(f"{path}: {text}") from None

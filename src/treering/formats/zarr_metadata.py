@@ -19,7 +19,9 @@ FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 _MOST = 1 << 62  # elements, and bytes of a chunk
 _RANK = 32  # of TensorStore
 _NUMPY = re.compile(r"[<>|][biufc](\d+)")
-_NAMED = re.compile(r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex\d+")
+_NAMED = re.compile(
+    r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
+)
 _COMPRESSORS = ("zlib", "gzip", "bz2", "blosc", "zstd")
 _CODECS = ("bytes", "transpose", "gzip", "blosc", "zstd", "crc32c", "sharding_indexed")
 _PLAIN = ("bytes", "transpose")
@@ -61,6 +63,7 @@ class _Version3(msgspec.Struct):
     chunk_grid: _Grid
     chunk_key_encoding: _Named
     codecs: list[_Named]
+    fill_value: Any
     storage_transformers: list[Any] = msgspec.field(default_factory=list)
 
 
@@ -69,22 +72,28 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[int, ...]
+    chunks: tuple[int, ...]  # what has a key of its own
+    cells: tuple[int, ...]  # what is read at a time: the parts of a sharded chunk, or the chunk itself
     spec: Mapping[str, Any]
     start: str  # of a chunk's key
     separator: str
     plain: bool  # whether a chunk lies there as its elements' bytes
     blosc: bool
-    sharded: bool
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element in memory, and in a chunk before compression."""
         return _dtypes.itemsize(self.dtype)
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of a chunk's elements in memory."""
+        """The size of a chunk's elements."""
         return math.prod(self.chunks) * self.itemsize
+
+    @property
+    def cell_bytes(self) -> int:
+        """The size of the elements that are read at a time."""
+        return math.prod(self.cells) * self.itemsize
 
     def key(self, index: Sequence[int]) -> str:
         """The key of a chunk, relative to the array."""
@@ -102,7 +111,7 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
         made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{name}: expected the metadata of a zarr array: {error}") from None
-    if len(made.shape) != len(made.chunks):
+    if not len(made.shape) == len(made.chunks) == len(made.cells):
         raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
     if len(made.shape) > _RANK:
         raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore knows {_RANK} at most")
@@ -132,7 +141,7 @@ def _version_2(data: bytes, name: str) -> Layout:
     dtype = _dtype(found.dtype, name)
     plain, blosc = kind is None, kind == "blosc"
     shape, chunks = tuple(found.shape), tuple(found.chunks)
-    return Layout(shape, dtype, chunks, spec, "", found.dimension_separator, plain, blosc, False)
+    return Layout(shape, dtype, chunks, chunks, spec, "", found.dimension_separator, plain, blosc)
 
 
 def _version_3(data: bytes, name: str) -> Layout:
@@ -151,9 +160,9 @@ def _version_3(data: bytes, name: str) -> Layout:
     dtype = _dtype(found.data_type, name)
     if dtype != found.data_type:
         raise CorruptError(f"{name}: expected a data type of zarr 3, found {found.data_type!r}")
-    chunks = found.chunk_grid.configuration.chunk_shape
-    # No chunk is ever filled in, so the fill value does not matter; but there must be one.
-    fill: Any = False if dtype == "bool" else [0.0, 0.0] if dtype.startswith("complex") else 0
+    chunks = cells = found.chunk_grid.configuration.chunk_shape
+    if names[:1] == ["sharding_indexed"]:
+        cells = msgspec.convert(found.codecs[0].configuration, _Chunks).chunk_shape
     spec = {
         "zarr_format": 3,
         "node_type": "array",
@@ -162,11 +171,11 @@ def _version_3(data: bytes, name: str) -> Layout:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
         "chunk_key_encoding": {"name": encoding.name, "configuration": {"separator": separator}},
         "codecs": [msgspec.to_builtins(codec) for codec in found.codecs],
-        "fill_value": fill,
+        "fill_value": found.fill_value,
     }
-    start, sharded = "c" if encoding.name == "default" else "", "sharding_indexed" in names
+    start = "c" if encoding.name == "default" else ""
     plain, blosc = all(codec in _PLAIN for codec in names), names[-1:] == ["blosc"]
-    return Layout(tuple(found.shape), dtype, tuple(chunks), spec, start, separator, plain, blosc, sharded)
+    return Layout(tuple(found.shape), dtype, tuple(chunks), tuple(cells), spec, start, separator, plain, blosc)
 
 
 def _dtype(found: Any, name: str) -> str:
@@ -187,14 +196,33 @@ def new(
     if not can_hold(dtype):
         raise UnsupportedError(f"dtype {dtype}, which zarr arrays of TensorStore cannot have")
     if driver == "zarr":
-        known = dtype if dtype.startswith(("bfloat", "float8", "float4", "int2", "int4")) else np.dtype(dtype).str
-        return {"shape": shape, "chunks": chunks, "dtype": known, "compressor": compressor, "fill_value": None}
+        named = dtype.startswith(("bfloat", "float8", "float4", "int2", "int4"))
+        return {
+            "zarr_format": 2,
+            "shape": list(shape),
+            "chunks": list(chunks),
+            "dtype": dtype if named else np.dtype(dtype).str,
+            "compressor": compressor,
+            "order": "C",
+            "filters": None,
+            "fill_value": None,
+            "dimension_separator": ".",
+        }
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if compressor:
         rest = {key: value for key, value in compressor.items() if key != "id"}
         codecs.append({"name": compressor["id"], "configuration": rest})
-    grid = {"name": "regular", "configuration": {"chunk_shape": chunks}}
-    return {"shape": shape, "data_type": dtype, "chunk_grid": grid, "codecs": codecs}
+    zero: Any = False if dtype == "bool" else [0.0, 0.0] if dtype.startswith("complex") else 0
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": codecs,
+        "fill_value": zero if "float" not in dtype else 0.0,
+    }
 
 
 def can_hold(dtype: str) -> bool:

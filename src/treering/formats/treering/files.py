@@ -108,6 +108,7 @@ class ArrayFile:
         if self.header.metadata.get("block") != str(BLOCK) or len(self._checksums) != 16 * blocks:
             raise CorruptError(f"{self.path}: expected {blocks} checksums of blocks of {BLOCK} bytes")
         self._good = bytearray(blocks)
+        self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
         self._local = disk.is_local(self._fd)
 
     def maps(self, wish: bool | None) -> bool:
@@ -125,12 +126,17 @@ class ArrayFile:
                 self._raise_damaged(bad)
             return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
+        again, self._last = self._last, None
         bad: list[int] = []
 
         def work(job: tuple[int, int, int, memoryview]) -> None:
             first, last, start, memory = job
             target = memory[first * BLOCK - start :][: self._length(first, last)]
-            self._read(first, target)
+            if again and again[0] == first:
+                target[: len(again[1])] = again[1]
+                self._read(first + 1, target[len(again[1]) :])
+            else:
+                self._read(first, target)
             if verify:
                 bad.extend(self._compare(first, last, target))
 
@@ -142,6 +148,10 @@ class ArrayFile:
         _in_parallel(jobs, work)
         if bad:
             self._raise_damaged(sorted(bad))
+        if runs:
+            start, memory = runs[-1]
+            block = (start + len(memory) - 1) // BLOCK
+            self._last = block, bytes(memory[block * BLOCK - start :][: self._length(block, block + 1)])
         return Memory(runs)
 
     def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:

@@ -32,6 +32,7 @@ class Reader:
     """An open checkpoint. Array files are opened when they are first needed, and from then on outlive a delete."""
 
     format = "treering"
+    positional = reinterprets = False
 
     def __init__(self, disk: Disk, path: str):
         self.path = path

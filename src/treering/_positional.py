@@ -1,0 +1,63 @@
+"""Checkpoints without names: their leaves are those of a template, in order."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _dtypes, _views
+from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from ._match import describe
+from ._tree import Walk
+from .errors import MismatchError
+from .formats import Reader
+
+_SCALARS = (bool, int, float, complex)
+
+
+def named(reader: Reader, walked: Walk, name: str) -> _views.View:
+    """The leaves of a positional reader under the paths of the template's, and of their kinds.
+
+    Only arrays and numbers have a record. Bytes whose dtype the format does not tell (`uint8` and `uint16` entries
+    of a reader that `reinterprets`) are of the template's dtype. Raises `MismatchError` when the counts differ.
+    """
+    wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
+    if len(wanted) != len(reader.entries):
+        shown = _first_difference(wanted, list(reader.entries.values()))
+        raise MismatchError(
+            f"{name}: expected the {len(wanted)} arrays and numbers of the template, found {len(reader.entries)} "
+            f"records, which have no names{shown}; restore into the very model that was saved"
+        )
+    leaves: dict[str, _views.Leaf] = {}
+    for (path, leaf), record in zip(wanted, _views.leaves_of(reader.entries).values(), strict=True):
+        leaves[path] = _like(reader, record, leaf).at(path)
+    rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
+    for path in rest:
+        leaves[path] = _views.Leaf(ValueEntry(path, "none"))
+    return _views.View(reader, {path: leaves[path] for path in walked.paths})
+
+
+def _has_record(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct | _SCALARS)
+
+
+def _like(reader: Reader, record: _views.Leaf, leaf: Any) -> _views.Leaf:
+    entry = record.array
+    if type(leaf) in _SCALARS and entry.shape == ():
+        plan = record.plan_of(())
+        value = plan.make(reader.read(plan.needs)).item()
+        return _views.Leaf(ValueEntry(entry.path, *encode(value)))
+    dtype = getattr(leaf, "dtype", None)
+    if reader.reinterprets and isinstance(dtype, np.dtype) and entry.dtype in ("uint8", "uint16"):
+        text = _dtypes.to_text(dtype)
+        if text != entry.dtype and _dtypes.itemsize(text) == _dtypes.itemsize(entry.dtype) and dtype.kind == "V":
+            return _views.reinterpreted(record, text)
+    return record
+
+
+def _first_difference(wanted: list[tuple[str, Any]], entries: list[Entry]) -> str:
+    for n, ((path, leaf), entry) in enumerate(zip(wanted, entries, strict=False)):
+        shape = tuple(getattr(leaf, "shape", ()))
+        if isinstance(entry, ArrayEntry) and shape != entry.shape:
+            return f"; the first that differs is {path}, {list(shape)} against {describe(entry)} (record {n})"
+    return ""

@@ -1,0 +1,141 @@
+"""The streams of FJFormer and EasyLM: one leaf after another, each with its key.
+
+A file is a sequence of ``[[key, …], bin]``, the bin being Flax's MessagePack of the leaf; empty containers leave no
+trace in it, and nothing says how many leaves there are: a file that was cut off between two of them looks complete.
+
+What their loaders call ``state_params`` or ``trainstate_params`` is ``at="params/params"`` here; ``params`` is a file
+of its own, ``streaming_params``, and ``flax_params`` a file of the format "flax".
+"""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._catalogue import Entry
+from .._paths import key_text, split
+from ..errors import CorruptError, TreeringError, UnsafeError
+from ..stores.disk import Disk
+from ..stores.whole import new_file
+from . import Reader
+from .msgpack import BIN, DEPTH, LIST, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
+
+if TYPE_CHECKING:
+    from .statedict import Leaves
+
+_NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
+_USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a whole state is more than parameters
+_LIMIT = 1 << 32  # bytes of a bin
+_PICKLE = "it is a pickle, as they lie beside streams (metadata, dataset); opening it could run anything, so none is"
+
+
+class FJFormer:
+    """See `treering.formats.Format`."""
+
+    name = "fjformer"
+    suffixes = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        found = disk.stat(path)
+        if found is None:
+            return "there is nothing"
+        if stat.S_ISDIR(found.st_mode):
+            return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
+        data = beginning(disk, path)
+        if data is None:
+            return "it is no file that can be read"
+        if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
+            return _PICKLE
+        kinds = list(tokens(data))
+        count = kinds[1][1] if kinds[:1] == [(LIST, 2)] and len(kinds) > 1 and kinds[1][0] == LIST else 0
+        keys, rest = kinds[2 : 2 + count], kinds[2 + count :]
+        if count and all(kind == STR for kind, _ in keys) and (not rest or rest[0][0] == BIN):
+            return None
+        return "it does not begin like a stream, with the key and the bytes of a leaf"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .foreign import ForeignReader
+        from .statedict import own_step
+
+        found = _NAME.fullmatch(os.path.basename(path))
+        main = _main(disk, path) or path
+        leaves, nbytes = _read(disk, main)
+        step = int(found[2]) if found and found[2] else own_step(leaves, "step")
+        return ForeignReader(self.name, path, leaves.entries, leaves.arrays, step=step, nbytes=nbytes)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        matches = [found for name in names if (found := _NAME.fullmatch(name))]
+        # What has its step in its name comes first, and states come before parameters.
+        for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
+            path = os.path.join(folder, found[0])
+            if self.refuses(disk, path) is None:
+                step = int(found[2]) if found[2] else _step_of(disk, path)
+                if step is not None:
+                    steps.setdefault(step, found[0])
+        return steps
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from . import statedict_write as writing
+
+        def refused(leaf: str, entry: Entry) -> str | None:
+            if not leaf:
+                return "a leaf without a key"
+            return "more than 4 GiB" if writing.leaf_size(entry) >= _LIMIT else None
+
+        writing.check(self.name, contents, options, refused)
+        with new_file(disk, path, overwrite=overwrite) as file:
+            for leaf, entry in contents.entries.items():
+                keys = split(leaf)
+                file.write(list_head(2) + list_head(len(keys)) + b"".join(map(pack, keys)))
+                file.write(bin_head(writing.leaf_size(entry)))
+                for part in writing.leaf(entry, contents):
+                    file.write(part)
+        return file.size
+
+
+def _main(disk: Disk, folder: str) -> str | None:
+    """The stream without a step in a folder that is to be opened as one; None where there is none."""
+    names = disk.list(folder)
+    return next((os.path.join(folder, name) for name in _USUAL if name in names), None)
+
+
+def _read(disk: Disk, path: str) -> "tuple[Leaves, int]":
+    """The leaves of a stream, and its size."""
+    from .runs import File
+    from .statedict import Leaves, StateDict, check_apart
+
+    file = File(disk, path)
+    scanned = StateDict(file)
+    found = Leaves([], {}, ())
+    at = 0
+    while at < file.size:
+        pair, at = scanned.scan(at, file.size)
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) is not list or type(pair[1]) is not Raw:
+            raise CorruptError(f"{path}: expected a key and bytes up to byte {at}, found {named(pair)}")
+        keys, raw = pair
+        if not keys or not all(type(key) is str for key in keys):
+            raise CorruptError(f"{path}: expected a key of texts up to byte {at}, found {keys!r:.100}")
+        if len(keys) > DEPTH:
+            raise UnsafeError(f"{path}: a leaf more than {DEPTH} levels deep")
+        place = "/".join(map(key_text, keys))
+        leaves = scanned.leaves(scanned.whole(raw.offset, raw.offset + raw.size), place)
+        found.entries.extend(leaves.entries)
+        found.arrays.update(leaves.arrays)
+    if not found.entries:
+        raise CorruptError(f"{path}: expected the leaves of a stream, found none; it is cut short")
+    check_apart([entry.path for entry in found.entries], path)
+    return found, file.size
+
+
+def _step_of(disk: Disk, path: str) -> int | None:
+    from .statedict import own_step
+
+    try:
+        return own_step(_read(disk, path)[0], "step")
+    except (TreeringError, OSError):
+        return None  # whoever opens it is told why
+
+
+FORMAT = FJFormer()

@@ -1,0 +1,179 @@
+"""Flax's MessagePack files: those of `flax.serialization` and of the checkpoints from before Orbax.
+
+One file is one state dict. Hugging Face cuts large ones up into several files with an index, and jobs of several
+processes put the arrays that they share into a folder of zarr arrays beside the file, ``{file}_gda``. Of a tree
+that is written, lists and tuples become maps from ``"0"``, as Flax has it; functions, which have no value, become nil.
+"""
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .._paths import few, key_text, split
+from ..errors import CorruptError, UnsafeError
+from ..stores.disk import Disk, read_file
+from ..stores.whole import new_file
+from . import Reader
+from .msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
+
+if TYPE_CHECKING:
+    from .statedict import Leaves
+
+_INDEX = "flax_model.msgpack.index.json"
+_ARRAYS = "_gda"  # what the folder is called beside the file
+_PREFIX = "checkpoint_"  # unless it is asked for another
+# The shortest beginning after which a number is left, of which a sign is part unless it divides words.
+_STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
+
+
+def step_of(name: str) -> tuple[str, int] | None:
+    """Prefix and step of a file name, None when it does not end in a whole number from 0. ``1e1`` is 10."""
+    found = _STEP.fullmatch(name)
+    if found is None:
+        return None
+    if found[2].isdecimal():
+        return found[1], int(found[2])
+    number = float(found[2])
+    return (found[1], int(number)) if number.is_integer() and number >= 0 else None
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Flax:
+    """See `treering.formats.Format`."""
+
+    name = "flax"
+    suffixes = (".msgpack",)
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        found = disk.stat(path)
+        if found is None:
+            return "there is nothing"
+        if stat.S_ISDIR(found.st_mode):
+            if path.endswith(_ARRAYS):
+                return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
+            return None if disk.stat(os.path.join(path, _INDEX)) else f"it is a folder without {_INDEX}"
+        data = beginning(disk, path)
+        if data is None:
+            return "it is no file that can be read"
+        return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .foreign import ForeignReader
+
+        folder = stat.S_ISDIR(os.stat(path).st_mode)
+        leaves, nbytes = _open_shards(disk, path) if folder else _open_file(disk, path)
+        named = step_of(os.path.basename(path))
+        return ForeignReader(
+            self.name,
+            path,
+            leaves.entries,
+            leaves.arrays,
+            skeleton=leaves.skeleton or None,
+            step=named[1] if named and not folder else None,
+            nbytes=nbytes,
+            immutable=True,
+        )
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        runs: dict[str, dict[int, str]] = {}
+        for name in names:
+            named = step_of(name)
+            if named is not None and named[1] not in runs.get(named[0], ()):
+                path = os.path.join(folder, name)
+                found = disk.stat(path)
+                if found is not None and stat.S_ISREG(found.st_mode) and self.refuses(disk, path) is None:
+                    runs.setdefault(named[0], {})[named[1]] = name
+        # Files of several prefixes are several runs, and it is not known which of them is meant.
+        return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from . import statedict_write as writing
+
+        writing.check(self.name, contents, options)
+        with new_file(disk, path, overwrite=overwrite) as file:
+            writing.write(file, writing.tree_of(contents), contents)
+        return file.size
+
+
+def _plausible(data: bytes, size: int, path: str) -> bool:
+    """Whether a file that begins so may be a state dict; by any other name than ours a single array or a map."""
+    if not data or data[0] == 0xC1:
+        return False
+    if path.endswith(Flax.suffixes) or (size == 1 and data[0] == 0x80):
+        return True
+    if data[8:9] == b"{" and 8 + int.from_bytes(data[:8], "little") <= size:
+        return False  # a safetensors file whose header's length looks like a map
+    first, second = itertools.islice(itertools.chain(tokens(data), [(NEVER, None)] * 2), 2)
+    return (first[0] == EXT and first[1] in (1, 2, 3)) or (first[0] == MAP and first[1] and second[0] == STR)
+
+
+def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
+    """What a file holds, and the bytes that it and the arrays beside it take."""
+    from .runs import File
+    from .statedict import PLACEHOLDER, Elsewhere, StateDict, folder_size, inside
+
+    file = File(disk, path)
+    beside = 0
+
+    def find(leaf: str, value: Any) -> Elsewhere | None:
+        nonlocal beside
+        if type(value) is not str or not value.startswith(PLACEHOLDER):
+            return None
+        from .zarr import ZarrArray
+
+        place = inside(path + _ARRAYS, value.removeprefix(PLACEHOLDER))
+        array = ZarrArray(place)
+        beside += folder_size(disk, place)
+        return Elsewhere(array.dtype, array.shape, array)
+
+    scanned = StateDict(file, find=find)
+    return scanned.leaves(scanned.whole(0, file.size)), file.size + beside
+
+
+def _open_shards(disk: Disk, folder: str) -> "tuple[Leaves, int]":
+    """The same of a state dict in several files, which are named by an index."""
+    from .statedict import Leaves, check_apart
+
+    index = os.path.join(folder, _INDEX)
+    try:
+        places = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{index}: it is not the index of a checkpoint in several files: {error}") from None
+    found = Leaves([], {}, ())
+    total = 0
+    for name in sorted(set(places.values())):
+        path = os.path.join(folder, name)
+        if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            raise UnsafeError(f"{index}: expected the name of a file in this folder, found {name!r:.100}")
+        if disk.stat(path) is None:
+            raise CorruptError(f"{index}: expected a file {name} beside it, found none; copy it there")
+        leaves, nbytes = _open_file(disk, path)
+        total += nbytes
+        for entry in leaves.entries:
+            key = "/".join(split(entry.path))  # the files may be nested or not
+            if places.get(key) != name:
+                raise CorruptError(f"{path}: expected no leaf {key}, for {index} places it elsewhere")
+            found.entries.append(entry.at(_path(key)))
+            if entry.path in leaves.arrays:
+                found.arrays[_path(key)] = leaves.arrays[entry.path]
+    if missing := {_path(key) for key in places} - {entry.path for entry in found.entries}:
+        raise CorruptError(f"{index}: these leaves are not in the files it names: {few(tuple(sorted(missing)))}")
+    check_apart([entry.path for entry in found.entries], index)
+    return found, total
+
+
+def _path(key: str) -> str:
+    if key.count("/") > DEPTH:
+        raise UnsafeError(f"a leaf more than {DEPTH} levels deep: {key:.100}")
+    return "/".join(key_text(part) for part in key.split("/"))
+
+
+FORMAT = Flax()

@@ -1,0 +1,150 @@
+"""Writing safetensors files, single or in shards with an index."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .. import _dtypes
+from .._catalogue import ArrayEntry, encode_float
+from .._sharding import in_slices
+from .._shares import alignment
+from ..errors import MismatchError, UnsupportedError
+from ..stores.disk import Disk
+from ..stores.whole import Appended, new_directory, new_file
+from . import Reader
+from .safetensors import Tensor, encode_header
+from .safetensors_files import INDEX, OWN, SUFFIX, Beside, key_of
+
+_ALIGN = 64  # bytes; from where JAX takes over an array without a copy
+_SLICE = 64 << 20  # bytes of an array in memory at a time
+_HINTS = {
+    "key": "store jax.random.key_data of it",
+    "none": "drop it by a rule",
+    "function": "drop it by a rule",
+    "str": "pass it as metadata=, and drop it by a rule",
+    "bytes": "pass it as metadata=, and drop it by a rule",
+}
+
+
+def write(
+    disk: Disk, path: str, contents: Reader, *, overwrite: bool, max_shard_size: Any = None, **unknown: Any
+) -> int:
+    """See `Safetensors`. Returns the size in bytes."""
+    if unknown:
+        raise MismatchError(f"safetensors: expected no option but max_shard_size, found {', '.join(unknown)}")
+    if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
+        raise MismatchError(f"max_shard_size={max_shard_size!r}: expected a number of bytes")
+    entries, metadata = _holdable(contents), _metadata(contents)
+    if max_shard_size is None:
+        header, order = _laid_out(entries, metadata)
+        with new_file(disk, path, overwrite=overwrite) as file:
+            _write_tensors(file, header, order, contents)
+        return file.size
+    shards = _shards(entries, max_shard_size)
+    plans = [_laid_out(shard, metadata) for shard in shards]
+    names = [f"model-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
+    weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    index = {"metadata": {"total_size": sum(map(_nbytes, entries))}, "weight_map": weights}
+    total = 0
+    with new_directory(disk, path, overwrite=overwrite) as folder:
+        for name, (header, order) in zip(names, plans, strict=True):
+            with _appended(disk, os.path.join(folder, name)) as file:
+                _write_tensors(file, header, order, contents)
+            total += file.size
+        with _appended(disk, os.path.join(folder, "model" + INDEX)) as file:
+            file.write(json.dumps(index, indent=2).encode())
+    return total + file.size
+
+
+def _holdable(contents: Reader) -> list[ArrayEntry]:
+    """The leaves. Raises `UnsupportedError` with all that a safetensors file cannot hold."""
+    arrays: list[ArrayEntry] = []
+    problems: list[str] = []
+    for path, entry in contents.entries.items():
+        if not isinstance(entry, ArrayEntry):
+            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array')}"
+        elif entry.type == "key":
+            problem = f"typed PRNG keys; {_HINTS['key']}"
+        elif entry.dtype not in _dtypes.SAFETENSORS:
+            problem = f"{entry.dtype}; cast it by a rule"
+        elif path == "__metadata__":
+            problem = "a name that the format uses itself; rename it by a rule"
+        else:
+            arrays.append(entry)
+            continue
+        problems.append(f"  {path or '(root)'}: {problem}")
+    if problems:
+        head = "these leaves cannot be held by a safetensors file; nothing was written:"
+        raise UnsupportedError("\n".join([head, *problems]))
+    return arrays
+
+
+def _metadata(contents: Reader) -> dict[str, str]:
+    """`__metadata__`: text by name."""
+    metadata, text = contents.metadata, {}
+    pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
+    if pairs and all(type(part) is str for pair in pairs for part in pair):
+        metadata, text = None, dict(pairs)
+    metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
+    own = Beside(contents.step, metrics, metadata)
+    return text if own == Beside() else {**text, OWN: msgspec.json.encode(own).decode()}
+
+
+def _nbytes(entry: ArrayEntry) -> int:
+    return math.prod(entry.shape) * _dtypes.itemsize(entry.dtype)
+
+
+def _shards(entries: Sequence[ArrayEntry], limit: int) -> list[list[ArrayEntry]]:
+    """The leaves in order, cut into groups of at most `limit` bytes, where single ones allow."""
+    shards: list[list[ArrayEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if shards[-1] and held + _nbytes(entry) > limit:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += _nbytes(entry)
+    return shards
+
+
+def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
+    """The header of a file, and its tensors in the order in which each is aligned for its elements."""
+    order = sorted(entries, key=lambda entry: alignment(_nbytes(entry)))
+    tensors: dict[str, Tensor] = {}
+    position = 0
+    for entry in order:
+        end = position + _nbytes(entry)
+        tensors[key_of(entry.path)] = Tensor(_dtypes.SAFETENSORS[entry.dtype][0], entry.shape, (position, end))
+        position = end
+    try:
+        return encode_header(tensors, metadata, _ALIGN), order
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{len(order)} arrays in one safetensors file take {error}, more than the format allows; pass a smaller "
+            "max_shard_size"
+        ) from None
+
+
+@contextlib.contextmanager
+def _appended(disk: Disk, path: str) -> Iterator[Appended]:
+    file = Appended(disk, path)
+    try:
+        yield file
+        file.close()
+    finally:
+        file.discard()
+
+
+def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Reader) -> None:
+    file.write(header)
+    for entry in order:
+        for box in in_slices(entry.shape, _dtypes.itemsize(entry.dtype), _SLICE):
+            (array,) = contents.read([(entry, box)], verify=True)
+            if array.size:
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,0 +1,238 @@
+"""Flax's state dicts in MessagePack: what the files of Flax, FJFormer, EasyLM and T5X have in common.
+
+A state dict is nested maps with leaves in them. Arrays are extensions whose payload is ``[shape, dtype, bytes]``, or,
+where they are larger than Flax puts into one extension, maps of several of these.
+"""
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .. import _dtypes
+from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from .._paths import join, key_text
+from .._tree import LEAF, Node, Skeleton, _encode_key
+from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ..stores.disk import Disk
+from .foreign import Stored
+from .msgpack import Ext, Raw, Scanner, named
+from .runs import File, Runs
+
+CHUNKED = "__msgpack_chunked_array__"
+PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lies elsewhere
+ARRAY, COMPLEX, SCALAR = 1, 2, 3  # types of extensions
+_PATHS = 256 << 20  # characters of all paths of one file
+_TEXT = re.compile(r"(str|bytes)(\d{1,9})")
+
+
+class Leaves(NamedTuple):
+    """What a state dict holds, in order."""
+
+    entries: list[Entry]
+    arrays: dict[str, Stored]
+    skeleton: Skeleton
+
+
+class Elsewhere(NamedTuple):
+    """An array that a state dict only mentions."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: Stored
+
+
+class StateDict:
+    """Makes leaves of a scanned state dict.
+
+    find: says of a map or a text, given with its path, which array it stands for, if any. seen_as: dtypes that are
+    taken for others of their size.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        *,
+        find: Callable[[str, Any], Elsewhere | None] = lambda path, value: None,
+        seen_as: Mapping[str, str] | None = None,
+    ):
+        self._file, self._find, self._seen_as = file, find, seen_as or {}
+        self._room = _PATHS
+        self._scanner = Scanner(file, (ARRAY, COMPLEX, SCALAR))
+
+    def scan(self, at: int, end: int) -> tuple[Any, int]:
+        """The value at an offset and the offset behind it; see `Scanner`."""
+        return self._scanner.value(at, end)
+
+    def whole(self, at: int, end: int) -> Any:
+        """The value that fills a range."""
+        return self._scanner.whole(at, end)
+
+    def leaves(self, tree: Any, at: str | None = None) -> Leaves:
+        """The leaves of a scanned value, which lies at a path or (None) is the root.
+
+        Raises `CorruptError` and `UnsupportedError` that name the leaf.
+        """
+        entries: list[Entry] = []
+        arrays: dict[str, Stored] = {}
+        skeleton: list[Node | int] = []
+        stack: list[tuple[str, bool, Any]] = [(at or "", at is None, tree)]
+        while stack:
+            path, root, value = stack.pop()
+            self._room -= len(path)
+            if self._room < 0:
+                raise UnsafeError(f"{self._file.path}: paths of more than {_PATHS} characters together")
+            try:
+                leaf = self._leaf(path, value)
+                if leaf is None:
+                    node, names, children = _container(value)
+                    skeleton.append(node)
+                    below = [
+                        (join(path, name, root=root), False, child) for name, child in zip(names, children, strict=True)
+                    ]
+                    stack += reversed(below)
+                    continue
+            except TreeringError as error:
+                raise type(error)(f"{self._file.path}: {path or '(root)'}: {error}") from None
+            entry, stored = leaf
+            skeleton.append(LEAF)
+            entries.append(entry)
+            if stored is not None:
+                arrays[path] = stored
+        return Leaves(entries, arrays, skeleton)
+
+    def _leaf(self, path: str, value: Any) -> tuple[Entry, Stored | None] | None:
+        """The entry of a leaf and, of an array, where it lies; None for a container."""
+        if type(value) is Ext:
+            if value.code == COMPLEX:
+                return ValueEntry(path, *encode(_complex(value.payload))), None
+            if value.code not in (ARRAY, SCALAR):
+                raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {value.code}")
+            dtype, shape, raw = _array(value.payload)
+            scalar = value.code == SCALAR and not shape
+            return self._entry(path, dtype, shape, [raw], "numpy-scalar" if scalar else "numpy")
+        if type(value) is dict and CHUNKED in value:
+            return self._entry(path, *_chunked(value), "numpy")
+        if type(value) in (dict, str) and (found := self._find(path, value)):
+            return ArrayEntry(path, "numpy", found.dtype, found.shape), found.stored
+        if type(value) in (dict, list):
+            return None
+        return ValueEntry(path, *encode(self._scanner.bytes(value) if type(value) is Raw else value)), None
+
+    def _entry(
+        self, path: str, dtype: str, shape: tuple[int, ...], raws: Sequence[Raw], kind: Any
+    ) -> tuple[ArrayEntry, Stored]:
+        itemsize = _dtypes.itemsize(dtype)
+        expected, found = math.prod(shape) * itemsize, sum(raw.size for raw in raws)
+        if expected != found:
+            raise CorruptError(f"expected {expected} bytes of {dtype}{list(shape)}, found {found}")
+        seen = self._seen_as.get(dtype, dtype)
+        runs = [(self._file, raw.offset, raw.size) for raw in raws]
+        stored = Runs(runs, shape, _dtypes.to_numpy(dtype), _dtypes.to_numpy(seen))
+        return ArrayEntry(path, kind, seen, shape), stored
+
+
+def _array(payload: Any) -> tuple[str, tuple[int, ...], Raw]:
+    """dtype, shape and bytes of an array's extension."""
+    if type(payload) is list and len(payload) == 3:
+        shape, name, raw = payload
+        if type(shape) is list and type(name) is str and type(raw) is Raw:
+            return _dtype(name), _shape(shape), raw
+    raise CorruptError(f"expected [shape, dtype, bytes] of an array, found {named(payload)}")
+
+
+def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
+    if all(type(n) is int and n >= 0 for n in sizes):
+        return tuple(sizes)
+    raise CorruptError(f"expected the sizes of an array's axes, found {sizes!r:.100}")
+
+
+def _dtype(name: str) -> str:
+    """The text of a dtype that a file names as NumPy does."""
+    if found := _TEXT.fullmatch(name):
+        bits = int(found[2])
+        return f"<U{bits // 32}" if found[1] == "str" else f"|S{bits // 8}"
+    return name
+
+
+def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[Raw]]:
+    """dtype, shape and bytes of an array that is cut up."""
+    sizes, chunks = _numbered(value.get("shape")), _numbered(value.get("chunks"))
+    if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.code == ARRAY for chunk in chunks):
+        raise CorruptError("expected the shape and the chunks of a large array, each numbered from 0")
+    parts = [_array(chunk.payload) for chunk in chunks]
+    dtype = parts[0][0]
+    if any(part[0] != dtype for part in parts):
+        raise CorruptError(f"expected chunks of one dtype, found {', '.join(sorted({part[0] for part in parts}))}")
+    return dtype, _shape(sizes), [raw for _, _, raw in parts]
+
+
+def _numbered(value: Any) -> list[Any] | None:
+    """The items of a map whose keys number them; None for anything else."""
+    if type(value) is not dict or any(str(n) not in value for n in range(len(value))):
+        return None
+    return [value[str(n)] for n in range(len(value))]
+
+
+def _complex(payload: Any) -> complex:
+    if type(payload) is list and len(payload) == 2 and all(type(part) in (int, float) for part in payload):
+        return complex(*payload)
+    raise CorruptError(f"expected [real, imaginary] of a complex number, found {named(payload)}")
+
+
+def _container(value: Any) -> tuple[Node, Sequence[str], Sequence[Any]]:
+    """A container's node, and the path components and values of its children."""
+    if type(value) is list:
+        return Node("list", "", len(value)), [str(n) for n in range(len(value))], value
+    if value.keys() == {"name", "fields", "values"}:  # how Flax wrote named tuples until 2020
+        fields, values = _numbered(value["fields"]), _numbered(value["values"])
+        if (
+            fields
+            and values
+            and len(fields) == len(values)
+            and all(type(part) is str for part in [value["name"], *fields])
+        ):
+            return Node("namedtuple", value["name"], fields), _texts(fields), values
+    return Node("dict", "", [_encode_key(key) for key in value]), _texts(value), list(value.values())
+
+
+def _texts(keys: Iterable[Any]) -> list[str]:
+    texts = [key_text(key) for key in keys]
+    if len(set(texts)) != len(texts):
+        raise CorruptError("two keys of a map read the same")
+    return texts
+
+
+def check_apart(paths: Sequence[str], where: str) -> None:
+    """Raises `CorruptError` when one path lies below another, for then it is a leaf and a container."""
+    for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
+        if following.startswith(path + "/"):
+            raise CorruptError(f"{where}: {path} is a leaf and also has leaves below it, such as {following}")
+
+
+def own_step(leaves: Leaves, path: str) -> int | None:
+    """The number of updates that a state itself has counted, in the leaf at a path; None where there is no such."""
+    entry = next((entry for entry in leaves.entries if entry.path == path), None)
+    if isinstance(entry, ValueEntry):
+        step = entry.decode()
+    elif entry is not None and entry.shape == () and "int" in entry.dtype:
+        step = int(leaves.arrays[path].read((), False))
+    else:
+        return None
+    return step if type(step) is int and step >= 0 else None
+
+
+def inside(folder: str, name: str) -> str:
+    """The path of what a file names as lying in a folder. Raises `UnsafeError` for a name that leads out of it."""
+    parts = name.split("/")
+    if name and any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise UnsafeError(f"expected a name within {folder}, found {name!r:.100}")
+    return os.path.join(folder, *filter(None, parts))
+
+
+def folder_size(disk: Disk, folder: str) -> int:
+    """The bytes of the files in a folder."""
+    found = [disk.stat(os.path.join(folder, name)) for name in disk.list(folder)]
+    return sum(one.st_size for one in found if one is not None)

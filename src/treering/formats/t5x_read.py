@@ -1,0 +1,141 @@
+"""Reading T5X: state dicts whose arrays lie in them or, as TensorStore specs, beside them."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _dtypes
+from .._catalogue import ArrayEntry
+from .._sharding import Box
+from ..errors import CorruptError, UnsupportedError
+from ..stores.disk import Disk
+from . import Reader, zarr
+from .foreign import ForeignReader
+from .msgpack import named
+from .runs import File
+from .statedict import Elsewhere, StateDict, folder_size, inside, own_step
+
+_SPEC = {"driver", "kvstore", "metadata"}  # what makes a map a TensorStore spec
+_STORES = ("file", "gfile", "gcs")  # different ways to the same place, wherever the folder lies by now
+_BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
+
+
+def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
+    """What the file `checkpoint` holds, or one of another name. `step`: what the names around it say."""
+    opened, folder = File(disk, file), os.path.dirname(file)
+    arrays = functools.cache(lambda: zarr.Folder(folder, ocdbt=False))
+    seen_as: dict[str, str] = {}
+    beside = 0
+
+    def find(leaf: str, value: Any) -> Elsewhere | None:
+        nonlocal beside
+        if type(value) is not dict or not value.keys() >= _SPEC:
+            return None
+        (array,) = arrays().arrays([inside(folder, _name(value))], "zarr")
+        _check(value, array, seen_as)
+        beside += folder_size(disk, array.path)
+        stored = _Array(array, seen_as.get(array.dtype, array.dtype))
+        return Elsewhere(stored.dtype, array.shape, stored)
+
+    scanned = StateDict(opened, find=find, seen_as=seen_as)
+    tree = scanned.whole(0, opened.size)
+    if type(tree) is dict:
+        version = tree.pop("version", 0)
+        if type(version) is not int or version not in (0, 2, 3):
+            raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
+        seen_as.update(_BFLOAT16 if version == 2 else {})
+        tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree
+    leaves = scanned.leaves(tree)
+    step = own_step(leaves, "state/step") if step is None else step
+    nbytes = opened.size + beside
+    return _Reader(
+        "t5x", path, leaves.entries, leaves.arrays, skeleton=leaves.skeleton, step=step, nbytes=nbytes, immutable=True
+    )
+
+
+class _Array:
+    """A zarr array as a leaf, seen as a dtype of its size."""
+
+    def __init__(self, array: zarr.Array, dtype: str):
+        self.array, self.dtype = array, dtype
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        return self.array.read(box, map).view(_dtypes.to_numpy(self.dtype))
+
+
+class _Reader(ForeignReader):
+    """Reads what lies beside the file at once."""
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        beside = [
+            (entry.path, box, one) for entry, box in wanted if isinstance(one := self._arrays[entry.path], _Array)
+        ]
+        try:
+            arrays = iter(zarr.read([(one.array, box) for _, box, one in beside]))
+        except CorruptError as error:
+            places = ((leaf, one.array.path) for leaf, _, one in beside)
+            leaf = next((leaf for leaf, place in places if str(error).startswith((place + "/", place + ":"))), "?")
+            raise type(error)(f"{self.path}: {leaf}: {error}") from None
+        inline = [(entry, box) for entry, box in wanted if not isinstance(self._arrays[entry.path], _Array)]
+        rest = iter(super().read(inline, verify=verify, map=map))
+        return [
+            next(arrays).view(_dtypes.to_numpy(e.dtype)) if isinstance(self._arrays[e.path], _Array) else next(rest)
+            for e, _ in wanted
+        ]
+
+
+def _name(spec: Mapping[Any, Any]) -> str:
+    """The name of the array that a spec describes, in the folder of the file."""
+    kvstore = spec["kvstore"]
+    if type(kvstore) is not dict:
+        raise CorruptError(f"expected a TensorStore spec with a kvstore, found {named(kvstore)} in its place")
+    if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
+        drivers = f"{spec['driver']!r:.100} in {kvstore.get('driver')!r:.100}"
+        raise UnsupportedError(f"expected a zarr array in {', '.join(_STORES)}, found {drivers}")
+    path = kvstore.get("path", spec.get("path"))  # specs of before TensorStore 0.1.14 have it outside
+    if type(path) is not str or not path.strip("/"):
+        raise CorruptError(f"expected the path of a zarr array, found {named(path)}")
+    return path.removesuffix("/")
+
+
+def _check(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> None:
+    """Raises `CorruptError` unless the array is what the spec says. Chunks and compression are the array's own."""
+    metadata = spec["metadata"]
+    shape = metadata.get("shape") if type(metadata) is dict else None
+    if shape is not None and shape != list(array.shape):
+        raise CorruptError(f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}")
+    dtype = spec.get("dtype", array.dtype)
+    if dtype not in (array.dtype, seen_as.get(array.dtype)):
+        raise CorruptError(f"expected {dtype!r:.100} in {array.path}, found {array.dtype}")
+    transform = spec.get("transform")
+    if transform is not None and not _is_identity(transform, array.shape):
+        raise UnsupportedError(f"a transform of {array.path}, which is not followed here: {transform!r:.200}")
+
+
+def _is_identity(transform: Any, shape: Sequence[int]) -> bool:
+    """Whether a TensorStore transform is that of an array as it is."""
+    if type(transform) is not dict:
+        return False
+    # Bounds that are implicit are in lists of their own.
+    plain = {
+        key: [one[0] if type(one) is list and len(one) == 1 else one for one in value] if type(value) is list else value
+        for key, value in transform.items()
+        if key != "input_labels"
+    }
+    outputs = [{"input_dimension": axis} for axis in range(len(shape))]
+    expected = {
+        "input_rank": len(shape),
+        "input_inclusive_min": [0] * len(shape),
+        "input_exclusive_max": list(shape),
+        "input_shape": list(shape),
+        "output": outputs,
+    }
+    return all(expected.get(key) == value for key, value in plain.items())

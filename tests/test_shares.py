@@ -1,0 +1,656 @@
+"""Who writes which piece: every element once, about as much each, and the same answer in every process."""
+
+import itertools
+import math
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from jax.sharding import Mesh, NamedSharding
+
+from treering import _dtypes, _sharding, _shares
+from treering._catalogue import ArrayEntry, Entry, ValueEntry
+from treering._leaves import Content, Source
+from treering._sharding import Box, Grid, extent, slices, whole
+from treering._shares import Layout, Share
+from treering.formats import safetensors
+from treering.formats.treering import layout, manifest
+from treering.formats.treering.manifest import ArrayRow, piece_key
+
+P = jax.P
+MIB = 1 << 20
+MESH_AXES = ("x", "y")
+unhurried = settings(deadline=None)  # other work on the machine is no failure
+
+
+class FakeDevice:
+    """Where the real thing cannot be had: JAX asks a device no more than this to say who has which part of an array."""
+
+    platform, device_kind, client, slice_index = "cpu", "fake", None, 0
+
+    def __init__(self, number: int, process: int):
+        self.id, self.process_index = number, process
+
+    def default_memory(self) -> None:
+        return None
+
+    def addressable_memories(self) -> list[Any]:
+        return []
+
+
+def mesh_of(*sizes: int, per_process: int = 1, axes: Sequence[str] = MESH_AXES) -> Mesh:
+    devices = np.array([FakeDevice(n, n // per_process) for n in range(math.prod(sizes))], object)
+    return Mesh(devices.reshape(sizes), axes[: len(sizes)])
+
+
+def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None = None) -> tuple[list[Share], Any]:
+    """What `plan` does with arrays of one group: the shares, and what each process has to write."""
+    loads = np.zeros(count, np.int64)
+    total = sum(one.nbytes(itemsize) for one, itemsize in arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        if least is not None:
+            patch.setattr(_shares, "_LEAST", least)
+        return _shares.share_out(arrays, loads, total // count), loads
+
+
+def written_bytes(shares: Sequence[tuple[Share, int]], count: int) -> np.ndarray:
+    """How much each process writes according to the shares alone."""
+    loads = np.zeros(count, np.int64)
+    for share, itemsize in shares:
+        np.add.at(loads, np.asarray(share.writers), [itemsize * math.prod(extent(box)) for box in share.boxes])
+    return loads
+
+
+def shape_of(one: Layout) -> tuple[int, ...]:
+    return tuple(max(stop for _, stop in axis) for axis in zip(*one.boxes, strict=True))
+
+
+# Everything once
+
+
+@st.composite
+def layouts(draw: st.DrawFn, count: int) -> Layout:
+    """Grids over up to three axes with cells of any size, in any order, each held by anybody."""
+    axes: list[list[tuple[int, int]]] = []
+    for _ in range(draw(st.integers(0, 3))):
+        sizes = draw(st.one_of(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.just([0])))
+        axes.append(list(itertools.pairwise(itertools.accumulate(sizes, initial=0))))
+    boxes = draw(st.permutations(list(itertools.product(*axes))))
+    someone = st.sets(st.integers(0, count - 1), min_size=1)
+    return Layout(boxes, [sorted(draw(someone)) for _ in boxes])
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[Layout, int]]]:
+    """The number of processes, and arrays as layouts and item sizes."""
+    count = draw(st.integers(1, 12))
+    arrays = st.tuples(layouts(count), st.sampled_from([1, 2, 4, 8, 16]))
+    return count, draw(st.lists(arrays, min_size=1, max_size=5))
+
+
+@unhurried
+@given(jobs())
+def test_every_element_has_one_writer_who_holds_it(job: tuple[int, list[tuple[Layout, int]]]) -> None:
+    count, arrays = job
+    shares, loads = sharing(arrays, count, least=64)
+    for (one, _), share in zip(arrays, shares, strict=True):
+        covered = np.zeros(shape_of(one), int)
+        for box, writer in zip(share.boxes, share.writers, strict=True):
+            covered[slices(box, whole(covered.shape))] += 1
+            holders = [own for outer, own in zip(one.boxes, one.holders, strict=True) if within(box, outer)]
+            assert any(writer in own for own in holders)
+        assert (covered == 1).all()
+        if covered.size:  # what readers ask of a layout
+            assert Grid(share.boxes).complete
+        if share.layout is not None:  # all that the manifest says of these is the turn
+            assert share.layout is one and share.boxes == one.boxes
+            turns = [own[share.turn % len(own)] for own in one.holders]
+            assert turns == np.asarray(share.writers).tolist()
+    assert loads.tolist() == written_bytes([(s, a[1]) for s, a in zip(shares, arrays, strict=True)], count).tolist()
+    assert loads.sum() == sum(one.nbytes(itemsize) for one, itemsize in arrays)
+
+
+def within(box: Box, outer: Box) -> bool:
+    return all(a <= start and stop <= b for (start, stop), (a, b) in zip(box, outer, strict=True))
+
+
+@unhurried
+@given(jobs())
+def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int, list[tuple[Layout, int]]]) -> None:
+    count, arrays = job
+    for (one, _), share in zip(arrays, sharing(arrays, count, least=64)[0], strict=True):
+        for box in share.boxes:
+            outer = next(outer for outer in one.boxes if within(box, outer))
+            at = np.arange(math.prod(extent(outer))).reshape(extent(outer))[slices(box, outer)].ravel()
+            assert at.tolist() == list(range(_shares._offset(box, outer), _shares._offset(box, outer) + at.size))
+
+
+@unhurried
+@given(jobs())
+def test_the_same_in_every_process(job: tuple[int, list[tuple[Layout, int]]]) -> None:
+    count, arrays = job
+    again = [(Layout(one.boxes, one.holders), itemsize) for one, itemsize in arrays]
+    found = [sharing(one, count, least=64)[0] for one in (arrays, again)]
+    plain = [[(s.boxes, np.asarray(s.writers).tolist(), s.turn) for s in shares] for shares in found]
+    assert plain[0] == plain[1]
+
+
+@unhurried
+@given(jobs(), st.sampled_from([64, 500, 4000]))
+def test_what_is_small_is_never_cut(job: tuple[int, list[tuple[Layout, int]]], least: int) -> None:
+    count, arrays = job
+    for (one, itemsize), share in zip(arrays, sharing(arrays, count, least)[0], strict=True):
+        if max(math.prod(extent(box)) for box in one.boxes) * itemsize < 2 * least:
+            assert share.boxes == one.boxes
+        # Where rows cannot be dealt out evenly there are up to about eight times as many cells.
+        assert len(share.boxes) <= max(1, 17 * one.nbytes(itemsize) // least) * len(one.boxes)
+
+
+def test_nothing_below_two_mebibytes_is_cut_and_more_is() -> None:
+    for size, parts in [(2 * MIB - 1, 1), (2 * MIB, 2), (8 * MIB, 8), (80 * MIB, 8)]:
+        ((share,), _) = sharing([(Layout([((0, size),)], [range(8)]), 1)], 8)
+        assert len(share.boxes) == parts
+
+
+@unhurried
+@given(st.integers(1, 40_000), st.sampled_from([1, 3, 16, 64]), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 40))
+def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, itemsize: int, parts: int) -> None:
+    box = ((0, rows), (0, columns))
+    cuts = _shares._cuts(Layout([box], [[0]]), itemsize, parts)
+    cells = list(_shares.cells(box, cuts))
+    if rows >= 8 * 8 * 64 * parts or (columns * itemsize % 64 == 0 and rows >= 8 * parts):
+        assert not any(_shares._offset(cell, box) * itemsize % 64 for cell in cells)
+    assert len(cells) <= max(parts, 8 * parts + rows)
+
+
+# About as much each
+
+
+def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
+    return _shares.layout_of(NamedSharding(mesh, spec), tuple(shape))
+
+
+LINE, SQUARE = mesh_of(64), mesh_of(8, 8)
+SMALL = [((n % 97 + 1, 64), 4) for n in range(3000)]
+LARGE = [((256 * (n % 3 + 1), 2048), 2) for n in range(9)]
+FSDP = [(shape, P("x")) for shape in [(4096, 512), (512, 4096), (64,)] * 9]
+REPLICAS = [(shape, P("y")) for shape in [(2048, 2048), (256, 512), (8,)] * 9]  # 8 groups of 8 that hold the same
+TREES: dict[str, tuple[int, list[tuple[Layout, int]]]] = {
+    "many small, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in SMALL]),
+    "few large, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in LARGE]),
+    "a hundred large, replicated": (8, [(Layout([((0, 32 * MIB),)], [range(8)]), 1)] * 100),
+    "one huge, replicated": (64, [(sharded((16384, 8192), LINE, P()), 4)]),
+    "one huge in one axis": (64, [(sharded((1 << 28,), LINE, P()), 2)]),
+    "one huge with few rows": (64, [(sharded((4, 1 << 26), LINE, P()), 2)]),
+    "one huge among small": (64, [(sharded(s, LINE, P()), n) for s, n in [((16384, 8192), 4), *SMALL]]),
+    "one copy": (64, [(sharded(shape, LINE, spec), 4) for shape, spec in FSDP]),
+    "eight copies": (64, [(sharded(shape, SQUARE, spec), 4) for shape, spec in REPLICAS]),
+    "eight copies of one": (64, [(sharded((16384, 8192), SQUARE, P("y")), 4)]),
+    "eight copies of what is small": (64, [(sharded((512, 8), SQUARE, P("y")), 4)] * 1000),
+    "columns": (64, [(sharded((4096, 4096), SQUARE, P(None, "y")), 4)] * 3),
+    "grid": (64, [(sharded((4096, 4096), SQUARE, P("x", "y")), 4)] * 3),
+    "mixed": (
+        64,
+        [(sharded(shape, LINE, spec), 4) for shape, spec in FSDP]
+        + [(sharded(shape, SQUARE, spec), 2) for shape, spec in REPLICAS]
+        + [(sharded(shape, LINE, P()), size) for shape, size in [*LARGE, *SMALL[:500]]],
+    ),
+    "several devices a process": (
+        8,
+        [(sharded((2048, 2048), mesh_of(8, 8, per_process=8), spec), 4) for spec in [P("x"), P("y"), P(), P("y", "x")]],
+    ),
+    # Processes that lie across the groups: what one of them holds, each of the others holds too.
+    "groups within processes": (16, [(sharded((4096, 512), mesh_of(8, 8, per_process=4), P("y")), 4)] * 5),
+}
+
+
+def assert_even(count: int, arrays: Sequence[tuple[Layout, int]]) -> None:
+    shares, loads = sharing(arrays, count)
+    fair = sum(one.nbytes(itemsize) for one, itemsize in arrays) / count
+    # And not at the price of pieces without number.
+    assert sum(len(share.boxes) for share in shares) <= sum(len(one.boxes) for one, _ in arrays) + 17 * count
+    assert loads.max() <= max(1.25 * fair + MIB, 2 * MIB), f"{loads.max() / fair:.2f} times a fair share of {fair:.0f} bytes"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_all_write_about_the_same(name: str) -> None:
+    assert_even(*TREES[name])
+
+
+def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
+    small, large = [(Layout([((0, 1 << 16),)], [range(8)]), 1)] * 4000, [(Layout([((0, 7 * MIB),)], [range(8)]), 1)] * 9
+    for arrays in (small + large, large + small):
+        _, loads = sharing(arrays, 8)
+        assert loads.max() <= 1.01 * loads.mean()
+
+
+@unhurried
+@given(
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=n, max_size=n)),
+    st.lists(st.integers(0, 100), min_size=10, max_size=10),
+)
+def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[int]], before: list[int]) -> None:
+    one = Layout([((n, n + 1),) for n in range(len(holders))], [sorted(own) for own in holders])
+    loads = np.array(before, np.int64)
+    (share,) = _shares.share_out([(one, 1)], loads, 1000)
+    turns = [[own[turn % len(own)] for own in one.holders] for turn in range(max(map(len, holders)))]
+    assert max(before[own] for own in turns[share.turn]) == min(max(before[own] for own in turn) for turn in turns)
+    assert (loads - before).tolist() == [turns[share.turn].count(process) for process in range(10)]
+
+
+@unhurried
+@given(st.lists(st.integers(1, 24).map(lambda n: 1 << n), min_size=1, max_size=50), st.integers(1, 64))
+def test_replicated_trees_of_any_sizes_are_written_evenly(sizes: list[int], count: int) -> None:
+    assert_even(count, [(Layout([((0, size),)], [range(count)]), 4) for size in sizes])
+
+
+@unhurried
+@given(st.lists(st.integers(1, 5000), min_size=2, max_size=3), st.integers(2, 64), st.sampled_from([1, 2, 4]))
+@example([5, 4 * MIB], 8, 4)  # fewer rows than holders
+@example([33, 4 * MIB], 64, 4)
+@example([768, 50257], 64, 2)  # rows of which a part must take many, to begin at a multiple of 64 bytes
+@example([4096, 4095], 64, 1)
+def test_one_replicated_array_of_any_shape_is_written_evenly(shape: list[int], count: int, itemsize: int) -> None:
+    assert_even(count, [(Layout([whole(tuple(shape))], [range(count)]), itemsize)])
+
+
+@unhurried
+@given(st.integers(1, 8), st.integers(1, 8), st.lists(st.integers(1, 22), min_size=1, max_size=30))
+def test_replicas_of_any_number_of_parts_are_written_evenly(groups: int, copies: int, sizes: list[int]) -> None:
+    arrays = []
+    for n in sizes:
+        boxes = [((part << n, (part + 1) << n),) for part in range(groups)]
+        arrays.append((Layout(boxes, [range(part, groups * copies, groups) for part in range(groups)]), 4))
+    assert_even(groups * copies, arrays)
+
+
+# From the shares to the bytes, for all processes of a job
+
+
+class State(NamedTuple):
+    """A job's arrays: their values, layouts, and whether they are global."""
+
+    count: int
+    values: list[np.ndarray]
+    layouts: list[Layout]
+    together: list[bool]
+
+    def entries(self) -> list[Entry]:
+        return [ArrayEntry(f"leaf/{n}", "jax", v.dtype.name, v.shape) for n, v in enumerate(self.values)]
+
+    def content(self, process: int, copies: bool) -> Content:
+        """What a process has, as `collect` would describe it."""
+        sources: list[Source] = []
+        for leaf, (value, one) in enumerate(zip(self.values, self.layouts, strict=True)):
+            for box, holders in zip(one.boxes, one.holders, strict=True):
+                if process in holders:
+                    data = value[slices(box, whole(value.shape))].copy()
+                    sources.append(Source(leaf, box, data, value.dtype, data.nbytes, copies))
+        parts = {leaf for leaf, together in enumerate(self.together) if together}
+        return Content(self.entries(), {}, dict.fromkeys(parts, object()), parts, sources)  # type: ignore[arg-type]
+
+    def shares(self) -> dict[int, Share]:
+        arrays = [(one, value.itemsize) for one, value in zip(self.layouts, self.values, strict=True)]
+        return dict(enumerate(sharing(arrays, self.count, least=64)[0]))
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    count, arrays = draw(jobs())
+    state = State(count, [], [], [])
+    for n, (one, itemsize) in enumerate(arrays):
+        together = draw(st.booleans())
+        if not together:  # everybody has it for himself, whole
+            one = Layout(one.boxes, [range(count)] * len(one.boxes))
+        dtype = np.dtype({1: "int8", 2: "uint16", 4: "float32", 8: "complex64", 16: "complex128"}[itemsize])
+        shape = shape_of(one)
+        values = np.random.default_rng(n).integers(0, 256, (*shape, itemsize), np.uint8).view(dtype).reshape(shape)
+        state.values.append(values)
+        state.layouts.append(one)
+        state.together.append(together)
+    return state
+
+
+def handed_bytes(source: Source) -> bytes:
+    return np.ascontiguousarray(source.data).tobytes()
+
+
+@unhurried
+@given(states(), st.booleans())
+def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) -> None:
+    shares = state.shares()
+    rebuilt = [np.zeros(value.nbytes, np.uint8).view(value.dtype).reshape(value.shape) for value in state.values]
+    seen = [np.zeros(value.shape, int) for value in state.values]
+    for process in range(state.count):
+        content = state.content(process, copies)
+        handed = _shares.handed_over(content, shares, process)
+        found = _shares.pieces(content.entries, handed, shares, process)
+        assert [(p.leaf, p.box, p.nbytes) for p in found] == _shares.written(content.entries, shares, process)
+        for piece in found:
+            value, source = state.values[piece.leaf], handed[piece.source]
+            data = handed_bytes(source)[piece.begin : piece.begin + piece.nbytes]
+            assert source.nbytes == len(handed_bytes(source)) and source.leaf == piece.leaf
+            at = slices(piece.box, whole(value.shape))
+            assert data == value[at].tobytes()
+            rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(extent(piece.box))
+            seen[piece.leaf][at] += 1
+        falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
+        assert falling == sorted(falling, reverse=True)  # so each begins where its elements may
+        # Of what is global no more than what is written; of the rest everything, for it is to be compared.
+        assert sum(s.nbytes for s in handed if state.together[s.leaf]) == sum(
+            p.nbytes for p in found if state.together[p.leaf]
+        )
+        own = [s.leaf for s in handed if not state.together[s.leaf]]
+        local = [n for n, one in enumerate(state.layouts) if not state.together[n] for _ in one.boxes]
+        assert sorted(own) == local
+    for value, copy, times in zip(state.values, rebuilt, seen, strict=True):
+        assert (times == 1).all() and value.tobytes() == copy.tobytes()
+
+
+@unhurried
+@given(states())
+def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
+    content = state.content(0, False)
+    handed = _shares.handed_over(content, None, 0)
+    assert sorted(map(id, handed)) == sorted(map(id, content.sources))
+    found = _shares.pieces(content.entries, handed, None, 0)
+    assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
+    falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
+    assert falling == sorted(falling, reverse=True)
+
+
+@unhurried
+@given(states(), st.sampled_from([1, 1000, 100_000]))
+def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> None:
+    """Files as each process lays them out, the manifest as process 0 writes it, and what a reader makes of both."""
+    shares, entries = state.shares(), state.entries()
+    names: list[str] = []
+    buffers: list[tuple[safetensors.Header, bytes]] = []
+    firsts: list[list[int]] = []
+    for process in range(state.count):
+        content = state.content(process, False)
+        handed = _shares.handed_over(content, shares, process)
+        found = _shares.pieces(entries, handed, shares, process)
+        files = layout.plan(entries, found, "token", process, state.count, header_limit)
+        firsts.append([file.first for file in files])
+        for n, file in enumerate(files):
+            mine = found[file.first : files[n + 1].first if n + 1 < len(files) else None]
+            buffer = b"".join(handed_bytes(handed[p.source])[p.begin :][: p.nbytes] for p in mine)
+            assert len(buffer) == file.nbytes and len(file.begins) == len(mine)
+            names.append(file.name)
+            buffers.append((safetensors.decode_header(bytearray(file.header), file.name), buffer))
+    assert len(set(names)) == len(names)
+
+    def order(process: int) -> Iterator[tuple[int, Box]]:
+        return ((leaf, box) for leaf, box, _ in _shares.written(entries, shares, process))
+
+    rows, listed = layout.rows(state.content(0, False), shares, layout.Numbers(firsts, order))
+    again = manifest.decode(encoded(rows, listed, names), "here")
+    for row, value in zip(again.leaves, state.values, strict=True):
+        assert isinstance(row, ArrayRow)
+        for number, box, key in located(row, again.layouts):
+            header, buffer = buffers[number]
+            begin, end = header.tensors[key].data_offsets
+            assert buffer[begin:end] == value[slices(box, whole(value.shape))].tobytes()
+
+
+def located(row: ArrayRow, listed: Sequence[manifest.Layout]) -> Iterator[tuple[int, Box, str]]:
+    """File, box and name of each piece, as docs/format.md has it."""
+    if isinstance(row.where, int):
+        yield row.where, whole(row.shape), piece_key(row.path, None)
+        return
+    assert isinstance(row.where, tuple)
+    number, turn = row.where
+    for box, files in zip(listed[number].boxes, listed[number].files, strict=True):
+        box = tuple(map(tuple, box))  # type: ignore[assignment]
+        yield files[turn % len(files)], box, piece_key(row.path, None if box == whole(row.shape) else box)
+
+
+def encoded(rows: list[Any], listed: list[manifest.Layout], names: Sequence[str]) -> bytes:
+    return manifest.encode(
+        manifest.Manifest(
+            format=manifest.FORMAT,
+            version=manifest.VERSION,
+            created="2026-01-01T00:00:00+00:00",
+            software={"treering": "1.2.3", "jax": "0.10.2", "numpy": "2.4.6"},
+            files=[manifest.File(name, 1 << 33, 1 << 16, "0123456789abcdef") for name in names],
+            layouts=listed,
+            tree=[0],
+            leaves=rows,
+        )
+    )
+
+
+# Index arithmetic
+
+
+@st.composite
+def boxes_in_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    outer = tuple(tuple(sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=2)))) for n in shape)
+    inner = tuple(tuple(sorted(draw(st.sets(st.integers(a, b), min_size=2, max_size=2)))) for a, b in outer)
+    return shape, outer, inner  # type: ignore[return-value]
+
+
+@unhurried
+@given(boxes_in_boxes())
+def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
+    shape, outer, inner = case
+    assert _shares._offset((), ()) == 0
+    value = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    data = value[slices(outer, whole(shape))].copy()
+    wanted = value[slices(inner, whole(shape))]
+    assert data.ravel()[_shares._offset(inner, outer)] == wanted.ravel()[0]
+    for copies in (False, True):
+        part = _shares._part(Source(3, outer, data, data.dtype, data.nbytes, copies), inner)
+        assert (part.leaf, part.box, part.dtype, part.nbytes, part.copies) == (
+            *(3, inner, data.dtype, wanted.nbytes, copies),
+        )
+        np.testing.assert_array_equal(part.data, wanted)
+        assert np.shares_memory(part.data, data)  # nothing is copied here
+
+
+@unhurried
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 16, 64])), min_size=3, max_size=3),
+)
+def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int, int]]) -> None:
+    box = tuple((start, start + size) for start, size in axes)
+    found = list(_shares.cells(box, [_shares.Cut(*cut) for cut in cuts[: len(box)]]))
+    covered = np.zeros(extent(box), int)
+    for cell in found:
+        assert all(start < stop for start, stop in cell)
+        covered[slices(cell, box)] += 1
+    assert (covered == 1).all() and len(found) <= math.prod(parts for parts, _ in cuts[: len(box)])
+    for (start, stop), cut, own in zip(box, cuts, zip(*found, strict=True), strict=False):
+        assert all((a - start) % cut[1] == 0 for a, _ in own) and max(b for _, b in own) == stop
+
+
+# The plan of a whole tree
+
+
+def content_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process: int) -> Content:
+    """A tree of arrays by name: shape, dtype and sharding (None: NumPy arrays that every process has)."""
+    content = Content([], {}, {}, set(), [])
+    for n, (path, (shape, dtype, sharding)) in enumerate(leaves.items()):
+        content.entries.append(ArrayEntry(path, "jax" if sharding else "numpy", dtype, shape))
+        if sharding is not None:
+            content.shardings[n] = sharding
+            if any(device.process_index != process for device in sharding.device_set):
+                content.global_leaves.add(n)
+    return content
+
+
+def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() -> None:
+    mesh = mesh_of(2, 4, per_process=2)
+    own = NamedSharding(Mesh(mesh.devices[1, 2:], ("x",)), P("x"))  # on both devices of process 3
+    leaves: dict[str, Any] = {
+        "grid": ((64, 64), "float32", NamedSharding(mesh, P("x", "y"))),
+        "rows": ((1 << 20, 4), "bfloat16", NamedSharding(mesh, P("x"))),
+        "all": ((1000, 1000), "float32", NamedSharding(mesh, P())),
+        "numpy": ((1 << 22,), "int8", None),
+        "scalar": ((), "float32", NamedSharding(mesh, P())),
+        "empty": ((0, 8), "float32", NamedSharding(mesh, P(None, "y"))),
+        "one": ((1 << 20, 2), "float32", own),
+    }
+    contents = [content_of(leaves, process) for process in range(4)]
+    for content in contents:
+        content.entries.extend([content.entries[0].at("tied"), ValueEntry("step", "int", 7)])
+        content.tied[len(leaves)] = 0
+    assert [sorted(content.global_leaves) for content in contents] == [[0, 1, 2, 4, 5, 6]] * 3 + [[0, 1, 2, 4, 5]]
+    plans = [_shares.plan(content, 4, single) for content in contents for single in (None, {6: 3})]
+    plain = [{n: (s.boxes, np.asarray(s.writers).tolist(), s.turn) for n, s in plan.items()} for plan in plans]
+    assert all(sorted(one) == list(range(len(leaves))) for one in plain)
+    assert all(one == plain[0] for one in plain[::2]) and all(one == plain[1] for one in plain[1::2])
+    # What is spread over processes is handed over before it is known what exists in one process only.
+    assert all(plain[0][n] == plain[1][n] for n in (0, 1, 2, 4))
+    boxes, writers, _ = plain[1][6]
+    assert len(boxes) == 2 and set(writers) == {3}
+    assert len(set(plain[0][3][1])) > 1  # what all have, all write
+    sizes = [(share, _dtypes.itemsize(contents[0].entries[n].dtype)) for n, share in plans[0].items()]
+    assert written_bytes(sizes, 4).sum() == sum(
+        math.prod(shape) * _dtypes.itemsize(dtype) for shape, dtype, _ in leaves.values()
+    )
+
+
+# Thousands of processes
+
+
+PROCESSES, LEAVES = 4096, 1000
+
+
+def transformer() -> dict[str, Any]:
+    """Four kinds of layers, with the moments of an optimizer."""
+    mesh = mesh_of(64, 64)
+    leaves: dict[str, Any] = {}
+
+    def add(path: str, shape: tuple[int, ...], spec: Any) -> None:
+        for kind, dtype in [("params", "bfloat16"), ("mu", "float32"), ("nu", "float32")]:
+            leaves[f"{kind}/{path}"] = shape, dtype, NamedSharding(mesh, spec)
+
+    add("embedding", (128 * 1024, 8192), P("y", "x"))
+    add("head", (8192, 128 * 1024), P("x", "y"))
+    add("norm", (8192,), P())
+    for n in range(37):
+        width, path = 1024 * (4 + 4 * (n % 4)), f"layers/{n}"
+        add(f"{path}/attention/qkv", (width, 3, width), P("x", None, "y"))
+        add(f"{path}/attention/key", (width, width // 8), P("x", "y"))
+        add(f"{path}/attention/out", (width, width), P("y", "x"))
+        add(f"{path}/mlp/up", (width, 4 * width), P("x", "y"))
+        add(f"{path}/mlp/gate", (width, 4 * width), P(("x", "y")))
+        add(f"{path}/mlp/down", (4 * width, width), P("y"))
+        add(f"{path}/mlp/bias", (4 * width,), P("y"))
+        add(f"{path}/norm1", (width,), P())
+        add(f"{path}/norm2", (width,), P())
+    return dict(list(leaves.items())[:LEAVES])
+
+
+def alike(
+    shapes: Sequence[tuple[int, ...]], sizes: tuple[int, ...] | None = None, spec: Any = None
+) -> Callable[[], dict[str, Any]]:
+    def leaves() -> dict[str, Any]:
+        sharding = None if sizes is None else NamedSharding(mesh_of(*sizes), spec)
+        return {f"layers/{n}/kernel": (shapes[n % len(shapes)], "float32", sharding) for n in range(LEAVES)}
+
+    return leaves
+
+
+WIDE = [(4096, 4096), (8192, 8192), (16384, 4096)]
+FORTY = [(4096 * (1 + n % 8), 64 * (1 + n // 8)) for n in range(40)]
+# New devices for each call, so that JAX has nothing in its caches either.
+SCALES: dict[str, Callable[[], dict[str, Any]]] = {
+    "fsdp": alike(WIDE, (PROCESSES,), P("x")),
+    "fsdp, forty shapes": alike(FORTY, (PROCESSES,), P("x")),
+    "hsdp": alike(WIDE, (64, 64), P("y")),
+    "fsdp x tp": alike(WIDE, (64, 64), P("x", "y")),
+    "replicated": alike(WIDE, (PROCESSES,), P()),
+    "replicated, few large": alike([(64 * 1024, 8192), *[(512, 512)] * 249], (PROCESSES,), P()),
+    "not global": alike(WIDE),
+    "transformer": transformer,
+}
+QUICK = ("hsdp", "replicated", "replicated, few large")
+
+
+class Figures(NamedTuple):
+    """What planning for thousands of processes costs one of them, with what comes of it."""
+
+    seconds: float
+    peak: int
+    leaves: dict[str, Any]
+    content: Content
+    shares: dict[int, Share]
+
+
+def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
+    """Plans twice, for measuring memory takes most of the time."""
+    seconds: list[float] = []
+    for traced in (True, False):
+        _shares.layout_of.cache_clear()
+        _shares.held_by.cache_clear()
+        leaves = make()
+        content = content_of(leaves, process)
+        if traced:
+            tracemalloc.start()
+        try:
+            begun = time.perf_counter()
+            shares = _shares.plan(content, PROCESSES)
+            mine = _shares.written(content.entries, shares, process)
+            seconds.append(time.perf_counter() - begun)
+            if traced:
+                peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    loads = written_bytes([(one, itemsize_of(content, n)) for n, one in shares.items()], PROCESSES)
+    assert sum(nbytes for _, _, nbytes in mine) == loads[process]
+    assert loads.max() <= 1.25 * loads.mean() + MIB
+    return Figures(seconds[1], peak, leaves, content, shares)
+
+
+def itemsize_of(content: Content, leaf: int) -> int:
+    entry: Any = content.entries[leaf]
+    return _dtypes.itemsize(entry.dtype)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCALES]
+)
+def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
+    found = planned(SCALES[name], 17)
+    assert len(found.leaves) == LEAVES and len({shape for shape, *_ in found.leaves.values()}) <= 40
+    begun = time.perf_counter()
+
+    def order(process: int) -> Iterator[tuple[int, Box]]:
+        raise AssertionError("who has one file needs no order")
+
+    rows, listed = layout.rows(found.content, found.shares, layout.Numbers([[0]] * PROCESSES, order))
+    names = [f"arrays-7f3a9c-{n:05}-of-{PROCESSES:05}.safetensors" for n in range(PROCESSES)]
+    data = encoded(rows, listed, names)
+    encoding = time.perf_counter() - begun
+    begun = time.perf_counter()
+    again = manifest.decode(data, "here")
+    decoding = time.perf_counter() - begun
+    print(
+        f"\n{name}: plan {found.seconds:.2f} s, {found.peak / 1e6:.0f} MB; manifest {len(data) / 1e6:.2f} MB with "
+        f"{len(listed)} layouts, encoded in {encoding:.2f} s, decoded in {decoding:.2f} s"
+    )
+    assert found.peak < 200e6
+    assert len(data) < 20e6
+    for leaf in range(0, LEAVES, 37):
+        share, row = found.shares[leaf], again.leaves[leaf]
+        shape, _, sharding = list(found.leaves.values())[leaf]
+        assert isinstance(row, ArrayRow) and row.shape == shape
+        pieces = [(file, box) for file, box, _ in located(row, again.layouts)]
+        assert pieces == list(zip(np.asarray(share.writers).tolist(), share.boxes, strict=True))
+        assert sum(math.prod(extent(box)) for _, box in pieces) == math.prod(shape)
+        indices = sharding.devices_indices_map(shape) if sharding else {}
+        for writer, box in pieces[:: max(1, len(pieces) // 10)] if sharding else ():  # file and process have one number
+            assert within(box, _sharding.box_of(indices[sharding.mesh.devices.flat[writer]], shape))
+        if isinstance(row.where, tuple):
+            assert Grid(again.layouts[row.where[0]].boxes).complete
