@@ -129,7 +129,11 @@ report([errors, sorted(os.listdir(tmp))])
 def test_calls_that_differ_and_guards_are_refused(tmp_path: pathlib.Path) -> None:
     body = """
 tree = {"x": np.ones(3)}
-errors = [caught(tr.save, tmp / f"name-{INDEX}", tree), caught(tr.save, tmp / "steps", tree, step=INDEX)]
+errors = [
+    caught(tr.save, tmp / f"name-{INDEX}", tree, timeout=2),
+    caught(tr.save, tmp / "steps", tree, step=INDEX, timeout=2),
+]
+tr.save(tmp / "together", tree)  # what was out of step is not so for ever
 sync("before")
 if jax.process_index() == 0:
     begun = time.monotonic()
@@ -144,10 +148,11 @@ sync("after")
     for result in results:
         errors, listed = result.report
         assert [kind for kind, _ in errors[:2]] == ["PeerError"] * 2
-        assert "name-0" in errors[0][1] and "name-1" in errors[0][1] and "step=1" in errors[1][1]
+        assert "not in this call; its last is save(" in errors[0][1] and "step=" in errors[1][1]
+        assert "together" in listed
         assert not {"name-0", "name-1", "steps", "guarded"} & set(listed)
     kind, text = results[0].report[0][2]
-    assert kind == "PeerError" and "process 1 (not in this call)" in text and "process_index() == 0" in text
+    assert kind == "PeerError" and "process 1 (not in this call" in text and "process_index() == 0" in text
     assert results[0].report[0][3] < 10  # not the time, but that there is an end to it
     assert results[0].report[0][4:] == [None, True]
 
@@ -226,6 +231,7 @@ if INDEX == 2:
         def dead(*args, **options):
             calls.append(1)
             if last != "agree" or len(calls) == 2:  # the second one is the report that all is written
+                time.sleep(0.5)  # so that the others have seen it in this call
                 os.kill(os.getpid(), signal.SIGKILL)
             return usual(*args, **options)
         setattr(owner, last, dead)
@@ -327,3 +333,129 @@ report([steps, exists, skipped, pinned, undeletable, after, step, first])
         assert undeletable[0] == "MismatchError" and after == step == 12
         assert first  # process 0 decides, and its time is up
     assert tr.steps(tmp_path / "timed") == [1]
+
+
+def test_a_failure_in_one_process_is_raised_by_all_at_the_same_step(tmp_path: pathlib.Path) -> None:
+    body = """
+log = []
+with tr.Checkpointer(tmp / "run", timeout=10) as ckpts:
+    for step in range(1, 8):
+        bad = (INDEX, step) in ((0, 2), (1, 5))
+        log.append(caught(ckpts.save, step, {"n": step}, metrics={"loss": "oops" if bad else 1.0}))
+        time.sleep(0.2)
+    ckpts.wait()
+    steps = ckpts.steps
+skipped = caught(tr.save_async, tmp / "run", {"n": 1})
+later = []
+for n in range(3):
+    time.sleep(0.3)
+    later.append(caught(tr.save_async, tmp / f"free-{n}", {"n": n}))
+report([[error and error[0] for error in log], steps, skipped, [error and error[0] for error in later]])
+sync("done")
+"""
+    reports = [result.report for result in run_job(tmp_path, body, processes=2)]
+    failed = [[step for step in range(1, 8) if log[step - 1]] for log, *_ in reports]
+    # The process that sees it at once sees it again when all do, as soon as process 0 knows.
+    last = failed[0][-1]
+    assert failed == [[2, 3, last], [3, 5, last]] and last in (6, 7)
+    for _, steps, skipped, later in reports:
+        assert steps == sorted({1, 4, 6, 7} - {last}) and skipped is None and later == ["ExistsError", None, None]
+
+
+def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
+    body = """
+import subprocess
+from treering import _checkpoint
+where = NamedSharding(Mesh(devices, ("x",)), P("x"))
+template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
+with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
+    ckpts.save(1, {"w": put(np.zeros(8, np.float32), P("x"))})
+usual, calls = _checkpoint.open_one, []
+def late(path):
+    if INDEX == 1 and not calls:
+        calls.append(1)
+        time.sleep(1)  # process 0 has read by now
+        code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'w': np.ones(8, 'f4')}, overwrite=True)"
+        subprocess.run([sys.executable, "-c", code, str(tmp / "run/step-00000001")], check=True)
+    return usual(path)
+_checkpoint.open_one = late
+back = ckpts.restore(template)
+report([np.asarray(shard.data).tolist() for shard in back["w"].addressable_shards])
+sync("done")
+"""
+    found = [result.report for result in run_job(tmp_path, body, processes=2)]
+    assert found == [[[1.0, 1.0], [1.0, 1.0]]] * 2
+
+
+def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp_path: pathlib.Path) -> None:
+    body = """
+from treering import _processes
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
+tr.save(tmp / "c", tree)
+class Failing(stores.disk.Disk):
+    renamed = False
+    def rename(self, old, new):
+        super().rename(old, new)
+        self.renamed = True
+    def sync_dir(self, path):
+        if self.renamed:
+            raise OSError(5, "Input/output error")
+        super().sync_dir(path)
+if INDEX == 0:
+    stores.DISK = Failing()
+else:  # looks for the answer, then for signs of life, and by then process 0 has answered and failed
+    check = _processes.Together._check
+    _processes.Together._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
+report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True))
+sync("done")
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        kind, text = result.report
+        assert kind == "SaveError" and "the new checkpoint is in place" in text
+    assert tr.verify(tmp_path / "c").ok and (tr.restore(tmp_path / "c")["x"] == 1).all()
+
+
+def test_files_stay_when_nobody_knows_whether_the_word_arrived(tmp_path: pathlib.Path) -> None:
+    body = """
+from treering import _processes
+from treering.errors import PeerError
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
+tr.save(tmp / "c", tree)
+if INDEX == 1:
+    put_usually, words = _processes.Together._set, []
+    def half(self, key, value):
+        put_usually(self, key, value)
+        words.append(key)
+        if len(words) == 2:  # the report that all is written
+            raise PeerError("the answer was lost")
+    _processes.Together._set = half
+report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
+sync("done")
+"""
+    found = [result.report for result in run_job(tmp_path, body, processes=2)]
+    assert found[0] is None and found[1] is not None
+    assert tr.verify(tmp_path / "c").ok and (tr.restore(tmp_path / "c")["x"] == 1).all()
+
+
+def test_nobody_cleans_up_what_a_process_that_stands_still_is_about_to_commit(tmp_path: pathlib.Path) -> None:
+    body = """
+import subprocess
+tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
+tr.save(tmp / "c", tree)
+class Standing(stores.disk.Disk):
+    def rename(self, old, new):
+        os.kill(OTHER, signal.SIGKILL)  # so nobody but this process holds a lock
+        code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'x': np.ones(4)}, overwrite=True)"
+        subprocess.run([sys.executable, "-c", code, str(tmp / "c")], check=True)
+        super().rename(old, new)
+if INDEX == 1:
+    (tmp / "pid").write_text(str(os.getpid()))
+sync("pid")
+OTHER = int((tmp / "pid").read_text())
+if INDEX == 0:
+    stores.DISK = Standing()
+report(caught(tr.save, tmp / "c", {"x": put(np.zeros(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
+"""
+    results = run_job(tmp_path, body, processes=2, recoverable=True, expect={1: KILLED})
+    assert results[0].report is None
+    assert tr.verify(tmp_path / "c").ok and tr.restore(tmp_path / "c")["x"].shape == (3 << 18,)

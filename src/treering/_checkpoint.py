@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _dtypes, _tree, formats, stores
+from . import _dtypes, _processes, _tree, formats, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry
 from ._lazy import LazyArray
 from ._paths import absolute, below, closest, matches
@@ -306,6 +306,8 @@ def restore(
 ) -> Any:
     """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
 
+    In a job of several processes it is the latest step, good or not: only a `Checkpointer` can agree on another.
+
     >>> state = tr.restore("runs/gpt", like=state)
 
     like: the template. What its leaves are decides what comes back: a `jax.Array` or `ShapeDtypeStruct` becomes a
@@ -343,4 +345,7 @@ def restore(
             memory_limit=memory_limit,
         )
 
-    return _use_current(place, use) if steps is None else latest_good(place, steps, use, fallback=step is None)[1]
+    if steps is None:
+        return _use_current(place, use)
+    # Processes that fell back by themselves could each end with another step in one array.
+    return latest_good(place, steps, use, fallback=step is None and not _processes.several())[1]

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from .stores import local
 _log = logging.getLogger("treering")
 
 T = TypeVar("T")
+_TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
 SaveEvery = int | datetime.timedelta | Callable[[int], bool]
 
 
@@ -124,34 +125,41 @@ class Checkpointer:
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
-        if not _processes.several():  # or else each process would find out at another step
+        several = _processes.several()
+        if not several:  # or else each process would find out at another step
             self._raise_failed(self._over())
-        timed = isinstance(self._save_every, datetime.timedelta)
-        if not (force or timed or self._due(step)):
+        # What a clock or a function says, process 0 says for all.
+        due = force or (several and not isinstance(self._save_every, int)) or self._due(step)
+        if not due:
             return None
         if self._closed:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
         with self._call(f"save({step})") as call:
-            over, admitted = call.tell(lambda: self._admit(step, on_exists, force))
+            over, admitted = call.tell(lambda: self._admit(step, on_exists, force or not several or self._due(step)))
             self._raise_failed(over)
             if admitted is None:
                 call.close()
                 return None
             path, overwrite = admitted
-            wish = _save.Wish("treering", overwrite, (), dtype, memory_limit, True, {})
-            info = _save.describe(step, metrics, self._metadata)
-            pending = _save.start(call, path, tree, info, wish, _Tidying(self._clean, self._retain))
+            try:
+                wish = _save.Wish("treering", overwrite, (), dtype, memory_limit, True, {})
+                info = _save.describe(step, metrics, self._metadata)
+                pending = _save.start(call, path, tree, info, wish, _Tidying(self._clean, self._retain))
+            except BaseException as error:
+                if several:  # all processes count the same saves
+                    self._pending.append(PendingSave._of_failure(path, step, call, error))
+                raise
         self._pending.append(pending)
         self._saved_at = time.monotonic()
         return pending
 
-    def _admit(self, step: int, on_exists: str, force: bool) -> tuple[int, tuple[str, bool] | None]:
+    def _admit(self, step: int, on_exists: str, due: bool) -> tuple[int, tuple[str, bool] | None]:
         """How many saves are over, and unless one failed: where to save and whether to overwrite; None to skip.
 
         Raises `ExistsError`.
         """
         over = self._over()
-        if any(pending.failed for pending in self._pending[:over]) or not (force or self._due(step)):
+        if any(pending.failed for pending in self._pending[:over]) or not due:
             return over, None
         committed = self._history.committed()
         path = committed.get(step) or self._own_path(step)
@@ -212,10 +220,10 @@ class Checkpointer:
         with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
             call.doing("restoring")
             places = call.tell(lambda: self._newest_first() if step is None else [(index(step), self._existing(step))])
-            self._restored, tree = latest_good(
+            self._restored, (_, tree) = latest_good(
                 self._root,
                 places,
-                lambda ckpt: ckpt.restore(like, **options),
+                lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
                 fallback=fallback and step is None,
                 damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
                 everywhere=lambda attempt: _everywhere(call, attempt),
@@ -271,6 +279,7 @@ class Checkpointer:
         """A call that every process makes; with an error it ends for all."""
         call = _processes.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
         with _save.ending(call):
+            call.doing("deciding")
             yield call
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
@@ -341,22 +350,33 @@ class Checkpointer:
                 local.delete(stores.DISK, path, manifest.file_names)
 
 
-def _everywhere(call: _processes.Call, attempt: Callable[[], T]) -> T:
-    """The result of an attempt that worked in every process; raises the damage that any of them found."""
-    result: Any = None
-    problem: CorruptError | ReplacedError | None = None
-    try:
-        result = attempt()
-    except (CorruptError, ReplacedError) as error:
-        problem = error
-    word = problem and [isinstance(problem, CorruptError), str(problem)]
-    found = call.agree(word, lambda words: next(([n, *word] for n, word in enumerate(words) if word), None))
-    if problem:
-        raise problem
-    if found:
-        process, damaged, text = found
-        raise (CorruptError if damaged else ReplacedError)(f"process {process}: {text}")
-    return result
+def _everywhere(call: _processes.Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
+    """The result of an attempt that worked in every process, on one and the same checkpoint.
+
+    Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
+    """
+    for _ in range(_TRIES):
+        result: Any = None
+        problem: TreeringError | None = None
+        try:
+            result = attempt()
+        except (CorruptError, ReplacedError) as error:
+            problem = error
+        word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
+        found = call.agree(word, _first_problem)
+        if found is None:
+            return result
+        if found:
+            process, damaged, text = found
+            kind = CorruptError if damaged else ReplacedError
+            raise problem if isinstance(problem, kind) else kind(f"process {process}: {text}")
+    raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
+
+
+def _first_problem(words: Sequence[Any]) -> list[Any] | None:
+    """The first process with a problem, and which; nothing when the processes have read different checkpoints."""
+    problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
+    return problem or (None if len(set(words)) == 1 else [])
 
 
 class _Tidying:

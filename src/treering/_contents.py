@@ -83,6 +83,7 @@ class Fed:
     format = "live"
     nbytes, step, metadata = 0, None, None
     positional = reinterprets = False
+    identity = ""
 
     def __init__(self, path: str, skeleton: Skeleton, content: Content, feed: Feed):
         self.path, self.skeleton, self.metrics = path, skeleton, dict[str, float]()

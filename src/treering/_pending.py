@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 
+from . import _processes
 from ._crew import Crew
 from ._processes import Call
 from ._snapshot import Feed
@@ -52,6 +53,14 @@ class PendingSave:
         self._error: BaseException | None = None
         self._finished = threading.Event()
         _alive.add(self)
+
+    @classmethod
+    def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
+        """A save that failed before it was under way, here; in other processes it may be under way."""
+        pending = cls(path, step, Feed([], None), call, managed=True)
+        pending._error = error
+        pending._finished.set()
+        return pending
 
     def done(self) -> bool:
         """Whether the save is over, well or not."""
@@ -130,6 +139,11 @@ def _as_save_error(error: BaseException, path: str) -> BaseException:
     return error
 
 
+def alive() -> "list[PendingSave]":
+    """Those that somebody still holds."""
+    return list(_alive)
+
+
 @atexit.register
 def _report_unseen() -> None:
     for pending in unseen:
@@ -141,6 +155,7 @@ def _forget_after_fork() -> None:
     """A forked child has none of the threads, so nobody must wait for their saves there."""
     global last
     last = None
+    _processes.forget_after_fork()
     unseen.clear()
     for pending in list(_alive):
         if not pending.done():

@@ -5,11 +5,12 @@ may happen in a background thread, and never through its barriers, of which one 
 Process 0 hears everyone and tells everyone; nobody else listens to anybody but process 0. In a call, each
 process shows a pulse, and who shows none for `timeout` seconds is taken for dead.
 
-The keys of a call, below its number: ``pulse/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its
-word in the first exchange, and ``0/answer`` what process 0 made of the words.
+A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
+out takes no other along. Its keys: ``pulse/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its word
+in the first exchange, and ``0/answer`` what process 0 made of the words.
 """
 
-import functools
+import collections
 import itertools
 import threading
 import time
@@ -17,26 +18,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import xxhash
 
 from . import errors
-from .errors import MismatchError, PeerError, SaveError, TreeringError
+from .errors import MismatchError, PeerError, TreeringError, UnsupportedError
 
 _PULSE = 1.0  # seconds between signs of life
 _LOOK = 0.25  # seconds between looks at them
+_KEPT = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
+_MOST = 10_000  # kinds of calls that are counted
 _FAILED = "failed "
 
-_numbers = itertools.count()  # of the calls; the same in every process, for all make the same calls
-_over: list[int] = []  # calls whose keys may be deleted once everybody is known to be past them
+_counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
+_over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
+_forked = False
 
 
 class Call(Protocol):
-    """One collective call, seen from one process.
+    """One collective call, seen from one process; `name` is that of the call in all processes.
 
     `undecided` says that this process gave its word and does not know what became of it.
     """
 
     index: int
     count: int
+    name: str
     undecided: bool
 
     def doing(self, what: str) -> None:
@@ -67,7 +73,7 @@ class Call(Protocol):
 class Alone:
     """A call in a job of one process, or one that concerns this process alone."""
 
-    index, count, undecided = 0, 1, False
+    index, count, name, undecided = 0, 1, "", False
 
     def doing(self, what: str) -> None: ...
 
@@ -91,12 +97,20 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
     job = _job() if processes == "all" else None
+    if job and _forked:
+        raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     return Together(*job, what, timeout) if job else Alone()
 
 
 def several() -> bool:
     """Whether this job has more than one process."""
     return _job() is not None
+
+
+def forget_after_fork() -> None:
+    """A forked child is no process of the job."""
+    global _forked
+    _forked = True
 
 
 def _job() -> tuple[Any, int, int] | None:
@@ -110,35 +124,38 @@ def _job() -> tuple[Any, int, int] | None:
 
 
 class Together:
-    """A call that every process of the job makes, in the same order of calls."""
+    """A call that every process of the job makes."""
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float):
         self.index, self.count, self.undecided = index, count, False
         self._client, self._what, self._timeout = client, what, timeout
-        self._number = next(_numbers)
         self._exchanges = itertools.count()
-        self._doing = ""
+        self._doing = "beginning"
         self._cancelled: BaseException | None = None
-        self._heard: dict[int, tuple[str, float]] = {}  # the last pulse of a process and when it changed
-        self._ended = threading.Event()
-        self._setting = threading.Lock()
+        self._heard_of_failure = False
+        self._silent: dict[int, tuple[str, float]] = {}  # the last pulse of a process, and for how long it is that
+        self._looked = time.monotonic()
+        self._ended = False
+        self._wake = threading.Event()
         self._pulse: threading.Thread | None = None
+        self.name = self._next_name()
+        while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
+            self.name = self._next_name()  # process 0 has made that one without us
 
     def doing(self, what: str) -> None:
         self._doing = what
+        self._wake.set()
         if self._pulse is None:
             self._pulse = threading.Thread(target=self._beat, name="treering-pulse", daemon=True)
             self._pulse.start()
 
     def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         exchange = next(self._exchanges)
-        if self.index:
-            self._set(f"{exchange}/{self.index}", [self._what, mine])
-            self.undecided = True
-            return self._told(exchange)
-        words = self._gather(exchange, mine)
-        self._delete_old()
-        return self._answer(exchange, decide(words))
+        if not self.index:
+            return self._answer(exchange, decide(self._gather(exchange, mine)))
+        self.undecided = True  # before the word is out: nobody knows whether a call that failed has not arrived
+        self._set(f"{exchange}/{self.index}", mine)
+        return self._told(exchange)
 
     def tell(self, decide: Callable[[], Any]) -> Any:
         exchange = next(self._exchanges)
@@ -146,142 +163,173 @@ class Together:
 
     def check(self) -> None:
         if self.index:
-            self._check([0], time.monotonic())
+            self._check([0])
 
     def cancel(self, reason: BaseException) -> None:
         self._cancelled = reason
 
     def close(self, error: BaseException | None = None) -> None:
-        with self._setting:  # no pulse comes after this
-            if self._ended.is_set():
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.set()
+        if self._pulse:
+            self._pulse.join(self._timeout)  # so that no pulse comes after what is said next
+        if error:
+            kind = type(error).__name__ if isinstance(error, TreeringError) else ""
+            text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
+            try:
+                self._put(f"{self.name}/pulse/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
+            except PeerError:  # process 0 is gone, and its store
                 return
-            self._ended.set()
-            if error:
-                kind = type(error).__name__ if isinstance(error, TreeringError) else ""
-                text = str(error) or type(error).__name__
-                try:
-                    self._put(f"pulse/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
-                except Exception:  # process 0 is gone, and its store
-                    return
         if not self.index:
-            _over.append(self._number)
+            _over.append((time.monotonic(), self.name))
+            self._delete_old()
 
     # What process 0 does
 
     def _gather(self, exchange: int, mine: Any) -> list[Any]:
         words: dict[int, Any] = {0: mine}
-        since = time.monotonic()
         while True:
             for index, text in self._listed(f"{exchange}/").items():
-                what, words[index] = msgspec.json.decode(text)
-                if what != self._what:
-                    self._raise_different(index, what)
+                if index not in words:
+                    words[index] = msgspec.json.decode(text)
             missing = [index for index in range(self.count) if index not in words]
             if not missing:
                 return [words[index] for index in range(self.count)]
-            self._check(missing, since)
+            self._check(missing)
             self._await(f"{exchange}/{missing[0]}")
 
     def _answer(self, exchange: int, answer: Any) -> Any:
-        self._set(f"{exchange}/answer", [self._what, answer])
+        self._set(f"{exchange}/answer", answer)
         return answer
 
     def _delete_old(self) -> None:
-        """Everybody has spoken in this call, so everybody is past the calls before it that are over here."""
-        for number in [n for n in _over if n < self._number]:
-            _over.remove(number)
-            self._reach(self._client.key_value_delete, f"treering/{number}/")
+        while _over and time.monotonic() - _over[0][0] > _KEPT:
+            self._reach(self._client.key_value_delete, f"{_over.popleft()[1]}/")
 
     # What the others do
 
     def _told(self, exchange: int) -> Any:
-        since = time.monotonic()
         while (text := self._await(f"{exchange}/answer")) is None:
-            self._check([0], since)
+            try:
+                self._check([0])
+            except TreeringError:
+                if not self._heard_of_failure:
+                    raise
+                # It may have failed after it had answered, and then what it answered holds.
+                if (text := self._get(f"{self.name}/{exchange}/answer", None)) is None:
+                    self.undecided = False
+                    raise
+                break
         self.undecided = False
-        what, answer = msgspec.json.decode(text)
-        if what != self._what:
-            self._raise_different(0, what)
-        return answer
+        return msgspec.json.decode(text)
 
     # What all do
 
-    def _check(self, awaited: list[int], since: float) -> None:
+    def _check(self, awaited: list[int]) -> None:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
-        pulses = self._listed("pulse/")
+        pulses = self._listed("pulse/") if self.index == 0 else {0: self._get(f"{self.name}/pulse/0", "")}
         now = time.monotonic()
-        silent: list[int] = []
+        since, self._looked = min(now - self._looked, _PULSE), now  # a job that was stopped as a whole is not dead
         for index in awaited:
             pulse = pulses.get(index, "")
             if pulse.startswith(_FAILED):
-                self.undecided = False
-                self._raise_failed(index, *msgspec.json.decode(pulse.removeprefix(_FAILED)))
-            if index not in self._heard or pulse != self._heard[index][0]:
-                self._heard[index] = pulse, now if pulse else since
-            if now - self._heard[index][1] > self._timeout:
-                silent.append(index)
+                self._heard_of_failure = True
+                kind, text = msgspec.json.decode(pulse.removeprefix(_FAILED))
+                raise getattr(errors, kind, PeerError)(
+                    text if text.startswith("process ") else f"process {index}: {text}"
+                )
+            before, silence = self._silent.get(index, ("", 0.0))
+            self._silent[index] = pulse, silence + since if pulse == before else 0.0
+        silent = [index for index in awaited if self._silent[index][1] > self._timeout]
         if silent:
             self._raise_silent(silent)
 
     def _raise_silent(self, silent: list[int]) -> None:
-        seen = {index: self._heard[index][0].partition(" ")[2] for index in silent}
-        shown = [
-            f"process {index} ({f'last seen {doing}' if doing else 'not in this call'})"
-            for index, doing in seen.items()
-        ]
+        seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
+        shown = []
+        for index, doing in list(seen.items())[:5]:
+            elsewhere = "" if doing else self._get(f"treering/now/{index}", "")
+            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere or 'not in this call'})")
+        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
         hint = "; it is dead or cut off, and nothing was committed"
+        if self.undecided:
+            hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
         if not any(seen.values()):
             hint = (
                 "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
                 'processes="this" saves one process\'s data alone'
             )
-        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-        raise PeerError(f"{self._what}: nothing heard for {self._timeout:g} s from {', '.join(shown[:5])}{more}{hint}")
-
-    def _raise_failed(self, index: int, kind: str, text: str) -> None:
-        found = getattr(errors, kind, SaveError) if kind else SaveError
-        raise found(text if text.startswith("process ") else f"process {index}: {text}")
-
-    def _raise_different(self, index: int, what: str) -> None:
-        raise PeerError(
-            f"expected the same call from every process, found {self._what} from process {self.index} and {what} from "
-            f"process {index}; all must make the same calls in the same order"
-        )
+        raise PeerError(f"{self._what}: nothing heard for {self._timeout:g} s from {', '.join(shown)}{more}{hint}")
 
     def _beat(self) -> None:
-        for beat in itertools.count():
-            with self._setting:
-                if self._ended.is_set():
+        try:
+            for beat in itertools.count():
+                self._wake.clear()
+                if self._ended:
                     return
-                try:
-                    self._put(f"pulse/{self.index}", f"{beat} {self._doing}")
-                except Exception:  # process 0 is gone, and its store; who waits for it finds out
-                    return
-            self._ended.wait(_PULSE)
+                self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
+                if not beat:
+                    self._put(f"treering/now/{self.index}", f"not in this call; its last is {self._what}")
+                self._wake.wait(min(_PULSE, self._timeout / 4))
+        except PeerError:  # process 0 is gone, and its store; who waits for it finds out
+            return
+
+    def _next_name(self) -> str:
+        """The next name of calls of this kind."""
+        n = _counts.pop(self._what, -1) + 1
+        _counts[self._what] = n
+        if len(_counts) > _MOST:
+            _counts.popitem(last=False)
+        return f"treering/{xxhash.xxh3_64_hexdigest(self._what.encode('utf-8', 'backslashreplace'))}/{n}"
 
     def _set(self, key: str, value: Any) -> None:
-        self._reach(self._put, key, msgspec.json.encode(value).decode())
+        self._put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
 
     def _put(self, key: str, text: str) -> None:
-        self._client.key_value_set(f"treering/{self._number}/{key}", text, allow_overwrite=True)
+        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
 
     def _listed(self, directory: str) -> dict[int, str]:
         """The values below a key by process."""
-        found = self._reach(self._client.key_value_dir_get, f"treering/{self._number}/{directory}")
+        found = self._reach(self._client.key_value_dir_get, f"{self.name}/{directory}", absent=("NOT_FOUND", []))
         named = ((key.rpartition("/")[2], value) for key, value in found)
         return {int(name): value for name, value in named if name.isdigit()}
 
     def _await(self, key: str) -> str | None:
         """The value of a key, None when there is none after a while."""
-        get = functools.partial(self._client.blocking_key_value_get, f"treering/{self._number}/{key}")
-        return self._reach(get, int(_LOOK * 1000))
+        get = self._client.blocking_key_value_get
+        return self._reach(get, f"{self.name}/{key}", int(_LOOK * 1000), absent=("DEADLINE_EXCEEDED", None))
 
-    def _reach(self, ask: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return ask(*args)
-        except RuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error) or "NOT_FOUND" in str(error):
-                return None
-            raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error
+    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
+        """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.
+
+        `absent` is what to return for the error that says there is nothing.
+        """
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append((ask(*args), None))
+            except RuntimeError as error:
+                found.append((None, error))
+
+        if self.index == 0:  # the store is in this process
+            work()
+        else:  # its client waits for ever for a process 0 that stands still
+            thread = threading.Thread(target=work, name="jax-store", daemon=True)
+            thread.start()
+            thread.join(self._timeout)
+        if not found:
+            raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
+        value, error = found[0]
+        if error is None:
+            return value
+        if absent[0] and absent[0] in str(error):
+            return absent[1]
+        raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error

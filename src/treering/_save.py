@@ -23,7 +23,7 @@ from ._pending import PendingSave, SaveReport
 from ._processes import Call
 from ._version import __version__
 from ._work import Wish
-from .errors import MismatchError, UnsupportedError
+from .errors import MismatchError, SaveError, UnsupportedError
 from .formats.treering import write as native
 from .rules import Rule
 from .stores.local import check_free
@@ -149,15 +149,15 @@ def start(
     The call ends with the save. With an error raised here, the caller ends it.
     """
     begun = time.perf_counter()
-    if manager is None and (told := next((p for p in _pending.unseen if not p._managed), None)):
-        told.result()
+    call.doing("copying the state")
+    if manager is None:
+        _raise_failed(call)
     place = absolute(path)
     format = formats.for_path(place, wish.format)
     if format.name == "treering" and wish.options:
         raise MismatchError(f"{', '.join(wish.options)}: the native format has no such option")
-    call.doing("copying the state")
     work = _work.prepare(call, place, tree, info, wish, format)
-    if call.index == 0 and format.name == "treering":
+    if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
         check_free(stores.DISK, place, overwrite=wish.overwrite)
     pending = PendingSave(place, info.step, work.feed, call, managed=manager is not None)
 
@@ -189,6 +189,24 @@ def start(
             crew.close()
         raise
     return pending
+
+
+def _raise_failed(call: Call) -> None:
+    """Raises what an earlier save in the background failed with, if nobody has been told.
+
+    With several processes process 0 says which, for the others may only be about to hear of it.
+    """
+    failed = [pending for pending in _pending.unseen if not pending._managed]
+    if call.count == 1:
+        if failed:
+            failed[0].result()
+        return
+    first = call.tell(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
+    if first:
+        for pending in _pending.alive():
+            if pending._call.name == first[0]:
+                pending.result()
+        raise SaveError(first[1])  # nobody here has kept the one that failed
 
 
 class Manager(Protocol):

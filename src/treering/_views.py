@@ -217,6 +217,7 @@ class View:
     """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
 
     positional = reinterprets = False
+    identity = ""
 
     def __init__(self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None):
         self._reader, self._leaves = reader, leaves

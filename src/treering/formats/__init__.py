@@ -57,6 +57,11 @@ class Reader(Protocol):
     def nbytes(self) -> int: ...
 
     @property
+    def identity(self) -> str:
+        """What changes when the checkpoint is replaced by another, where that is known."""
+        ...
+
+    @property
     def positional(self) -> bool:
         """Whether leaves have no names, but only numbers: they are those of a template, in order."""
         ...
@@ -123,8 +128,14 @@ class Format(Protocol):
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
 _MODULES = {
     "treering": "treering.formats.treering",
+    "t5x": "treering.formats.t5x",
+    "fjformer": "treering.formats.fjformer",
+    "flax": "treering.formats.flax",
     "safetensors": "treering.formats.safetensors_files",
     "equinox": "treering.formats.equinox",
+    "tensorflow": "treering.formats.tensorflow",
+    "orbax": "treering.formats.orbax",
+    "levanter": "treering.formats.levanter",
 }
 _registered: dict[str, Format] = {}
 _ALIASES = {"easylm": "fjformer"}

@@ -35,6 +35,7 @@ class ForeignReader:
     """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
 
     positional = reinterprets = False
+    identity = ""
 
     def __init__(
         self,

@@ -77,19 +77,12 @@ class Files:
         path = os.path.join(self.path, name)
         for attempt in range(_TRIES):
             with contextlib.suppress(FileExistsError):  # a cleaner that took it for a leftover has not removed it yet
-                fd = self.disk.create(path)
+                fd = self._open[path] = self.disk.create(path)
                 if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
-                    self._open[path] = fd
                     return fd
-                self.disk.close(fd)  # a cleaner had it before it was locked
+                self.disk.close(self._open.pop(path))  # a cleaner had it before it was locked
             time.sleep(0.001 * attempt)
         raise FileNotFoundError(errno.ENOENT, "removed again and again while it was being written", path)
-
-    def check(self) -> None:
-        """Raises `SaveError` when somebody has removed one of the files."""
-        for path, fd in self._open.items():
-            if not self.disk.same_file(fd, path):
-                raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
 
     def close(self) -> None:
         """Lets go of the files, and of their locks."""
@@ -136,22 +129,25 @@ class Transaction(Files):
             self.abort()
             raise
 
-    def commit(self, manifest: bytes) -> None:
-        """Publishes the save. Raises `ExistsError` when another writer was first."""
+    def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
+        """Publishes the save, unless `check` raises at the last moment. Raises `ExistsError` when another was first."""
         self.disk.sync_dir(os.path.dirname(self.path))
         self._write(self._open[self._temporary], manifest)
         self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
-        self.check()
-        if self._overwrite:
-            self.disk.rename(self._temporary, self._manifest)
-        else:
-            try:
-                self.disk.link(self._temporary, self._manifest)
-            except FileExistsError:
-                if not self.disk.same_file(self._open[self._temporary], self._manifest):  # or else it is ours after all
-                    raise ExistsError(
-                        f"{self.path}: another writer put a checkpoint there first; it is untouched"
-                    ) from None
+        for path, fd in self._open.items():
+            if not self.disk.same_file(fd, path):
+                raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
+        check()
+        put = self.disk.rename if self._overwrite else self.disk.link
+        try:
+            put(self._temporary, self._manifest)
+        except OSError as error:
+            if not self._in_place():  # it may be there in spite of the error, over a network
+                if not isinstance(error, FileExistsError):
+                    raise
+                raise ExistsError(
+                    f"{self.path}: another writer put a checkpoint there first; it is untouched"
+                ) from None
         try:
             self.disk.sync_dir(self.path)
         except OSError as error:
@@ -172,15 +168,25 @@ class Transaction(Files):
             clean(self.disk, self.path, self._named)
 
     def abort(self) -> None:
-        """Removes everything this save wrote; nothing once it is committed."""
+        """Removes everything this save wrote; nothing once it is committed, or is in place and cannot be taken back."""
+        if not self.committed and self._in_place():
+            try:
+                if self._overwrite:
+                    raise OSError("the old checkpoint is not there any more")
+                self.disk.unlink(self._manifest)  # it is not durable
+                self.disk.sync_dir(self.path)
+            except OSError:
+                self.committed = self._in_place()
         if self.committed:
             self.close()
-            return
+        else:
+            super().abort()
+
+    def _in_place(self) -> bool:
+        fd = self._open.get(self._temporary)
         with contextlib.suppress(OSError):
-            if any(self.disk.same_file(fd, self._manifest) for fd in self._open.values()):  # ours, and not durable
-                self.disk.unlink(self._manifest)
-                self.disk.sync_dir(self.path)
-        super().abort()
+            return fd is not None and self.disk.same_file(fd, self._manifest)
+        return True  # who knows
 
     def _write(self, fd: int, data: bytes) -> None:
         buffer = aligned(len(data))
@@ -224,6 +230,8 @@ def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
     synced = False
     try:
         for name in left_over():
+            if _in_a_living_save(disk, path, name):
+                continue
             file = os.path.join(path, name)
             with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
                 # Asked again under the lock: now no living writer can commit this file any more.
@@ -236,6 +244,20 @@ def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
         return  # what a damaged checkpoint, or one of a later version, consists of is not ours to guess
     if synced:
         disk.sync_dir(path)
+
+
+def _in_a_living_save(disk: Disk, path: str, name: str) -> bool:
+    """Whether the temporary manifest of the save that an array file belongs to is locked: it is still to come.
+
+    The process that wrote the file may be gone; the one that commits is not.
+    """
+    if not name.startswith("arrays-"):
+        return False
+    try:
+        with opened(disk, os.path.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp")) as fd:
+            return disk.lock(fd) is False
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Reader:
             ) from None
         with paused():
             self._manifest = manifest.decode(self._manifest_bytes, name)
-        self._checksum = manifest.xxh3(self._manifest_bytes)
+        self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         if len(self.entries) != len(self._manifest.leaves):
             raise CorruptError(f"{name}: two leaves have one path")
@@ -221,7 +221,7 @@ class Reader:
             now = manifest.xxh3(read_file(self._disk, os.path.join(self.path, MANIFEST)))
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(f"{self.path}: the checkpoint was deleted while it was open") from None
-        if now != self._checksum:
+        if now != self.identity:
             raise ReplacedError(f"{self.path}: the checkpoint was replaced while it was open; open it again") from None
         raise CorruptError(f"{os.path.join(self.path, name)}: expected an array file, found nothing") from None
 

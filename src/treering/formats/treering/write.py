@@ -68,15 +68,14 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
     def begin() -> list[Any]:
         nonlocal files
         files = Transaction(disk, job.path, overwrite=job.overwrite, named=manifest.file_names)
-        return [files.token, files.made]
+        return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable
         listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
-        _check_visible(disk, job.path, listed[1:])
         data = _manifest(job, pieces, listed, [[first for _, first in report] for report in reports])
         try:
-            files.commit(data)
+            files.commit(data, lambda: _check_visible(disk, job.path, listed[1:]))
         except SaveError as error:
             if not files.committed:
                 raise
@@ -87,6 +86,7 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
     try:
         call.doing("planning")
         token, made = call.tell(begin)
+        made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
         files = files or Files.join(disk, job.path, token, made)
         with paused():
             pieces = _shares.pieces(job.content.entries, feed.sources, job.shares, call.index)
@@ -107,10 +107,11 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
             files.abort()
             if files.committed:
                 call.close()  # without the error, or the others would take their files out of the checkpoint
-        if isinstance(error, SaveError | FileNotFoundError):  # is it gone because process 0 has given up?
-            call.check()
+        if isinstance(error, SaveError | FileNotFoundError):
+            call.check()  # if process 0 has given up and removed the directory, that is what went wrong
         raise
     if problem:
+        call.close()  # not with the error, for the others have been told, and keep their files
         raise undurable or SaveError(problem)
     return nbytes
 
