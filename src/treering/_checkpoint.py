@@ -220,12 +220,12 @@ def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
 
 def check_known(place: str) -> None:
     """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
-    there = stores.DISK.stat(place)
-    if there is None:
-        raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
     try:
-        formats.detect(stores.DISK, place)
+        formats.detect(stores.DISK, place)  # first: a path may be the beginning of the names of several files
     except UnsupportedError as error:
+        there = stores.DISK.stat(place)
+        if there is None:
+            raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
         if stat.S_ISDIR(there.st_mode):
             raise NotFoundError(str(error)) from None
         raise

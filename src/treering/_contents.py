@@ -82,7 +82,8 @@ class Fed:
 
     format = "live"
     nbytes, step, metadata = 0, None, None
-    positional = reinterprets = False
+    positional = False
+    untold: frozenset[str] = frozenset()
     identity = ""
 
     def __init__(self, path: str, skeleton: Skeleton, content: Content, feed: Feed):

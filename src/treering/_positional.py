@@ -18,8 +18,8 @@ _SCALARS = (bool, int, float, complex)
 def named(reader: Reader, walked: Walk, name: str) -> _views.View:
     """The leaves of a positional reader under the paths of the template's, and of their kinds.
 
-    Only arrays and numbers have a record. Bytes whose dtype the format does not tell (`uint8` and `uint16` entries
-    of a reader that `reinterprets`) are of the template's dtype. Raises `MismatchError` when the counts differ.
+    Only arrays and numbers have a record. Bytes of which the format does not tell the dtype are of the template's.
+    Raises `MismatchError` when the counts differ.
     """
     wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
     if len(wanted) != len(reader.entries):
@@ -38,7 +38,7 @@ def named(reader: Reader, walked: Walk, name: str) -> _views.View:
 
 
 def _has_record(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct | _SCALARS)
+    return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
 
 
 def _like(reader: Reader, record: _views.Leaf, leaf: Any) -> _views.Leaf:
@@ -48,10 +48,8 @@ def _like(reader: Reader, record: _views.Leaf, leaf: Any) -> _views.Leaf:
         value = plan.make(reader.read(plan.needs)).item()
         return _views.Leaf(ValueEntry(entry.path, *encode(value)))
     dtype = getattr(leaf, "dtype", None)
-    if reader.reinterprets and isinstance(dtype, np.dtype) and entry.dtype in ("uint8", "uint16"):
-        text = _dtypes.to_text(dtype)
-        if text != entry.dtype and _dtypes.itemsize(text) == _dtypes.itemsize(entry.dtype) and dtype.kind == "V":
-            return _views.reinterpreted(record, text)
+    if entry.path in reader.untold and isinstance(dtype, np.dtype) and dtype.itemsize == _dtypes.itemsize(entry.dtype):
+        return _views.reinterpreted(record, _dtypes.to_text(dtype))
     return record
 
 

@@ -216,7 +216,8 @@ def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tu
 class View:
     """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
 
-    positional = reinterprets = False
+    positional = False
+    untold: frozenset[str] = frozenset()
     identity = ""
 
     def __init__(self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None):

@@ -67,8 +67,8 @@ class Reader(Protocol):
         ...
 
     @property
-    def reinterprets(self) -> bool:
-        """Whether `uint8` and `uint16` arrays may be of any dtype of that size, which only a template knows."""
+    def untold(self) -> frozenset[str]:
+        """Paths of arrays of `uint8` whose dtype may be any of that size: only a template knows."""
         ...
 
     def check_present(self) -> None:

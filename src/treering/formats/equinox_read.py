@@ -15,7 +15,7 @@ from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from .equinox import FORMAT, MAGIC, line_before
 from .foreign import ForeignReader, Stored
-from .runs import File, Runs, check_shape
+from .runs import File, Runs
 
 _WINDOW = 4 << 10  # bytes that are read at a time while headers are looked for
 _MOST = 1 << 16  # bytes of a header
@@ -24,15 +24,16 @@ _HEADER = re.compile(
     rf"\{{'descr': *('[^']*'|\[.*\]), *'fortran_order': *(True|False), *'shape': *{_SHAPE},? *\}}\s*", re.DOTALL
 )
 _DTYPE = re.compile(r"[<>|=]?(?:[biufc]\d{1,2}|[SU]\d{1,8}|[mM]8(?:\[\w{1,9}\])?)")
-_UNKNOWN = re.compile(r"([<>|=]?)(?:V([1248])|f(1))")
+# Dtypes for which NumPy has no names. Of two bytes there is one, as JAX takes for granted, too; many have one byte.
+_NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}
 
 
 class _Record(NamedTuple):
-    """What a header says. `dtype` is the text of what is read, `known` whether that is what was saved."""
+    """What a header says. `dtype` is the text of what is read, `told` says whether that is what was saved."""
 
     stored: np.dtype
     dtype: str
-    known: bool
+    told: bool
     columns: bool
     shape: tuple[int, ...]
 
@@ -43,9 +44,8 @@ class EquinoxReader(ForeignReader):
     `positional` says so: a leaf of a template is array-like when it is an array, a NumPy scalar, or a Python bool, int,
     float or complex, which are 0-d arrays here. Others have no record.
 
-    `untold` are the paths of arrays whose dtype the file does not tell, because NumPy has no name for it: bfloat16,
-    float8 and int4 among others. They are listed as uint8, uint16, uint32 or uint64, and hold the very bytes: a leaf of a
-    template with another dtype of the same size views them as that, without converting. `reinterprets`: there are any.
+    `untold` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not tell:
+    float8, int4 and others of one byte (not float8_e5m2, which it does tell). Which one that is a template says.
     """
 
     positional = True
@@ -58,18 +58,19 @@ class EquinoxReader(ForeignReader):
         file = File(disk, path)
         entries: list[ArrayEntry] = []
         arrays: dict[str, Stored] = {}
-        unknown: list[str] = []
+        untold: list[str] = []
         for n, (offset, record) in enumerate(_records(file, begin)):
             name, shape = str(n), record.shape
             entries.append(ArrayEntry(name, "numpy", record.dtype, shape))
             run = file, offset, math.prod(shape) * record.stored.itemsize
+            dtype = _dtypes.to_numpy(record.dtype)
             if record.columns and len(shape) > 1:
-                arrays[name] = _Columns(Runs([run], shape[::-1], record.stored))
+                arrays[name] = _Columns(Runs([run], shape[::-1], record.stored, dtype))
             else:
-                arrays[name] = Runs([run], shape, record.stored)
-            if not record.known:
-                unknown.append(name)
-        self.untold, self.reinterprets = frozenset(unknown), bool(unknown)
+                arrays[name] = Runs([run], shape, record.stored, dtype)
+            if not record.told:
+                untold.append(name)
+        self.untold = frozenset(untold)
         super().__init__(FORMAT.name, path, entries, arrays, metadata=metadata, nbytes=file.size)
 
 
@@ -113,7 +114,6 @@ def _records(file: File, position: int) -> Iterator[tuple[int, _Record]]:
             record = _parse(take(size))
         except (CorruptError, UnsupportedError) as error:
             raise type(error)(f"{where}: {error}") from None
-        check_shape(record.shape, where)
         yield position, record
         position += math.prod(record.shape) * record.stored.itemsize
         number += 1
@@ -130,9 +130,9 @@ def _parse(header: bytes) -> _Record:
     columns = match[2] == "True"
     if descr.endswith("O"):
         raise UnsupportedError("a pickled Python object, which is never opened; load it with NumPy if you trust it")
-    if unknown := _UNKNOWN.fullmatch(descr):
-        stored = np.dtype(f"{unknown[1].replace('|', '<') or '='}u{unknown[2] or unknown[3]}")
-        return _Record(stored, stored.name, False, columns, shape)
+    if nameless := _NAMELESS.get(descr.lstrip("<>|=")):
+        stored = np.dtype(f"{'>' if descr[0] == '>' else '<'}u{descr[-1]}")
+        return _Record(stored, nameless, nameless != "uint8", columns, shape)
     try:
         stored = np.dtype(descr) if _DTYPE.fullmatch(descr) else None
     except (TypeError, ValueError):

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._catalogue import Entry
+from .._collector import paused
 from .._paths import key_text, split
-from ..errors import CorruptError, TreeringError, UnsafeError
+from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import new_file
 from . import Reader
@@ -37,14 +38,15 @@ class FJFormer:
     suffixes = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
-        found = disk.stat(path)
-        if found is None:
-            return "there is nothing"
-        if stat.S_ISDIR(found.st_mode):
-            return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
-        data = beginning(disk, path)
-        if data is None:
-            return "it is no file that can be read"
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            if stat.S_ISDIR(found.st_mode):
+                return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
+            data = beginning(disk, path)
+        except OSError as error:
+            return str(error)
         if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
             return _PICKLE
         kinds = list(tokens(data))
@@ -60,7 +62,8 @@ class FJFormer:
 
         found = _NAME.fullmatch(os.path.basename(path))
         main = _main(disk, path) or path
-        leaves, nbytes = _read(disk, main)
+        with paused():
+            leaves, nbytes = _read(disk, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         return ForeignReader(self.name, path, leaves.entries, leaves.arrays, step=step, nbytes=nbytes)
 
@@ -80,11 +83,13 @@ class FJFormer:
         from . import statedict_write as writing
 
         def refused(leaf: str, entry: Entry) -> str | None:
-            if not leaf:
-                return "a leaf without a key"
+            if contents.skeleton is not None and len(contents.skeleton) == 1:
+                return "it is not in a container, so it has no key"
             return "more than 4 GiB" if writing.leaf_size(entry) >= _LIMIT else None
 
         writing.check(self.name, contents, options, refused)
+        if not contents.entries:
+            raise UnsupportedError(f"{path}: a tree without leaves, of which nothing would be left in a stream")
         with new_file(disk, path, overwrite=overwrite) as file:
             for leaf, entry in contents.entries.items():
                 keys = split(leaf)

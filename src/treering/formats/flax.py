@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .._collector import paused
 from .._paths import few, key_text, split
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
@@ -53,23 +54,26 @@ class Flax:
     suffixes = (".msgpack",)
 
     def refuses(self, disk: Disk, path: str) -> str | None:
-        found = disk.stat(path)
-        if found is None:
-            return "there is nothing"
-        if stat.S_ISDIR(found.st_mode):
-            if path.endswith(_ARRAYS):
-                return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
-            return None if disk.stat(os.path.join(path, _INDEX)) else f"it is a folder without {_INDEX}"
-        data = beginning(disk, path)
-        if data is None:
-            return "it is no file that can be read"
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            if stat.S_ISDIR(found.st_mode):
+                if path.endswith(_ARRAYS):
+                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
+                return None if disk.stat(os.path.join(path, _INDEX)) else f"it is a folder without {_INDEX}"
+            data = beginning(disk, path)
+        except OSError as error:
+            return str(error)
         return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, disk: Disk, path: str) -> Reader:
         from .foreign import ForeignReader
 
-        folder = stat.S_ISDIR(os.stat(path).st_mode)
-        leaves, nbytes = _open_shards(disk, path) if folder else _open_file(disk, path)
+        found = disk.stat(path)
+        folder = found is not None and stat.S_ISDIR(found.st_mode)
+        with paused():
+            leaves, nbytes = _open_shards(disk, path) if folder else _open_file(disk, path)
         named = step_of(os.path.basename(path))
         return ForeignReader(
             self.name,
@@ -79,12 +83,11 @@ class Flax:
             skeleton=leaves.skeleton or None,
             step=named[1] if named and not folder else None,
             nbytes=nbytes,
-            immutable=True,
         )
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         runs: dict[str, dict[int, str]] = {}
-        for name in names:
+        for name in () if _INDEX in names else names:  # a folder with an index is one checkpoint
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = os.path.join(folder, name)
@@ -118,7 +121,7 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
     """What a file holds, and the bytes that it and the arrays beside it take."""
     from .runs import File
-    from .statedict import PLACEHOLDER, Elsewhere, StateDict, folder_size, inside
+    from .statedict import PLACEHOLDER, Elsewhere, StateDict, check_inside
 
     file = File(disk, path)
     beside = 0
@@ -128,8 +131,12 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
         if type(value) is not str or not value.startswith(PLACEHOLDER):
             return None
         from .zarr import ZarrArray
+        from .zarr_leaves import folder_size
 
-        place = inside(path + _ARRAYS, value.removeprefix(PLACEHOLDER))
+        place, name = path + _ARRAYS, value.removeprefix(PLACEHOLDER)
+        if name:  # or else the whole tree is one array
+            check_inside(place, name)
+            place = os.path.join(place, name)
         array = ZarrArray(place)
         beside += folder_size(disk, place)
         return Elsewhere(array.dtype, array.shape, array)
@@ -140,7 +147,7 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
 
 def _open_shards(disk: Disk, folder: str) -> "tuple[Leaves, int]":
     """The same of a state dict in several files, which are named by an index."""
-    from .statedict import Leaves, check_apart
+    from .statedict import Leaves, check_apart, check_inside
 
     index = os.path.join(folder, _INDEX)
     try:
@@ -150,10 +157,10 @@ def _open_shards(disk: Disk, folder: str) -> "tuple[Leaves, int]":
     found = Leaves([], {}, ())
     total = 0
     for name in sorted(set(places.values())):
+        check_inside(folder, name)
         path = os.path.join(folder, name)
-        if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-            raise UnsafeError(f"{index}: expected the name of a file in this folder, found {name!r:.100}")
-        if disk.stat(path) is None:
+        there = disk.stat(path)
+        if there is None or not stat.S_ISREG(there.st_mode):
             raise CorruptError(f"{index}: expected a file {name} beside it, found none; copy it there")
         leaves, nbytes = _open_file(disk, path)
         total += nbytes
@@ -161,18 +168,19 @@ def _open_shards(disk: Disk, folder: str) -> "tuple[Leaves, int]":
             key = "/".join(split(entry.path))  # the files may be nested or not
             if places.get(key) != name:
                 raise CorruptError(f"{path}: expected no leaf {key}, for {index} places it elsewhere")
-            found.entries.append(entry.at(_path(key)))
+            place = _path(key, index)
+            found.entries.append(entry.at(place))
             if entry.path in leaves.arrays:
-                found.arrays[_path(key)] = leaves.arrays[entry.path]
-    if missing := {_path(key) for key in places} - {entry.path for entry in found.entries}:
+                found.arrays[place] = leaves.arrays[entry.path]
+    if missing := {_path(key, index) for key in places} - {entry.path for entry in found.entries}:
         raise CorruptError(f"{index}: these leaves are not in the files it names: {few(tuple(sorted(missing)))}")
     check_apart([entry.path for entry in found.entries], index)
     return found, total
 
 
-def _path(key: str) -> str:
+def _path(key: str, index: str) -> str:
     if key.count("/") > DEPTH:
-        raise UnsafeError(f"a leaf more than {DEPTH} levels deep: {key:.100}")
+        raise UnsafeError(f"{index}: a leaf more than {DEPTH} levels deep: {key:.100}")
     return "/".join(key_text(part) for part in key.split("/"))
 
 

@@ -34,7 +34,8 @@ class Stored(Protocol):
 class ForeignReader:
     """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
 
-    positional = reinterprets = False
+    positional = False
+    untold: frozenset[str] = frozenset()
     identity = ""
 
     def __init__(

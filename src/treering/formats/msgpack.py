@@ -17,6 +17,7 @@ from ..stores.disk import Disk, opened
 if TYPE_CHECKING:
     from .runs import File
 
+_HEAD = 9  # bytes of a value that say what it is, at most
 _WINDOW = 8 << 10  # bytes that are read at a time
 DEPTH = 1000  # containers within one another
 _MOST_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
@@ -96,18 +97,22 @@ class Scanner:
         stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
         while True:
             kind, value, code, at = self._head(at, end)
+            if kind in (STR, BIN, EXT):
+                self._check(at + value, end)
             if kind == STR:
                 value, at = self._str(at, value, end), at + value
             elif kind == BIN:
-                self._check(at + value, end)
                 value, at = Raw(at, value), at + value
             elif kind == EXT:
-                self._check(at + value, end)
                 inner = self._whole(at, at + value, ()) if code in nested else Raw(at, value)
                 value, at = Ext(code, inner), at + value
             elif kind in (LIST, MAP):
                 count, value = value, [] if kind == LIST else {}
-                self._check(at + count * (kind == MAP) + count, end)  # a byte each at least
+                inner = 2 * count if kind == MAP else count
+                self._check(at + inner, end)  # a byte each at least
+                self._values -= inner
+                if self._values < 0:
+                    raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant")
                 if len(stack) == DEPTH:
                     raise UnsafeError(f"{self.file.path}: containers are nested more than {DEPTH} deep")
                 if count:
@@ -134,17 +139,19 @@ class Scanner:
 
     def _head(self, at: int, end: int) -> tuple[int, Any, int, int]:
         """The kind, the value or size, the type of an extension, and the offset behind."""
-        self._values -= 1
-        if self._values < 0:
-            raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant to be read")
-        kind, layout, value = _HEADS[self._window[self._find(at, 1, end)]]
-        at += 1
+        place = at - self._base
+        if place < 0 or place + _HEAD > len(self._window) or at + _HEAD > end:
+            place = self._find(at, max(min(_HEAD, end - at), 1), end)
+        kind, layout, value = _HEADS[self._window[place]]
         if layout is None:
             if kind == NEVER:
-                raise CorruptError(f"{self.file.path}: byte {at - 1} is 0xc1, with which no value begins")
-            return kind, value, 0, at
-        fields = layout.unpack_from(self._window, self._find(at, layout.size, end))
-        return kind, fields[0] if value is None else value, fields[-1], at + layout.size
+                raise CorruptError(f"{self.file.path}: byte {at} is 0xc1, with which no value begins")
+            return kind, value, 0, at + 1
+        behind = at + 1 + layout.size
+        if behind > end:
+            self._check(behind, end)
+        fields = layout.unpack_from(self._window, place + 1)
+        return kind, fields[0] if value is None else value, fields[-1], behind
 
     def _find(self, at: int, size: int, end: int) -> int:
         """Where in the window some bytes are; it is moved there when they are not in it."""
@@ -225,21 +232,18 @@ def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
     return bytes([first]) + size.to_bytes((limit.bit_length() - 1) // 8, "big")
 
 
-def beginning(disk: Disk, path: str, size: int = 4096) -> bytes | None:
-    """The first bytes of a file, fewer where it is shorter; None for what is no file that can be read."""
-    try:
-        found = disk.stat(path)
-        if found is None or not stat.S_ISREG(found.st_mode):
-            return None
-        with opened(disk, path) as fd:
-            buffer = bytearray(size)
-            return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
-    except OSError:
-        return None
+def beginning(disk: Disk, path: str, size: int = 4096) -> bytes:
+    """The first bytes of a file, fewer where it is shorter, and none of what is no file."""
+    found = disk.stat(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return b""
+    with opened(disk, path) as fd:
+        buffer = bytearray(size)
+        return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
 
 
 def tokens(data: bytes) -> Iterator[tuple[int, Any]]:
-    """What begins here, up to the first bin or extension: kinds, with values, text, counts, sizes or extension types."""
+    """What begins here up to the first bin or extension: kinds, and their values, text, counts, sizes or types."""
     at = 0
     try:
         while True:

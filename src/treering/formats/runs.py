@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._sharding import Box, byte_ranges, extent, rows_apart, slices, whole
+from .._sharding import Box, extent, rows_apart, slices, whole
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 
@@ -102,11 +102,13 @@ class Runs:
     def read(self, box: Box, map: bool) -> np.ndarray:
         if map and len(self._runs) == 1 and self._is_array() and math.prod(self._shape):
             file, offset, _ = self._runs[0]
-            return np.ndarray(self._shape, self._dtype, file.mapped(), offset)[slices(box, whole(self._shape))]
+            return np.ndarray(self._shape, self._dtype, file.mapped(), offset)[(*slices(box, whole(self._shape)), ...)]
         out = np.empty(extent(box), self._stored)
-        if out.size:
+        if out.size and box == whole(self._shape):
+            self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
+        elif out.size:
             for part in self._spans(box):
-                self._read_span(part, out[slices(part, box)])
+                self._read_span(part, out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
         return out.astype(out.dtype.newbyteorder("="), copy=False).view(self._dtype)
 
     def _spans(self, box: Box) -> Iterator[Box]:
@@ -124,8 +126,11 @@ class Runs:
 
     def _range(self, box: Box) -> tuple[int, int]:
         """From the first to the last byte of a box that has elements."""
-        ranges = list(byte_ranges(self._shape, box, self._stored.itemsize, 1 << 62))
-        return ranges[0][0], ranges[-1][1]
+        itemsize = self._stored.itemsize
+        strides = [itemsize * math.prod(self._shape[axis + 1 :]) for axis in range(len(self._shape))]
+        first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
+        return first, last + itemsize
 
     def _read_span(self, box: Box, target: np.ndarray) -> None:
         first, last = self._range(box)

@@ -6,7 +6,6 @@ where they are larger than Flax puts into one extension, maps of several of thes
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from .._paths import join, key_text
 from .._tree import LEAF, Node, Skeleton, _encode_key
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ..stores.disk import Disk
 from .foreign import Stored
 from .msgpack import Ext, Raw, Scanner, named
 from .runs import File, Runs
@@ -25,6 +23,8 @@ CHUNKED = "__msgpack_chunked_array__"
 PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lies elsewhere
 ARRAY, COMPLEX, SCALAR = 1, 2, 3  # types of extensions
 _PATHS = 256 << 20  # characters of all paths of one file
+_AXES = 64  # of a NumPy array, at most
+_LONGEST = 255  # bytes of a file's name
 _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
 
 
@@ -58,7 +58,8 @@ class StateDict:
         find: Callable[[str, Any], Elsewhere | None] = lambda path, value: None,
         seen_as: Mapping[str, str] | None = None,
     ):
-        self._file, self._find, self._seen_as = file, find, seen_as or {}
+        self._file, self._find = file, find
+        self._seen_as = {} if seen_as is None else seen_as
         self._room = _PATHS
         self._scanner = Scanner(file, (ARRAY, COMPLEX, SCALAR))
 
@@ -144,7 +145,7 @@ def _array(payload: Any) -> tuple[str, tuple[int, ...], Raw]:
 
 
 def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
-    if all(type(n) is int and n >= 0 for n in sizes):
+    if len(sizes) <= _AXES and all(type(n) is int and n >= 0 for n in sizes):
         return tuple(sizes)
     raise CorruptError(f"expected the sizes of an array's axes, found {sizes!r:.100}")
 
@@ -159,7 +160,7 @@ def _dtype(name: str) -> str:
 
 def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[Raw]]:
     """dtype, shape and bytes of an array that is cut up."""
-    sizes, chunks = _numbered(value.get("shape")), _numbered(value.get("chunks"))
+    sizes, chunks = numbered(value.get("shape")), numbered(value.get("chunks"))
     if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.code == ARRAY for chunk in chunks):
         raise CorruptError("expected the shape and the chunks of a large array, each numbered from 0")
     parts = [_array(chunk.payload) for chunk in chunks]
@@ -167,13 +168,6 @@ def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[Raw]]
     if any(part[0] != dtype for part in parts):
         raise CorruptError(f"expected chunks of one dtype, found {', '.join(sorted({part[0] for part in parts}))}")
     return dtype, _shape(sizes), [raw for _, _, raw in parts]
-
-
-def _numbered(value: Any) -> list[Any] | None:
-    """The items of a map whose keys number them; None for anything else."""
-    if type(value) is not dict or any(str(n) not in value for n in range(len(value))):
-        return None
-    return [value[str(n)] for n in range(len(value))]
 
 
 def _complex(payload: Any) -> complex:
@@ -187,7 +181,7 @@ def _container(value: Any) -> tuple[Node, Sequence[str], Sequence[Any]]:
     if type(value) is list:
         return Node("list", "", len(value)), [str(n) for n in range(len(value))], value
     if value.keys() == {"name", "fields", "values"}:  # how Flax wrote named tuples until 2020
-        fields, values = _numbered(value["fields"]), _numbered(value["values"])
+        fields, values = numbered(value["fields"]), numbered(value["values"])
         if (
             fields
             and values
@@ -203,6 +197,13 @@ def _texts(keys: Iterable[Any]) -> list[str]:
     if len(set(texts)) != len(texts):
         raise CorruptError("two keys of a map read the same")
     return texts
+
+
+def numbered(value: Any) -> list[Any] | None:
+    """The items of a map whose keys number them; None for anything else."""
+    if type(value) is not dict or any(str(n) not in value for n in range(len(value))):
+        return None
+    return [value[str(n)] for n in range(len(value))]
 
 
 def check_apart(paths: Sequence[str], where: str) -> None:
@@ -224,15 +225,7 @@ def own_step(leaves: Leaves, path: str) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
-def inside(folder: str, name: str) -> str:
-    """The path of what a file names as lying in a folder. Raises `UnsafeError` for a name that leads out of it."""
-    parts = name.split("/")
-    if name and any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise UnsafeError(f"expected a name within {folder}, found {name!r:.100}")
-    return os.path.join(folder, *filter(None, parts))
-
-
-def folder_size(disk: Disk, folder: str) -> int:
-    """The bytes of the files in a folder."""
-    found = [disk.stat(os.path.join(folder, name)) for name in disk.list(folder)]
-    return sum(one.st_size for one in found if one is not None)
+def check_inside(folder: str, name: str) -> None:
+    """Raises `UnsafeError` for what is no name of something in a folder, or leads out of it."""
+    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST for part in name.split("/")):
+        raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")

@@ -17,6 +17,7 @@ from .msgpack import MAP, STR, beginning, tokens
 
 FILE = "checkpoint"
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
+_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # which may have a file `checkpoint` as well
 _LEVELS = ("target", "state", "flax_mutables")  # of the state itself
 
 
@@ -27,13 +28,18 @@ class T5X:
     suffixes = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
-        found = disk.stat(path)
-        if found is None:
-            return "there is nothing"
-        file = os.path.join(path, FILE) if stat.S_ISDIR(found.st_mode) else path
-        data = beginning(disk, file, 1 << 16)
-        if data is None:
-            return f"it is a folder without a file {FILE}" if file != path else "it is no file that can be read"
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            file = os.path.join(path, FILE) if stat.S_ISDIR(found.st_mode) else path
+            if disk.stat(file) is None:
+                return f"it is a folder without a file {FILE}"
+            if file != path and any(disk.stat(os.path.join(path, name)) for name in _OF_ORBAX):
+                return "it is a folder of Orbax"
+            data = beginning(disk, file, 1 << 16)
+        except OSError as error:
+            return str(error)
         if b"PLACEHOLDER://" in data:
             return "it names arrays as old releases of Orbax do"
         first = list(itertools.islice(tokens(data), 4))
@@ -44,7 +50,7 @@ class T5X:
         own_name = os.path.basename(file) == FILE
         inner = first[3][1] if kinds[2:] == [MAP, STR] else None
         if (
-            (key == "version" and count <= 2)
+            (key == "version" and (count <= 2 or own_name))
             or (key == "optimizer" and inner in _LEVELS and (count == 2 or (count == 1 and own_name)))
             or (key in _LEVELS and own_name)
         ):
@@ -54,7 +60,8 @@ class T5X:
     def open(self, disk: Disk, path: str) -> Reader:
         from .t5x_read import open_state
 
-        folder = stat.S_ISDIR(os.stat(path).st_mode)
+        there = disk.stat(path)
+        folder = there is not None and stat.S_ISDIR(there.st_mode)
         name = os.path.basename(path)
         found = _STEP.fullmatch(os.path.basename(os.path.dirname(path)) if name == FILE and not folder else name)
         return open_state(disk, path, os.path.join(path, FILE) if folder else path, int(found[1]) if found else None)

@@ -9,14 +9,16 @@ import numpy as np
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry
+from .._collector import paused
 from .._sharding import Box
 from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk
 from . import Reader, zarr
-from .foreign import ForeignReader
 from .msgpack import named
 from .runs import File
-from .statedict import Elsewhere, StateDict, folder_size, inside, own_step
+from .statedict import Elsewhere, StateDict, check_inside, numbered, own_step
+from .t5x import FILE
+from .zarr_leaves import ZarrReader, folder_size
 
 _SPEC = {"driver", "kvstore", "metadata"}  # what makes a map a TensorStore spec
 _STORES = ("file", "gfile", "gcs")  # different ways to the same place, wherever the folder lies by now
@@ -34,21 +36,24 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
         nonlocal beside
         if type(value) is not dict or not value.keys() >= _SPEC:
             return None
-        (array,) = arrays().arrays([inside(folder, _name(value))], "zarr")
+        name = _name(value)
+        check_inside(folder, name)
+        (array,) = arrays().arrays([name], "zarr")
         _check(value, array, seen_as)
         beside += folder_size(disk, array.path)
-        stored = _Array(array, seen_as.get(array.dtype, array.dtype))
-        return Elsewhere(stored.dtype, array.shape, stored)
+        return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
 
     scanned = StateDict(opened, find=find, seen_as=seen_as)
-    tree = scanned.whole(0, opened.size)
+    with paused():
+        tree = scanned.whole(0, opened.size)
     if type(tree) is dict:
         version = tree.pop("version", 0)
         if type(version) is not int or version not in (0, 2, 3):
             raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
         seen_as.update(_BFLOAT16 if version == 2 else {})
         tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree
-    leaves = scanned.leaves(tree)
+    with paused():
+        leaves = scanned.leaves(tree)
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + beside
     return _Reader(
@@ -56,40 +61,22 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
     )
 
 
-class _Array:
-    """A zarr array as a leaf, seen as a dtype of its size."""
-
-    def __init__(self, array: zarr.Array, dtype: str):
-        self.array, self.dtype = array, dtype
-
-    def can_map(self) -> bool:
-        return False
-
-    def read(self, box: Box, map: bool) -> np.ndarray:
-        return self.array.read(box, map).view(_dtypes.to_numpy(self.dtype))
-
-
-class _Reader(ForeignReader):
-    """Reads what lies beside the file at once."""
+class _Reader(ZarrReader):
+    """Names the leaf of which a part is not there; zarr arrays may be seen as a dtype of their size."""
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
     ) -> list[np.ndarray]:
-        beside = [
-            (entry.path, box, one) for entry, box in wanted if isinstance(one := self._arrays[entry.path], _Array)
-        ]
         try:
-            arrays = iter(zarr.read([(one.array, box) for _, box, one in beside]))
+            found = super().read(wanted, verify=verify, map=map)
         except CorruptError as error:
-            places = ((leaf, one.array.path) for leaf, _, one in beside)
-            leaf = next((leaf for leaf, place in places if str(error).startswith((place + "/", place + ":"))), "?")
-            raise type(error)(f"{self.path}: {leaf}: {error}") from None
-        inline = [(entry, box) for entry, box in wanted if not isinstance(self._arrays[entry.path], _Array)]
-        rest = iter(super().read(inline, verify=verify, map=map))
-        return [
-            next(arrays).view(_dtypes.to_numpy(e.dtype)) if isinstance(self._arrays[e.path], _Array) else next(rest)
-            for e, _ in wanted
-        ]
+            raise type(error)(f"{self.path}: {self._leaf(str(error))}: {error}") from None
+        return [array.view(_dtypes.to_numpy(entry.dtype)) for array, (entry, _) in zip(found, wanted, strict=True)]
+
+    def _leaf(self, message: str) -> str:
+        """The leaf whose file a message begins with."""
+        places = {path: array.path for path, array in self._arrays.items() if isinstance(array, zarr.Array)}
+        return next((path for path, place in places.items() if message.startswith((place + "/", place + ":"))), FILE)
 
 
 def _name(spec: Mapping[Any, Any]) -> str:
@@ -110,6 +97,7 @@ def _check(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str
     """Raises `CorruptError` unless the array is what the spec says. Chunks and compression are the array's own."""
     metadata = spec["metadata"]
     shape = metadata.get("shape") if type(metadata) is dict else None
+    shape = numbered(shape) or shape  # as Flax writes lists, unless it is kept from it
     if shape is not None and shape != list(array.shape):
         raise CorruptError(f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}")
     dtype = spec.get("dtype", array.dtype)

@@ -1,22 +1,26 @@
 """Writing T5X, version 3: small arrays within the state dict, the others as gzipped zarr arrays beside it."""
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry
 from .._paths import split
+from .._sharding import Box
+from ..errors import TreeringError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
 from . import statedict_write as writing
 from .msgpack import pack
-from .statedict import folder_size
 from .t5x import FILE
+from .zarr_leaves import folder_size
 
 INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
 CHUNK = 64 << 20  # bytes
@@ -28,10 +32,82 @@ _LONGEST = 200  # bytes of a file's name
 def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
+    large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
     with new_directory(disk, path, overwrite=overwrite) as folder:
         arrays = zarr.Writer(folder, driver="zarr", ocdbt=False)
-        specs: dict[str, bytes] = {}
-        for entry, name in _named([one for one in contents.entries.values() if _is_large(one)]):
-            chunks = chunk_shape(entry.shape, _dtypes.itemsize(entry.dtype))
-            arrays.add(name, entry.shape, entry.dtype, _boxes(contents, entry), chunks=chunks, compressor=_GZIP)
-            ...
+        try:
+            specs = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
+            arrays.close()
+        except BaseException:
+            _settle(arrays)
+            raise
+        file = Appended(disk, os.path.join(folder, FILE))
+        try:
+            writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, specs)
+            file.close()
+        finally:
+            file.discard()
+        return folder_size(disk, folder)
+
+
+def _add(arrays: zarr.Writer, contents: Reader, entry: ArrayEntry, name: str) -> bytes:
+    """Writes an array beside the state dict; returns what stands for it there, a TensorStore spec in MessagePack."""
+    chunks = chunk_shape(entry.shape, _dtypes.itemsize(entry.dtype))
+    read_box = functools.partial(_read_box, contents, entry)
+    arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)
+    spec = {
+        "driver": "zarr",
+        "dtype": entry.dtype,
+        "kvstore": {"driver": "file", "path": f"{name}/"},
+        "metadata": {"chunks": chunks, "compressor": _GZIP, "shape": entry.shape},
+    }
+    return msgspec.msgpack.encode(spec)
+
+
+def _settle(arrays: zarr.Writer) -> None:
+    """Waits for what is under way, or it would go on writing into a folder that is being removed."""
+    while True:
+        try:
+            return arrays.close()
+        except (TreeringError, OSError):
+            pass  # the first error is raised already
+
+
+def chunk_shape(shape: Sequence[int], itemsize: int) -> list[int]:
+    """The shape of chunks of at most `CHUNK` bytes that divide an array evenly, its largest dimension first."""
+    chunk = list(shape)
+    while math.prod(chunk) * itemsize > CHUNK and max(chunk) > 1:
+        factors = [_least_factor(size) for size in chunk]
+        axis = max(range(len(chunk)), key=lambda axis: (1 < factors[axis] <= _SMALL, chunk[axis]))
+        chunk[axis] //= factors[axis]
+    return chunk
+
+
+def _least_factor(number: int) -> int:
+    """The least prime factor; 1 of 1."""
+    return next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
+
+
+def _is_large(entry: ArrayEntry) -> bool:
+    """Whether an array gets files of its own; not for chunks that would be tiny because a dimension has no factors."""
+    itemsize = _dtypes.itemsize(entry.dtype)
+    if math.prod(entry.shape) * itemsize <= INLINE or not entry.shape or not zarr_metadata.can_hold(entry.dtype):
+        return False
+    return math.prod(chunk_shape(entry.shape, itemsize)) * itemsize >= INLINE
+
+
+def _read_box(contents: Reader, entry: ArrayEntry, box: Box) -> np.ndarray:
+    return contents.read([(entry, box)], verify=True)[0]
+
+
+def _names(entries: Sequence[ArrayEntry]) -> Iterator[tuple[ArrayEntry, str]]:
+    """The arrays, each with a name: its path with dots or, where that is taken or cannot be a file's, a number."""
+    used = {FILE}
+    for number, entry in enumerate(entries):
+        name = ".".join(split(entry.path))
+        usable = not any(c in name for c in "/\\\0") and name.strip(".") and len(name.encode()) <= _LONGEST
+        while not usable or name.lower() in used:  # some file systems do not tell cases apart
+            name, usable = f"array-{number}", True
+            number += len(entries)
+        used.add(name.lower())
+        yield entry, name

@@ -26,9 +26,11 @@ Driver = Literal["zarr", "zarr3"]
 IN_FLIGHT = 256 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
 _KEPT = 256 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
+_ALIGNMENT = 64  # of memory that JAX takes over
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
 _LISTED = 1000  # chunks of a database from which on a list of them is asked for
+_TOGETHER = 10_000  # chunks that are read at a time, for each takes some memory besides that for its bytes
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
     "file_io_concurrency": {"limit": 32},
@@ -76,7 +78,7 @@ class Folder:
 
     def metadata(self, names: "Sequence[str]", driver: Driver) -> "list[bytes]":
         """The contents of arrays' metadata files. Raises `CorruptError` where there is none."""
-        keys = [f"{name}/{zarr_metadata.FILES[driver]}" for name in names]
+        keys = [_below(name) + zarr_metadata.FILES[driver] for name in names]
         if not self.ocdbt:
             return [self._file(os.path.join(self.path, key)) for key in keys]
         with _errors(self.path):
@@ -116,13 +118,15 @@ class Array:
     def room(self, box: Box) -> np.ndarray:
         """Memory for a box. Raises `UnsupportedError` when there is not enough for it, or for one chunk."""
         nbytes = math.prod(extent(box)) * self._layout.itemsize
+        most = max(nbytes, self._layout.cell_bytes)
         try:
-            for size in (nbytes, self._layout.cell_bytes):
-                if size >= _PROBED:
-                    np.empty(size, np.uint8)
-            return np.empty(extent(box), _dtypes.to_numpy(self.dtype))
+            if most >= _PROBED:
+                np.empty(most, np.uint8)
+            memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):
-            raise UnsupportedError(f"{self.path}: {nbytes} bytes at a time do not fit into memory") from None
+            raise UnsupportedError(f"{self.path}: {most} bytes at a time do not fit into memory") from None
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + nbytes].view(_dtypes.to_numpy(self.dtype)).reshape(extent(box))
 
     def open(self, box: Box) -> Any:
         """The array in TensorStore, after a look at the chunks that the box needs.
@@ -145,7 +149,7 @@ class Array:
                 most = max(_KEPT, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
             with _errors(self.path):
-                kvstore = folder.keys / f"{self.name}/"
+                kvstore = folder.keys / _below(self.name)
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
             if stored.dtype.numpy_dtype != _dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
                 raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
@@ -154,7 +158,7 @@ class Array:
         return stored
 
     def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
-        """Parts of a box, cut between chunks, and the bytes of the chunks each touches: `limit` unless it is one."""
+        """Parts of a box, cut between chunks, and the bytes of the chunks of each: at most `limit` unless it is one."""
         stack = [box]
         while stack:
             part = stack.pop()
@@ -162,7 +166,7 @@ class Array:
             counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.cells, firsts, strict=True)]
             nbytes = math.prod(counts) * self._layout.cell_bytes
             axis = next((axis for axis, count in enumerate(counts) if count > 1), None)
-            if nbytes <= limit or axis is None:
+            if axis is None or (nbytes <= limit and math.prod(counts) <= _TOGETHER):
                 yield part, nbytes
                 continue
             middle = (firsts[axis] + counts[axis] // 2) * self._layout.cells[axis]
@@ -178,12 +182,12 @@ class Array:
         """Raises `CorruptError` for chunks of a box that are not there, or cannot be what the metadata says."""
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
-        keys = (f"{self.name}/{self._layout.key(index)}" for index in _indices(axes))
+        keys = (_below(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
             for key in keys:
                 self._check_file(os.path.join(self.folder.path, key))
         elif math.prod(map(len, axes)) > _LISTED:
-            found = set(self.folder.list(f"{self.name}/"))
+            found = set(self.folder.list(_below(self.name)))
             if not self.filled and (missing := next((key for key in keys if key not in found), None)):
                 raise CorruptError(f"{os.path.join(self.folder.path, missing)}: expected a chunk, found nothing")
         elif self._layout.blosc:
@@ -240,7 +244,7 @@ def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
             stored = array.open(box)
             for part, nbytes in array.split(box, limit):
                 waiting.make_room(nbytes)
-                target = ts.array(out[slices(part, box)])
+                target = ts.array(out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
                 waiting.add(target.write(stored[tuple(slice(*bounds) for bounds in part)]), nbytes, array.path)
     waiting.end()
     return found
@@ -273,7 +277,7 @@ class Writer:
         import tensorstore as ts
 
         metadata = zarr_metadata.new(self._driver, shape, dtype, chunks, compressor)
-        path, keys = os.path.join(self._folder.path, name), self._folder.keys / f"{name}/"
+        path, keys = os.path.join(self._folder.path, name), self._folder.keys / _below(name)
         text = msgspec.json.encode(metadata)
         self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
@@ -347,6 +351,11 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
     for first in axes[0]:
         for rest in _indices(axes[1:]):
             yield (first, *rest)
+
+
+def _below(name: str) -> str:
+    """What the keys of an array begin with."""
+    return name if not name or name.endswith("/") else f"{name}/"
 
 
 def _place(path: str, base: str | None) -> tuple[str, str]:

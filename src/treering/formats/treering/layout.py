@@ -122,6 +122,7 @@ def rows(
     """
     known: dict[Any, int | None] = {}
     layouts: list[Layout] = []
+    only = numbers.of_all([0])
 
     def add(boxes: Sequence[Box], files: list[list[int]], sharding: Any) -> int:
         layouts.append(Layout(list(boxes), files, sharding and describe(sharding)))
@@ -139,7 +140,7 @@ def rows(
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
         share, sharding = shares.get(leaf), content.shardings.get(leaf)
         if share is None:
-            return numbers.of(0, leaf, whole(shape))
+            return only[0] if only else numbers.of(0, leaf, whole(shape))
         if sharding is None and len(share.boxes) == 1:
             return numbers.of(share.writers[0], leaf, share.boxes[0])
         if (found := by_turns(share, sharding)) is not None:

@@ -32,7 +32,8 @@ class Reader:
     """An open checkpoint. Array files are opened when they are first needed, and from then on outlive a delete."""
 
     format = "treering"
-    positional = reinterprets = False
+    positional = False
+    untold: frozenset[str] = frozenset()
 
     def __init__(self, disk: Disk, path: str):
         self.path = path

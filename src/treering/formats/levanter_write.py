@@ -1,0 +1,62 @@
+"""Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
+
+import datetime
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from .._catalogue import NO_ARRAY, ArrayEntry, Entry
+from .._paths import split
+from ..errors import MismatchError, UnsupportedError
+from ..stores.disk import Disk
+from ..stores.whole import Appended, new_directory
+from . import Reader, zarr, zarr_metadata
+from .levanter import FILE, NAME, About
+from .zarr_leaves import add_array, add_number, folder_size
+
+
+def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+    """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
+    if options:
+        raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
+    entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
+    _check(entries)
+    with new_directory(disk, path, overwrite=overwrite) as folder:
+        writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
+        for entry in entries:
+            if isinstance(entry, ArrayEntry):
+                add_array(writer, entry.path, entry, contents)
+            else:
+                add_number(writer, entry.path, entry.decode())
+        writer.close()
+        named = NAME.fullmatch(os.path.basename(path))
+        step = contents.step if contents.step is not None else int(named[1]) if named else 0
+        file = Appended(disk, os.path.join(folder, FILE))
+        try:
+            file.write(msgspec.json.encode(About(step, datetime.datetime.now().isoformat())))
+            file.close()
+        finally:
+            file.discard()
+        return folder_size(disk, folder)
+
+
+def _check(entries: list[Entry]) -> None:
+    """Raises `UnsupportedError` that names every leaf which Levanter cannot hold."""
+    reasons = [(entry.path, _refused(entry)) for entry in entries]
+    if problems := [f"  {path or '(root)'}: {reason}" for path, reason in reasons if reason]:
+        raise UnsupportedError("\n".join(["format='levanter' cannot hold these leaves:", *problems]))
+
+
+def _refused(entry: Entry) -> str | None:
+    if any(not key or set(key) & set("./\\\0") for key in split(entry.path)):
+        return "keys become names of folders, and dots divide them; rename it"
+    if isinstance(entry, ArrayEntry):
+        if entry.type == "key":
+            return "a typed PRNG key; store jax.random.key_data(key) in its place"
+        return None if zarr_metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr has not"
+    value = entry.decode()
+    if type(value) is int:
+        return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
+    return None if type(value) in (bool, float, complex) else f"a {type(value).__name__}, which is no number"

@@ -1,0 +1,63 @@
+"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such."""
+
+import os
+import stat
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import _dtypes
+from .._catalogue import ArrayEntry
+from .._sharding import Box, extent, in_slices
+from ..stores.disk import Disk
+from . import Reader, zarr
+from .foreign import ForeignReader
+
+_CHUNK = 64 << 20  # bytes
+
+
+class ZarrReader(ForeignReader):
+    """A reader of arrays of which those that are zarr arrays are read at once."""
+
+    def maps(self, wish: bool | None) -> bool:
+        return False
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        arrays = [self._arrays[entry.path] for entry, _ in wanted]
+        boxes = [(array, box) for array, (_, box) in zip(arrays, wanted, strict=True) if isinstance(array, zarr.Array)]
+        rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
+        found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
+        return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
+
+
+def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Reader) -> Sequence[int]:
+    """Writes an array in chunks that lie in one piece where it comes from; returns their shape."""
+    first = next(in_slices(entry.shape, _dtypes.itemsize(entry.dtype), _CHUNK), ())
+    chunks = [max(size, 1) for size in extent(first)] or [1] * len(entry.shape)
+
+    def read_box(box: Box) -> np.ndarray:
+        return contents.read([(entry, box)], verify=True)[0]
+
+    writer.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=None)
+    return chunks
+
+
+def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
+    """Writes a number of Python as an array without axes."""
+    array = np.array(value)
+    writer.add(name, (), _dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
+
+
+def folder_size(disk: Disk, path: str) -> int:
+    """The bytes of all files in a folder."""
+    total = 0
+    for name in disk.list(path):
+        inner = os.path.join(path, name)
+        there = disk.stat(inner)
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            total += 0 if os.path.islink(inner) else folder_size(disk, inner)
+        elif there is not None:
+            total += there.st_size
+    return total
