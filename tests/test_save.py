@@ -370,10 +370,10 @@ def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: p
         import sys, numpy as np, treering as tr
         from treering.stores.local import Transaction
         commit = Transaction.commit
-        def late(self, data):
+        def late(self, data, *rest):
             print("ready", flush=True)
             sys.stdin.readline()
-            commit(self, data)
+            commit(self, data, *rest)
         Transaction.commit = late
         try:
             tr.save(sys.argv[1], {"who": int(sys.argv[2])})

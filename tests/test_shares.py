@@ -215,7 +215,8 @@ def assert_even(count: int, arrays: Sequence[tuple[Layout, int]]) -> None:
     fair = sum(one.nbytes(itemsize) for one, itemsize in arrays) / count
     # And not at the price of pieces without number.
     assert sum(len(share.boxes) for share in shares) <= sum(len(one.boxes) for one, _ in arrays) + 17 * count
-    assert loads.max() <= max(1.25 * fair + MIB, 2 * MIB), f"{loads.max() / fair:.2f} times a fair share of {fair:.0f} bytes"
+    most = max(1.25 * fair + MIB, 2 * MIB)
+    assert loads.max() <= most, f"{loads.max() / fair:.2f} times a fair share of {fair:.0f} bytes"
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -38,6 +38,6 @@ def convert(
         rules=rules,
         dtype=dtype,
         processes="this",
-        memory_limit=memory_limit,
+        memory_limit=memory_limit and memory_limit // 2,  # what formats hold while they read and write comes on top
         **options,
     )

@@ -162,7 +162,7 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
         return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
     plain = [_plain_key(key) for key in keys]
     of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))
-    return Node("dict" if of_dict else "object", name, [_encode_key(k) for k in plain]), [key_text(k) for k in plain]
+    return Node("dict" if of_dict else "object", name, [encode_key(k) for k in plain]), [key_text(k) for k in plain]
 
 
 def _plain_key(key: Any) -> Any:
@@ -174,7 +174,8 @@ def _plain_key(key: Any) -> Any:
     return key.name if isinstance(key, GetAttrKey) else key.idx if isinstance(key, SequenceKey) else key
 
 
-def _encode_key(key: Any) -> Any:
+def encode_key(key: Any) -> Any:
+    """A key as `Node.keys` has it."""
     if type(key) is str:
         return key
     key_text(key)  # refuses other types by name

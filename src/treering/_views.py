@@ -206,7 +206,7 @@ def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tu
                     f"{leaf.entry.path}: expected {expected}{list(shape)} from the function of a map rule, found "
                     f"{found.dtype}{list(found.shape)}; pass shape=, and change the dtype by a cast rule"
                 )
-            return found[slices(box, whole(shape))]
+            return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
 
         return Plan(inner.needs, make)
 

@@ -102,8 +102,8 @@ class FJFormer:
 
 def _main(disk: Disk, folder: str) -> str | None:
     """The stream without a step in a folder that is to be opened as one; None where there is none."""
-    names = disk.list(folder)
-    return next((os.path.join(folder, name) for name in _USUAL if name in names), None)
+    paths = [os.path.join(folder, name) for name in _USUAL]
+    return next((path for path in paths if (found := disk.stat(path)) and stat.S_ISREG(found.st_mode)), None)
 
 
 def _read(disk: Disk, path: str) -> "tuple[Leaves, int]":

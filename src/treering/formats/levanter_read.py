@@ -63,6 +63,10 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
         for name in reversed(names):
             there = disk.stat(os.path.join(place, name))
             if there is not None and stat.S_ISDIR(there.st_mode):
+                if os.path.islink(os.path.join(place, name)):
+                    raise UnsafeError(
+                        f"{os.path.join(place, name)}: expected a folder, found a link, which may lead out"
+                    )
                 stack.append(f"{prefix}{name}/")
     if files:
         yield zarr.Folder(path, ocdbt=False), "", files

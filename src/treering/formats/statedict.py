@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from .._paths import join, key_text
-from .._tree import LEAF, Node, Skeleton, _encode_key
+from .._tree import LEAF, Node, Skeleton, encode_key
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from .foreign import Stored
 from .msgpack import Ext, Raw, Scanner, named
@@ -189,7 +189,7 @@ def _container(value: Any) -> tuple[Node, Sequence[str], Sequence[Any]]:
             and all(type(part) is str for part in [value["name"], *fields])
         ):
             return Node("namedtuple", value["name"], fields), _texts(fields), values
-    return Node("dict", "", [_encode_key(key) for key in value]), _texts(value), list(value.values())
+    return Node("dict", "", [encode_key(key) for key in value]), _texts(value), list(value.values())
 
 
 def _texts(keys: Iterable[Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Zarr arrays, as plain files or in an OCDBT database, through TensorStore.
 
-TensorStore does its own reading and writing, below the `Disk` that everything else goes through. All calls of it are
-here. It fills in missing chunks unless it is told not to, believes sizes, and ends the process when there is no
-memory for them; so sizes are checked first, against the files where that can be done.
+TensorStore does its own reading and writing, below the `Disk` that everything else goes through; all of that is here.
+It fills in missing chunks unless it is told not to, believes sizes, and ends the process when there is no memory for
+them; so sizes are checked first, against the files where that can be done.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ Both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends t
 memory that a claim asks for, so absurd claims must not reach it.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -180,7 +181,7 @@ def _version_3(data: bytes, name: str) -> Layout:
 
 def _dtype(found: Any, name: str) -> str:
     try:
-        if isinstance(found, str) and _NAMED.fullmatch(found):
+        if isinstance(found, str) and can_hold(found):
             return _dtypes.to_text(_dtypes.to_numpy(found))
         if isinstance(found, str) and _NUMPY.fullmatch(found):
             return _dtypes.to_text(np.dtype(found))
@@ -225,6 +226,12 @@ def new(
     }
 
 
+@functools.lru_cache(maxsize=512)
 def can_hold(dtype: str) -> bool:
-    """Whether TensorStore has zarr arrays of a dtype."""
-    return bool(_NAMED.fullmatch(dtype))
+    """Whether the release of TensorStore that is installed has zarr arrays of a dtype."""
+    import tensorstore as ts
+
+    try:
+        return bool(_NAMED.fullmatch(dtype) and ts.dtype(dtype))
+    except ValueError:
+        return False
