@@ -50,8 +50,9 @@ def all_steps(run: str, prefix: str | None = None) -> dict[int, str]:
 
     Where both have a step, it is ours that counts.
     """
-    own = {step: os.path.join(run, name) for step, name in committed(run, prefix).items()}
-    return dict(sorted({**formats.foreign_steps(stores.DISK, run), **own}.items()))
+    names = committed(run, prefix)
+    own = {step: os.path.join(run, name) for step, name in names.items()}
+    return dict(sorted({**formats.foreign_steps(stores.DISK, run, set(names.values())), **own}.items()))
 
 
 def steps(run: str | os.PathLike[str]) -> list[int]:
@@ -61,4 +62,6 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     [1000, 2000]
     """
     place = absolute(run)
-    return sorted({step for step, _ in directories(place)} | set(formats.foreign_steps(stores.DISK, place)))
+    own = directories(place)
+    foreign = formats.foreign_steps(stores.DISK, place, {name for _, name in own})
+    return sorted({step for step, _ in own} | set(foreign))

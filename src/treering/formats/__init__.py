@@ -6,7 +6,7 @@ catalogue of leaves by path and their contents on request; what it writes is giv
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .._catalogue import ArrayEntry, Entry
@@ -179,9 +179,9 @@ def detect(disk: Disk, path: str) -> Format:
     raise UnsupportedError("\n".join([f"{path}: of no format that is known here:", *reasons]))
 
 
-def foreign_steps(disk: Disk, folder: str) -> dict[int, str]:
-    """The steps that other libraries have left in a folder, and their paths."""
-    listed = disk.list(folder)
+def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
+    """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
+    listed = [name for name in disk.list(folder) if name not in ours]
     found: dict[int, str] = {}
     for name in names():
         if name != "treering":
