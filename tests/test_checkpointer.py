@@ -575,3 +575,13 @@ def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Pa
         use_disk(Gone())
         assert (tr.restore(tmp_path) if step == 2 else tr.Checkpointer(tmp_path).restore())["x"][0] == 1
         stores.DISK = Disk()
+
+
+def test_an_init_that_itself_restores_something_is_traced_when_the_run_goes_on(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "base", {"w": np.ones(2, np.float32)})
+    like = {"w": jax.ShapeDtypeStruct((2,), np.float32)}
+    for job in range(2):
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            state, step = ckpts.restore_or_init(lambda: tr.restore(tmp_path / "base", like))
+            assert step == job and (np.asarray(state["w"]) == 1 + job).all()
+            ckpts.save(step + 1, {"w": state["w"] + 1})

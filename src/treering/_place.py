@@ -68,7 +68,10 @@ def _own(leaf: Any) -> Any:
 
 
 def _ambient_mesh() -> Any:
-    mesh = jax.sharding.get_mesh()
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # within a trace, such as that of an `init` which itself restores something
+        return None
     return None if mesh.empty else mesh
 
 
