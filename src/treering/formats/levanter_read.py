@@ -1,12 +1,13 @@
 """Reading Levanter: whatever zarr arrays lie in a folder."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 
 from .._catalogue import ArrayEntry
 from .._paths import key_text
-from ..errors import UnsafeError
+from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 from . import zarr
 from .levanter import read_about
@@ -17,6 +18,7 @@ from .zarr_metadata import FILES
 
 _DRIVERS: dict[str, zarr.Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
 _LEVELS = 200  # of folders
+_CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
 
 
 def open_checkpoint(disk: Disk, path: str) -> ZarrReader:
@@ -58,15 +60,20 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
         if described:
             files.append(prefix + described[0])
             continue
+        folders = [name for name in names if _is_folder(disk, os.path.join(place, name))]
+        if alone := [name for name in names if _CHUNK.fullmatch(name) and name not in folders]:
+            raise CorruptError(f"{place}: expected what describes the array of the chunk {alone[0]}, found nothing")
         if prefix.count("/") > _LEVELS:
             raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
-        for name in reversed(names):
-            there = disk.stat(os.path.join(place, name))
-            if there is not None and stat.S_ISDIR(there.st_mode):
-                if os.path.islink(os.path.join(place, name)):
-                    raise UnsafeError(
-                        f"{os.path.join(place, name)}: expected a folder, found a link, which may lead out"
-                    )
-                stack.append(f"{prefix}{name}/")
+        stack += [f"{prefix}{name}/" for name in reversed(folders)]
     if files:
         yield zarr.Folder(path, ocdbt=False), "", files
+
+
+def _is_folder(disk: Disk, path: str) -> bool:
+    there = disk.stat(path)
+    if there is None or not stat.S_ISDIR(there.st_mode):
+        return False
+    if os.path.islink(path):
+        raise UnsafeError(f"{path}: expected a folder, found a link, which may lead out of the checkpoint")
+    return True

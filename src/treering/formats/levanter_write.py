@@ -16,6 +16,8 @@ from . import Reader, zarr, zarr_metadata
 from .levanter import FILE, NAME, About
 from .zarr_leaves import add_array, add_number, folder_size
 
+_LONGEST = 255  # bytes of the name of a folder
+
 
 def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
@@ -26,10 +28,11 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     with new_directory(disk, path, overwrite=overwrite) as folder:
         writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
         for entry in entries:
+            name = "/".join(split(entry.path))
             if isinstance(entry, ArrayEntry):
-                add_array(writer, entry.path, entry, contents)
+                add_array(writer, name, entry, contents)
             else:
-                add_number(writer, entry.path, entry.decode())
+                add_number(writer, name, entry.decode())
         writer.close()
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
@@ -50,8 +53,9 @@ def _check(entries: list[Entry]) -> None:
 
 
 def _refused(entry: Entry) -> str | None:
-    if any(not key or set(key) & set("./\\\0") for key in split(entry.path)):
-        return "keys become names of folders, and dots divide them; rename it"
+    keys = split(entry.path)
+    if any(not key or set(key) & set("./\\\0") or len(key.encode()) > _LONGEST for key in keys):
+        return f"keys become names of folders, of {_LONGEST} bytes at most, and dots divide them; rename it"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
             return "a typed PRNG key; store jax.random.key_data(key) in its place"

@@ -33,8 +33,8 @@ _log = logging.getLogger("treering")
 class OrbaxReader(ZarrReader):
     """See `treering.formats.Reader`."""
 
-    def __init__(self, disk: Disk, path: str, tree: Tree, **about: Any):
-        super().__init__("orbax", path, tree.entries, tree.arrays, skeleton=tree.skeleton, **about)
+    def __init__(self, disk: Disk, path: str, tree: Tree, *, nbytes: int, **about: Any):
+        super().__init__("orbax", path, tree.entries, tree.arrays, skeleton=tree.skeleton, nbytes=nbytes, **about)
         self._disk = disk
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 

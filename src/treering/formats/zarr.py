@@ -5,11 +5,9 @@ It fills in missing chunks unless it is told not to, believes sizes, and ends th
 them; so sizes are checked first, against the files where that can be done.
 """
 
-import contextlib
 import itertools
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,16 +19,16 @@ from .._sharding import Box, extent, slices
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.disk import opened, read_file
 from . import zarr_metadata
+from .futures import Waiting, errors
 
 Driver = Literal["zarr", "zarr3"]
-IN_FLIGHT = 256 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
-_KEPT = 256 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
+IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
+_KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _ALIGNMENT = 64  # of memory that JAX takes over
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
-_LISTED = 1000  # chunks of a database from which on a list of them is asked for
-_TOGETHER = 10_000  # chunks that are read at a time, for each takes some memory besides that for its bytes
+_EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
     "file_io_concurrency": {"limit": 32},
@@ -43,7 +41,6 @@ _DATABASE = {
     "target_data_file_size": 1 << 31,
 }
 _GZIP = {"id": "gzip", "level": 1}
-_FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
 
 class Folder:
@@ -57,7 +54,7 @@ class Folder:
         spec: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
         if ocdbt:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
-        with _errors(path):
+        with errors(path):
             self.keys = ts.KvStore.open(spec, context=self.context).result()
         self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
 
@@ -65,7 +62,7 @@ class Folder:
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
         import tensorstore as ts
 
-        with _errors(self.path):
+        with errors(self.path):
             start = prefix.encode()
             between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
             found = self.keys.list(between).result()
@@ -81,7 +78,7 @@ class Folder:
         keys = [_below(name) + zarr_metadata.FILES[driver] for name in names]
         if not self.ocdbt:
             return [self._file(os.path.join(self.path, key)) for key in keys]
-        with _errors(self.path):
+        with errors(self.path):
             found = [future.result() for future in [self.keys.read(key) for key in keys]]
         if missing := next((key for key, one in zip(keys, found, strict=True) if one.state != "value"), None):
             raise CorruptError(f"{os.path.join(self.path, missing)}: expected an array's metadata, found nothing")
@@ -148,7 +145,7 @@ class Array:
                 spec["recheck_cached_data"] = "open"
                 most = max(_KEPT, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
-            with _errors(self.path):
+            with errors(self.path):
                 kvstore = folder.keys / _below(self.name)
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
             if stored.dtype.numpy_dtype != _dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
@@ -158,15 +155,15 @@ class Array:
         return stored
 
     def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
-        """Parts of a box, cut between chunks, and the bytes of the chunks of each: at most `limit` unless it is one."""
+        """Parts of a box, cut between chunks, and the bytes that each takes: at most `limit` unless it is one chunk."""
         stack = [box]
         while stack:
             part = stack.pop()
             firsts = [start // cell for (start, _), cell in zip(part, self._layout.cells, strict=True)]
             counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.cells, firsts, strict=True)]
-            nbytes = math.prod(counts) * self._layout.cell_bytes
+            nbytes = math.prod(counts) * (self._layout.cell_bytes + _EACH)
             axis = next((axis for axis, count in enumerate(counts) if count > 1), None)
-            if axis is None or (nbytes <= limit and math.prod(counts) <= _TOGETHER):
+            if nbytes <= limit or axis is None:
                 yield part, nbytes
                 continue
             middle = (firsts[axis] + counts[axis] // 2) * self._layout.cells[axis]
@@ -179,22 +176,22 @@ class Array:
         return cut and math.prod(extent(box)) * self._layout.itemsize >= _LARGE
 
     def _check_chunks(self, box: Box) -> None:
-        """Raises `CorruptError` for chunks of a box that are not there, or cannot be what the metadata says."""
+        """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
+
+        Of those that are missing in a database TensorStore tells when it comes to them.
+        """
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
         keys = (_below(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
             for key in keys:
                 self._check_file(os.path.join(self.folder.path, key))
-        elif math.prod(map(len, axes)) > _LISTED:
-            found = set(self.folder.list(_below(self.name)))
-            if not self.filled and (missing := next((key for key in keys if key not in found), None)):
-                raise CorruptError(f"{os.path.join(self.folder.path, missing)}: expected a chunk, found nothing")
         elif self._layout.blosc:
             for key in keys:
-                with _errors(self.path):
-                    found = self.folder.keys.read(key, byte_range=slice(None, 16)).result()
-                self._check_blosc(found.value, key)
+                with errors(self.path):
+                    found = self.folder.keys.read(key).result()
+                if found.state == "value":
+                    self._check_blosc(found.value, key)
 
     def _check_file(self, path: str) -> None:
         there = stores.DISK.stat(path)
@@ -236,7 +233,7 @@ def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
     import tensorstore as ts
 
     found: list[np.ndarray] = []
-    waiting = _Waiting(limit)
+    waiting = Waiting(limit)
     for array, box in wanted:
         out = array.room(box)
         found.append(out)
@@ -258,7 +255,7 @@ class Writer:
 
     def __init__(self, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
         self._folder, self._driver = Folder(path, ocdbt=ocdbt, options=_DATABASE), driver
-        self._waiting = _Waiting(limit)
+        self._waiting = Waiting(limit)
 
     def add(
         self,
@@ -274,6 +271,23 @@ class Writer:
 
         What `read_box` gives must not change until `close`.
         """
+        with self._waiting.ended_on_errors():
+            self._add(name, shape, dtype, read_box, chunks, compressor)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        with self._waiting.ended_on_errors():
+            self._waiting.end()
+
+    def _add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        chunks: Sequence[int],
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
         import tensorstore as ts
 
         metadata = zarr_metadata.new(self._driver, shape, dtype, chunks, compressor)
@@ -281,7 +295,7 @@ class Writer:
         text = msgspec.json.encode(metadata)
         self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
-        with _errors(path):
+        with errors(path):
             context = self._folder.context
             array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
         nbytes = math.prod(chunks) * _dtypes.itemsize(dtype)
@@ -290,10 +304,6 @@ class Writer:
             self._waiting.make_room(nbytes)
             part = array[tuple(slice(*bounds) for bounds in box)]
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
-
-    def close(self) -> None:
-        """Waits until everything is written."""
-        self._waiting.end()
 
 
 def write(
@@ -317,32 +327,6 @@ def write(
     writer.close()
 
 
-class _Waiting:
-    """Futures under way, and the bytes they take."""
-
-    def __init__(self, limit: int):
-        self._limit, self._held = limit, 0
-        self._futures: deque[tuple[Any, int, str]] = deque()
-
-    def make_room(self, nbytes: int) -> None:
-        while self._futures and self._held + nbytes > self._limit:
-            self._end_one()
-
-    def add(self, future: Any, nbytes: int, path: str) -> None:
-        self._held += nbytes
-        self._futures.append((future, nbytes, path))
-
-    def end(self) -> None:
-        while self._futures:
-            self._end_one()
-
-    def _end_one(self) -> None:
-        future, nbytes, path = self._futures.popleft()
-        with _errors(path):
-            future.result()
-        self._held -= nbytes
-
-
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
     """What `itertools.product` gives, which first makes lists of the ranges, however long they say they are."""
     if not axes:
@@ -361,14 +345,3 @@ def _below(name: str) -> str:
 def _place(path: str, base: str | None) -> tuple[str, str]:
     """A folder, and the name of an array in it."""
     return os.path.split(os.path.normpath(path)) if base is None else (base, path.rstrip("/"))
-
-
-@contextlib.contextmanager
-def _errors(path: str) -> Iterator[None]:
-    """TensorStore's errors as ours: `OSError` for those of the file system, `CorruptError` for all others."""
-    try:
-        yield
-    except (ValueError, OverflowError) as error:
-        text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        kind = OSError if text.startswith(_FAILURES) else CorruptError
-        raise kind(f"{path}: {text}") from None

@@ -1,23 +1,50 @@
 """What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such."""
 
+import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry
+from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices
+from ..errors import UnsafeError
 from ..stores.disk import Disk
 from . import Reader, zarr
-from .foreign import ForeignReader
+from .foreign import ForeignReader, Stored
 
-_CHUNK = 64 << 20  # bytes
+_CHUNK = 16 << 20  # bytes
+_RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
+_LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
 
 
 class ZarrReader(ForeignReader):
-    """A reader of arrays of which those that are zarr arrays are read at once."""
+    """A reader of arrays of which those that are zarr arrays are read at once.
+
+    `nbytes` are those of all files. Raises `UnsafeError` for arrays larger than any compression makes of them.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        path: str,
+        entries: Sequence[Entry],
+        arrays: Mapping[str, Stored],
+        *,
+        nbytes: int,
+        **about: Any,
+    ):
+        super().__init__(format, path, entries, arrays, nbytes=nbytes, **about)
+        for name, array in arrays.items():
+            if isinstance(array, zarr.Array):
+                size = math.prod(max(n, 1) for n in array.shape)
+                if size > _RATIO * nbytes + (_LEFT_OUT if array.filled else 0):
+                    raise UnsafeError(
+                        f"{path}: {name} claims {size} elements, but all files are {nbytes} bytes together"
+                    )
 
     def maps(self, wish: bool | None) -> bool:
         return False

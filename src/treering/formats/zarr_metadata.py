@@ -116,7 +116,7 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
         raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
     if len(made.shape) > _RANK:
         raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore knows {_RANK} at most")
-    if math.prod(made.shape) * made.itemsize > _MOST or made.chunk_bytes > _MOST:
+    if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MOST or made.chunk_bytes > _MOST:
         raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} cannot be meant")
     return made
 
