@@ -48,7 +48,9 @@ def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) 
         ]
         leaves.update({path: _views.cast(leaves[path], text) for path in floats})
     skeleton = changed._skeleton
-    if skeleton is None:
+    if skeleton is None and list(leaves) == [str(n) for n in range(len(leaves))]:
+        skeleton = [_tree.Node("list", "", len(leaves)), *([_tree.LEAF] * len(leaves))]
+    elif skeleton is None:
         walked = _tree.walk(_tree.nest(leaves, list(leaves)))
         leaves = {path: leaves[old] for path, old in zip(walked.paths, walked.leaves, strict=True)}
         skeleton = walked.skeleton

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _dtypes
 from ._catalogue import ArrayEntry
+from ._sharding import whole
 from .formats import Reader
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class LazyArray:
 
         if copy is False:
             raise ValueError("an array in a checkpoint cannot become a NumPy array without reading it")
-        return np.asarray(self[...], dtype)
+        (array,) = self._reader.read([(self._entry, whole(self.shape))])
+        return np.asarray(array, dtype)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -72,7 +72,7 @@ def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Itera
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     if all(bounds == (0, size) for bounds, size in zip(box[split:], shape[split:], strict=True)):
         split = max(split - 1, 0)  # whole rows touch one another
-    for outer in itertools.product(*(range(start, stop) for start, stop in box[:split])):
+    for outer in _positions(box[:split]):
         yield (*((n, n + 1) for n in outer), *box[split:])
 
 
@@ -86,7 +86,7 @@ def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
         axis += 1
         inner = itemsize * math.prod(shape[axis + 1 :])
     rows = max(1, limit // max(inner, 1))
-    for outer in itertools.product(*(range(size) for size in shape[:axis])):
+    for outer in _positions(whole(tuple(shape[:axis]))):
         for start in range(0, max(shape[axis], 1), rows):
             cut = (start, min(start + rows, shape[axis]))
             yield (*((n, n + 1) for n in outer), cut, *((0, size) for size in shape[axis + 1 :]))
@@ -115,6 +115,16 @@ class Grid:
             for starts, (start, stop) in zip(self._starts, box, strict=True)
         ]
         return map(self._cells.__getitem__, itertools.product(*axes))
+
+
+def _positions(box: Box) -> Iterator[tuple[int, ...]]:
+    """Every position in a box, without a list of any of its sides, which may be absurdly long."""
+    if not box:
+        yield ()
+        return
+    for n in range(*box[0]):
+        for rest in _positions(box[1:]):
+            yield (n, *rest)
 
 
 def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:

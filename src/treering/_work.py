@@ -2,11 +2,12 @@
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _agreement, _contents, _flax, _leaves, _processes, _shares, _tree, stores
+from . import _agreement, _contents, _flax, _leaves, _processes, _shares, _tree, formats, stores
 from ._checkpoint import Checkpoint
 from ._collector import paused
 from ._crew import Crew
@@ -14,7 +15,7 @@ from ._processes import Call
 from ._sharding import extent
 from ._snapshot import Feed
 from ._views import View
-from .errors import UnsupportedError
+from .errors import ExistsError, UnsupportedError
 from .formats import Format, Reader
 from .formats.treering import write as native
 from .rules import Rule
@@ -119,6 +120,10 @@ def _run_quietly(feed: Feed) -> None:
 
 
 def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> int:
+    if wish.overwrite and os.path.isdir(place) and not formats.is_known(stores.DISK, place):
+        raise ExistsError(
+            f"{place}: expected a checkpoint to replace, found a directory that is none; remove it yourself"
+        )
     return format.write(stores.DISK, place, contents, overwrite=wish.overwrite, **wish.options)
 
 

@@ -29,9 +29,10 @@ from hostile import outcome, shuffled
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 
 # Orbax's own, and what is left of its event loops.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::pytest.PytestWarning"
-)
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::pytest.PytestWarning"),
+]
 
 NT = collections.namedtuple("NT", "a b")
 LAYOUTS = [(True, False), (False, False), (True, True), (False, True)]  # OCDBT? zarr 3?

@@ -179,6 +179,11 @@ def detect(disk: Disk, path: str) -> Format:
     raise UnsupportedError("\n".join([f"{path}: of no format that is known here:", *reasons]))
 
 
+def is_known(disk: Disk, path: str) -> bool:
+    """Whether a checkpoint of any format lies at a path."""
+    return any(get(name).refuses(disk, path) is None for name in names())
+
+
 def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
     listed = [name for name in disk.list(folder) if name not in ours]

@@ -25,9 +25,12 @@ PAGE = 4096
 # File systems that keep a mapping's pages as they were read while nobody writes the file, and preallocate cheaply:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
+
+_AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 _MOST = 2 << 30
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
@@ -42,7 +45,9 @@ class Disk:
         """What is at a path, None when nothing is."""
         try:
             return os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _NOTHING:
+                raise
             return None
 
     def list(self, path: str) -> list[str]:
@@ -73,6 +78,17 @@ class Disk:
     def rename(self, old: str, new: str) -> None:
         """Puts a file in the place of another in one step."""
         os.replace(old, new)
+
+    def rename_new(self, old: str, new: str) -> None:
+        """Moves a directory to a name that is free; fails when it is taken."""
+        if not _renameat2(old, new, _NO_REPLACE):
+            if os.path.lexists(new):  # two writers in this very moment: only an empty directory can be lost
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+            os.rename(old, new)
+
+    def exchange(self, a: str, b: str) -> bool:
+        """Exchanges two names in one step; False where the system cannot."""
+        return _renameat2(a, b, _EXCHANGE)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -229,6 +245,19 @@ class Disk:
         if _libc().fstatfs(fd, buffer) != 0:
             return False
         return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF in _LOCAL
+
+
+def _renameat2(old: str, new: str, flags: int) -> bool:
+    """renameat2(2), Linux 3.15; False where there is none, or none for this file system."""
+    call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), new)
 
 
 def _libc() -> ctypes.CDLL:

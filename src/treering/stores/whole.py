@@ -5,10 +5,11 @@ step. An old one is never removed before the new one is durable.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import ExistsError
 from .buffers import aligned, round_up
@@ -74,57 +75,80 @@ class Appended:
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
     """A file to be written within a `with` block; at its end it is in place, after an error it never was."""
     check_free(disk, path, overwrite=overwrite, directory=False)
-    _make_dirs(disk, os.path.dirname(path))
     temporary = _temporary(path)
-    file = Appended(disk, temporary)
-    try:
-        yield file
-        file.close()
-        if overwrite:
-            disk.rename(temporary, path)
-        else:
-            try:
-                disk.link(temporary, path)
-            except FileExistsError:
-                raise ExistsError(f"{path}: another writer put a file there first; it is untouched") from None
-            disk.unlink(temporary)
-        disk.sync_dir(os.path.dirname(path))
-    except BaseException:
-        file.discard()
-        with contextlib.suppress(OSError):
-            disk.unlink(temporary)
-        raise
+    with _parents(disk, path):
+        file = None
+        try:
+            file = Appended(disk, temporary)
+            yield file
+            file.close()
+            if overwrite:
+                disk.rename(temporary, path)
+            else:
+                _publish(disk, path, lambda: disk.link(temporary, path))
+        except BaseException:
+            if file:
+                file.discard()
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                disk.unlink(temporary)
+        _make_durable(disk, path, None if overwrite else disk.unlink)
 
 
 @contextlib.contextmanager
 def new_directory(disk: Disk, path: str, *, overwrite: bool) -> Iterator[str]:
     """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
 
-    Its files may be written by anybody; they are synced at the end.
+    Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
+    one in one step where the system can, else in two, between which a crash leaves it beside its place.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
-    _make_dirs(disk, os.path.dirname(path))
     temporary = _temporary(path)
-    disk.make_dir(temporary)
-    try:
-        yield temporary
-        _sync_tree(disk, temporary)
-        old = None
-        if overwrite and disk.stat(path):
-            old = _temporary(path)
-            disk.rename(path, old)
+    with _parents(disk, path):
         try:
-            disk.rename(temporary, path)
-        except OSError:
-            if old:
-                disk.rename(old, path)
+            disk.make_dir(temporary)
+            yield temporary
+            _sync_tree(disk, temporary)
+            if overwrite and disk.stat(path):
+                _change_places(disk, temporary, path)
+            else:
+                _publish(disk, path, lambda: disk.rename_new(temporary, path))
+        finally:
+            remove_tree(disk, temporary)  # by now the old one, if all went well
+        _make_durable(disk, path, None if overwrite else lambda made: remove_tree(disk, made))
+
+
+def _publish(disk: Disk, path: str, put: Callable[[], None]) -> None:
+    try:
+        put()
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
             raise
+        raise ExistsError(f"{path}: another writer put something there first; it is untouched") from None
+
+
+def _make_durable(disk: Disk, path: str, take_back: Callable[[str], None] | None) -> None:
+    try:
         disk.sync_dir(os.path.dirname(path))
     except BaseException:
-        remove_tree(disk, temporary)
+        if take_back:
+            with contextlib.suppress(OSError):
+                take_back(path)
         raise
-    if old:
-        remove_tree(disk, old)
+
+
+def _change_places(disk: Disk, new: str, old: str) -> None:
+    if disk.exchange(new, old):
+        return
+    aside = _temporary(old)
+    disk.rename(old, aside)
+    try:
+        disk.rename(new, old)
+    except OSError:
+        disk.rename(aside, old)
+        raise
+    disk.rename(aside, new)
 
 
 def remove_tree(disk: Disk, path: str) -> None:
@@ -160,10 +184,24 @@ def _temporary(path: str) -> str:
     return os.path.join(directory, f".{name}.{secrets.token_hex(3)}.tmp")
 
 
-def _make_dirs(disk: Disk, path: str) -> None:
+@contextlib.contextmanager
+def _parents(disk: Disk, path: str) -> Iterator[None]:
+    """Makes the parents of a path that are missing, and takes them away again after an error."""
+    missing: list[str] = []
     parent = os.path.dirname(path)
-    if disk.stat(path) is None:
-        _make_dirs(disk, parent)
-        with contextlib.suppress(FileExistsError):
-            disk.make_dir(path)
-        disk.sync_dir(parent)
+    while disk.stat(parent) is None:
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    made: list[str] = []
+    try:
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                disk.make_dir(directory)
+                made.append(directory)
+            disk.sync_dir(os.path.dirname(directory))
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for directory in reversed(made):
+                disk.remove_dir(directory)
+        raise
