@@ -8,15 +8,19 @@ import shutil
 import tempfile
 import warnings
 
-from . import memory, opening, operations, states, table, targets
+from . import contestants, memory, opening, operations, planning, processes, reading, sharded, states, table, targets
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _NOTE = (
     "The floor moves the same bytes with neither names nor checksums: direct I/O of 4 MiB buffers in huge pages from "
     "3 threads (reads: 4), or for `small` one write per leaf, and an fsync. safetensors does not make its file "
-    "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays."
+    "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays. "
+    "`sharded` is 1 GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process; `processes` the "
+    "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "
+    "process as the floor."
 )
-_NAMES = [*operations.OPERATIONS, "memory", "open", *states.STATES]
+_APART = ["memory", "open", "reading", "sharded", "processes", "planning"]  # each by itself
+_NAMES = [*operations.OPERATIONS, *_APART, *states.STATES]
 
 
 def main() -> None:
@@ -41,12 +45,13 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
     """All rows, operation by operation. An operation without a state means all states, and the other way round."""
     chosen = [name for name in operations.OPERATIONS if name in only]
     arenas = [name for name in states.STATES if name in only]
-    if arenas and not chosen and not only & {"memory", "open"}:
+    if arenas and not chosen and not only.intersection(_APART):
         chosen = list(operations.OPERATIONS)
     rows: dict[str, list[table.Row]] = {name: [] for name in chosen}
     for state in (arenas or states.STATES) if chosen else ():
         place = os.path.join(directory, state)
-        arena = operations.enter(state, place, repeats)
+        made = states.make(state)
+        arena = operations.enter(state, made, contestants.everyone(made), place, repeats)
         for name in chosen:
             rows[name] += operations.OPERATIONS[name](arena)
         shutil.rmtree(place)
@@ -55,6 +60,14 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
         found += memory.rows(directory)
     if "open" in only:
         found += opening.rows(directory, repeats)
+    if "reading" in only:
+        found += reading.rows(directory, repeats)
+    if "sharded" in only:
+        found += sharded.rows(directory, repeats)
+    if "processes" in only:
+        found += processes.rows(directory, repeats)
+    if "planning" in only:
+        found += planning.rows(repeats)
     return found
 
 

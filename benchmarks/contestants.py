@@ -28,10 +28,15 @@ class Contestant:
 
 
 def everyone(state: Any) -> list[Contestant]:
-    found = [treering(state), orbax_v0(state), orbax_v1(state), safetensors(state)]
+    found = [*with_shardings(state), safetensors(state)]
     if importlib.util.find_spec("torch"):
         found.append(torch_dcp(state))
     return found
+
+
+def with_shardings(state: Any) -> list[Contestant]:
+    """Those that know of several devices and processes."""
+    return [treering(state), orbax_v0(state), orbax_v1(state)]
 
 
 def treering(state: Any, *, verify: bool = True) -> Contestant:

@@ -51,6 +51,7 @@ def fill_cache(directory: str) -> None:
 
 def drop_cache(directory: str) -> None:
     """Takes every file out of the page cache."""
+    gc.collect()  # JAX may hold what was mapped for a while, and mapped pages stay
     os.sync()  # only clean pages can be dropped
     for path in _files(directory):
         fd = os.open(path, os.O_RDONLY)

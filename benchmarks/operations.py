@@ -32,10 +32,9 @@ class Arena:
         return Row(operation, self.name, "s", measure.race(runs, self.repeats))
 
 
-def enter(name: str, directory: str, repeats: int) -> Arena:
+def enter(name: str, state: Any, entered: list[Contestant], directory: str, repeats: int) -> Arena:
     """Everyone saves once, and what comes back is compared; this also warms everyone up."""
-    state = states.make(name)
-    arena = Arena(name, state, contestants.everyone(state), directory, repeats)
+    arena = Arena(name, state, entered, directory, repeats)
     os.makedirs(directory)
     for contestant in arena.entered:
         contestant.save(arena.kept(contestant.name))

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 STATES = ("large", "gpt2", "small")
 
@@ -26,6 +27,26 @@ def make(name: str) -> Any:
     return jax.block_until_ready(jax.device_put(arrays))
 
 
+def sharded(mesh: Mesh, *spec: Any) -> Any:
+    """The template of 1 GiB in 16 leaves, spread over a mesh."""
+    where = NamedSharding(mesh, PartitionSpec(*spec))
+    return {f"layer_{n:02d}": jax.ShapeDtypeStruct((8192, 2048), np.float32, sharding=where) for n in range(16)}
+
+
+def make_sharded(template: Any) -> Any:
+    """Such a state with random contents; with several processes each makes its own part."""
+
+    def array(n: int, leaf: Any) -> jax.Array:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+
+        def shard(index: Any) -> np.ndarray:
+            return np.random.default_rng([n, index[0].start or 0]).standard_normal(shape, leaf.dtype)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+    return jax.block_until_ready({name: array(n, leaf) for n, (name, leaf) in enumerate(template.items())})
+
+
 def abstract(state: Any) -> Any:
     """The template of a state that is there already (or is one): what Orbax asks for."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
@@ -36,17 +57,25 @@ def nbytes(state: Any) -> int:
 
 
 def views(state: Any) -> list[np.ndarray]:
-    """The leaves' own memory as bytes, in the order of `jax.tree.leaves`."""
-    return [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(state)]
+    """The own memory of the shards that lie here as bytes, in the order of `jax.tree.leaves`."""
+    shards = (shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    return [np.asarray(shard.data).reshape(-1).view(np.uint8) for shard in shards]
 
 
 def check(state: Any, restored: Any, who: str) -> None:
     """Raises `AssertionError` unless the restored leaves are those of the state, bit for bit."""
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
     for n, (expected, found) in enumerate(pairs):
-        a, b = np.asarray(expected), np.asarray(found)
+        a, b = _here(expected), _here(found)
         if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.view(np.uint32), b.view(np.uint32)):
             raise AssertionError(f"{who}: leaf {n} came back changed")
+
+
+def _here(leaf: Any) -> np.ndarray:
+    """A leaf, or what this process has of it."""
+    if isinstance(leaf, np.ndarray) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    return np.stack([np.asarray(shard.data) for shard in leaf.addressable_shards])
 
 
 def _large() -> Any:

@@ -10,6 +10,7 @@ COLUMNS = {  # of the table, by contestant
     "Orbax v1": "Orbax v1",
     "safetensors": "safetensors + fsync",
     "torch DCP": "torch DCP",
+    "its library": "its own library",
 }
 _SCALES = {"s": 1.0, "ms": 1e3, "MiB": 2.0**-20, "": 1.0}  # from seconds, bytes and counts
 

@@ -12,12 +12,13 @@ class Target:
     """A bound on what `measure` names of one row.
 
     "floor": the share of the floor's throughput; "time": how many times the floor's time; "orbax": how many times
-    the speed of the faster Orbax; "value": the value itself, in the row's unit.
+    the speed of the faster Orbax; "own": the same of the library that wrote it; "value": the value itself, in the
+    row's unit; "least": the same, from below.
     """
 
     operation: str
     state: str
-    measure: Literal["floor", "time", "orbax", "value"]
+    measure: Literal["floor", "time", "orbax", "own", "value", "least"]
     bound: float
 
     def text(self) -> str:
@@ -25,14 +26,21 @@ class Target:
         return {
             "floor": f"≥ {number} of the floor",
             "orbax": f"≥ {number} × Orbax",
+            "own": f"≥ {number} × its own library",
             "time": f"≤ {number} × the floor's time",
             "value": f"≤ {number}",
+            "least": f"≥ {number}",
         }[self.measure]
 
     def judge(self, row: Row) -> tuple[str, bool]:
         """What was measured, and whether it will do."""
         if self.measure == "value":
             return row.shown("treering"), row.amount("treering") <= self.bound
+        if self.measure == "least":
+            return row.shown("treering"), row.amount("treering") >= self.bound
+        if self.measure == "own":
+            ratio = row.values["its library"] / row.values["treering"]
+            return f"{ratio:.3g} × its own library", ratio >= self.bound
         if self.measure == "orbax":
             ratio = row.times_orbax() or 0
             return f"{ratio:.3g} × {row.fastest_orbax()}", ratio >= self.bound
@@ -62,6 +70,24 @@ TARGETS = [
     Target("memory over the state, restore", "large", "value", 64),
     Target("JAX and NumPy modules that `import treering` loads", "–", "value", 0),
     Target("open and read a slice", "100,000 leaves", "value", 0.5),
+    *(
+        Target(f"read what {library} wrote", state, "own", 1)
+        for library in ("safetensors", "Flax", "Equinox", "Orbax")
+        for state in ("16 × 16 MiB", "2,000 small")
+    ),
+    Target("durable save", "sharded", "floor", 0.85),
+    Target("durable save", "sharded", "orbax", 2.5),
+    Target("restore, warm", "sharded", "orbax", 10),
+    Target("restore, cold", "sharded", "orbax", 4),
+    Target("restore, cold", "sharded", "floor", 0.8),
+    Target("restore onto 4 × 2, warm", "sharded", "orbax", 4),
+    Target("restore onto 4 devices, warm", "sharded", "orbax", 4),
+    Target("durable save, speed of 4 processes ÷ of 1", "processes", "least", 0.8),
+    Target("durable save", "processes", "orbax", 2.5),
+    Target("restore, warm", "processes", "orbax", 10),
+    Target("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
+    Target("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
+    Target("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),
 ]
 
 

@@ -1,0 +1,158 @@
+"""What a save of very many processes has to work out, without the processes: who writes what, and the manifest.
+
+Each time in a fresh process (`python -m benchmarks.planning`), for JAX and Treering remember what they worked out.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from treering import _shares, _tree
+from treering._catalogue import ArrayEntry, Entry
+from treering._collector import paused
+from treering._leaves import Content, Source
+from treering._sharding import Box, extent
+from treering._shares import Layout, Share
+from treering._tree import Walk
+from treering.formats.treering import layout, manifest
+from treering.formats.treering.layout import ArrayFile
+
+from .table import Row
+
+_PROCESSES = 4_096
+_DEVICES = 4  # of each
+_LAYERS = 100
+_WIDTH = 4_096
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a device as shardings look at."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "simulated"
+
+
+def rows(repeats: int) -> list[Row]:
+    command = [sys.executable, "-m", "benchmarks.planning"]
+    runs = [
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        for _ in range(repeats)
+    ]
+    units = {"plan of a save": "s", "memory of the plan": "MiB", "size of the manifest": "MiB"}
+    state = f"{10 * _LAYERS:,} leaves, {_PROCESSES:,} processes"
+    return [
+        Row(what, state, unit, {"treering": statistics.median(run[what] for run in runs)})
+        for what, unit in units.items()
+    ]
+
+
+def _state(mesh: Mesh) -> Any:
+    """The parameters of a transformer, cut along both axes of the mesh; what is small is in part replicated."""
+
+    def leaf(cut: tuple[str | None, ...], *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+
+    into, out = ("fsdp", "tensor"), ("tensor", "fsdp")
+    return {
+        f"layer_{n:03d}": {
+            "norm_1": leaf((), _WIDTH),
+            "qkv": leaf(into, _WIDTH, 3 * _WIDTH),
+            "qkv_bias": leaf(("tensor",), 3 * _WIDTH),
+            "proj": leaf(out, _WIDTH, _WIDTH),
+            "norm_2": leaf((), _WIDTH),
+            "gate": leaf(into, _WIDTH, 4 * _WIDTH),
+            "up": leaf(into, _WIDTH, 4 * _WIDTH),
+            "up_bias": leaf(("tensor",), 4 * _WIDTH),
+            "down": leaf(out, 4 * _WIDTH, _WIDTH),
+            "down_bias": leaf((), _WIDTH),
+        }
+        for n in range(_LAYERS)
+    }
+
+
+def _child() -> None:
+    """What process 0 does; the others do all of it but the manifest."""
+    devices = [Device(n, n // _DEVICES) for n in range(_PROCESSES * _DEVICES)]
+    mesh = Mesh(np.array(devices).reshape(_PROCESSES, _DEVICES), ("fsdp", "tensor"))
+    walked = _tree.walk(_state(mesh))
+    named = zip(walked.paths, walked.leaves, strict=True)
+    entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
+    shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
+    content = Content(entries, {}, shardings, set(shardings), [])
+    before = _forget_peak()
+    begun = time.perf_counter()
+    with paused():  # as in a save
+        shares = _shares.plan(content, _PROCESSES)
+        content.sources.extend(_sources(content, shares))
+        sources = _shares.handed_over(content, shares, 0)
+        pieces = _shares.pieces(entries, sources, shares, 0)
+        (file,) = layout.plan(entries, pieces, "0123456789ab", 0, _PROCESSES)
+        encoded = _manifest(walked, content, shares, file)
+    taken = time.perf_counter() - begun
+    peak = _memory("VmHWM:") - before
+    assert len(manifest.decode(encoded, "manifest").leaves) == len(entries)
+    print(json.dumps({"plan of a save": taken, "memory of the plan": peak, "size of the manifest": len(encoded)}))
+
+
+def _sources(content: Content, shares: Mapping[int, Share]) -> list[Source]:
+    """What process 0 has, without the memory that would take."""
+    found: list[Source] = []
+    for leaf in shares:
+        entry: Any = content.entries[leaf]
+        for box in _own(_shares.layout_of(content.shardings[leaf], entry.shape)):
+            data = np.broadcast_to(np.float32(0), extent(box))
+            found.append(Source(leaf, box, data, data.dtype, data.nbytes, False))
+    return found
+
+
+@functools.cache
+def _own(whole: Layout) -> list[Box]:
+    return [box for box, holders in zip(whole.boxes, whole.holders, strict=True) if 0 in holders]
+
+
+def _manifest(walked: Walk, content: Content, shares: Mapping[int, Share], file: ArrayFile) -> bytes:
+    """The manifest when every process has written a file like that of process 0."""
+    size, header = len(file.header) + file.nbytes, len(file.header)
+    names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
+    leaves, layouts = layout.rows(content, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
+    return manifest.encode(
+        manifest.Manifest(
+            format=manifest.FORMAT,
+            version=manifest.VERSION,
+            created="2025-01-01T00:00:00+00:00",
+            software={"jax": jax.__version__},
+            files=[manifest.File(name, size, header, manifest.xxh3(file.header)) for name in names],
+            layouts=layouts,
+            tree=list(walked.skeleton),
+            leaves=leaves,
+        )
+    )
+
+
+def _forget_peak() -> int:
+    """Bytes in use now, from which on the peak counts."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _memory("VmRSS:")
+
+
+def _memory(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,0 +1,104 @@
+"""Tests of files that were cut off, changed or lost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from .._checkpoint import open_checkpoint, restore
+from .._lazy import LazyArray
+from ..errors import TreeringError
+from ._doubles import in_time, memory_bounded
+from ._samples import identity, spread
+from ._subject import Subject, blank
+
+_SECONDS = 60  # for one damaged checkpoint, on the slowest of machines
+_CHANGES = (0x01, 0x80, 0xFF, 0x10, 0x02)
+
+
+class _Damage(NamedTuple):
+    """A file with other contents; None where it is gone."""
+
+    file: Path
+    contents: bytes | None
+    what: str
+
+
+class Damage(Subject):
+    """See `treering.testing.FormatConformance`."""
+
+    def test_files_cut_off_anywhere(self, tmp_path: Path) -> None:
+        """An error, or what is still there is all there was, unaltered; and the same when files are missing."""
+        path = self.made(tmp_path, self.small())
+        places = [(file, size) for file in self.files(path) for size in range(file.stat().st_size)]
+
+        def damages() -> Iterator[_Damage]:
+            for file in self.files(path):
+                yield _Damage(file, None, "removed")
+            for n in spread(len(places), self.damages):
+                file, size = places[n]
+                yield _Damage(file, file.read_bytes()[:size], f"cut off at {size}")
+
+        self._try(path, list(damages()), cut=True)
+
+    def test_bytes_changed_anywhere(self, tmp_path: Path) -> None:
+        """An error or, where there are no checksums, other values or names; never another shape, nor another error."""
+        path = self.made(tmp_path, self.small())
+        places = [(file, at) for file in self.files(path) for at in range(file.stat().st_size)]
+
+        def damages() -> Iterator[_Damage]:
+            for turn, n in enumerate(spread(len(places), self.damages)):
+                file, at = places[n]
+                data = bytearray(file.read_bytes())
+                data[at] ^= _CHANGES[turn % len(_CHANGES)]
+                yield _Damage(file, bytes(data), f"changed at {at} by {_CHANGES[turn % len(_CHANGES)]:#x}")
+
+        self._try(path, list(damages()), cut=False)
+
+    def _try(self, path: Path, damages: list[_Damage], *, cut: bool) -> None:
+        expected = {name: identity(leaf) for name, leaf in self.leaves(self.small()).items()}
+        problems: list[str] = []
+        with memory_bounded(self.most_memory):
+            for file, contents, what in damages:
+                before = file.read_bytes()
+                file.unlink()
+                if contents is not None:
+                    file.write_bytes(contents)
+                try:
+                    with in_time(_SECONDS):
+                        found = self._outcome(path)
+                    wrong = None if found is None else self._wrong(found, expected, cut)
+                except Exception as error:
+                    wrong = f"{type(error).__name__}: {error}"
+                if wrong:
+                    problems.append(f"{file.name}, {what}: {wrong:.300}")
+                file.unlink(missing_ok=True)
+                file.write_bytes(before)
+        assert not problems, "\n".join([f"{len(problems)} of {len(damages)}:", *problems[:20]])
+
+    def _outcome(self, path: Path) -> dict[str, tuple[Any, ...]] | None:
+        """What a checkpoint holds as far as it can be read, None when it is refused."""
+        try:
+            ckpt = open_checkpoint(path)
+            repr(ckpt)
+            if self.positional:
+                found = restore(path, jax.tree.map(blank, self.small()))
+                return {name: identity(leaf) for name, leaf in self.leaves(found).items()}
+            found = {name: identity(leaf) for name, leaf in ckpt.items() if isinstance(leaf, LazyArray)}
+            restore(path)
+            assert ckpt.format == self.name, f"it was taken for one of {ckpt.format}"
+            return found
+        except TreeringError:
+            return None
+
+    def _wrong(self, found: dict[str, Any], expected: dict[str, Any], cut: bool) -> str | None:
+        """What must not come of a damaged checkpoint."""
+        if cut or self.checksums:
+            if changed := [name for name, leaf in found.items() if leaf != expected.get(name)]:
+                return f"other values came back of {changed}"
+            if not (cut and self.streams) and found.keys() != expected.keys():
+                return f"expected {list(expected)}, found {list(found)}"
+            return None
+        shapes = {name: (leaf[2], expected[name][2]) for name, leaf in found.items() if name in expected}
+        return next((f"{name} has the shape {a} and not {b}" for name, (a, b) in shapes.items() if a != b), None)

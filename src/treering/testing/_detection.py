@@ -1,0 +1,216 @@
+"""Tests of how a format is told from others, and of what is read for that and for opening a checkpoint."""
+
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .. import formats, stores
+from .._catalogue import ArrayEntry
+from .._checkpoint import open_checkpoint
+from .._run import steps
+from .._save import save
+from .._verify import verify
+from ..errors import TreeringError, UnsupportedError
+from ._doubles import CountingDisk, ForbiddenDisk, in_time
+from ._samples import sample
+from ._subject import Subject
+
+_LOOK = 2 << 20  # bytes that may be read to find out what a file is
+
+
+class Detection(Subject):
+    """See `treering.testing.FormatConformance`."""
+
+    def test_every_format_claims_its_own_checkpoints_only(self, tmp_path: Path) -> None:
+        """This one's are refused by all others with a reason, and theirs by this one."""
+        own = self.made(tmp_path, self.small(), "own")
+        assert self.subject.refuses(stores.DISK, str(own)) is None
+        assert formats.detect(stores.DISK, str(own)).name == self.name == open_checkpoint(own).format
+        for name in formats.names():
+            if name == self.name:
+                continue
+            other = formats.get(name)
+            assert _reason(other.refuses(stores.DISK, str(own))), f"{name} takes it for one of its own"
+            path = str(tmp_path / f"{name}{other.suffixes[0] if other.suffixes else ''}")
+            try:
+                save(path, self.small(), format=name)
+            except UnsupportedError:
+                continue  # it is only read
+            assert _reason(self.subject.refuses(stores.DISK, path)), f"it takes one of {name} for its own"
+            assert formats.detect(stores.DISK, path).name == name
+
+    def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
+        """A destination with a suffix of the format is written in it without being asked for."""
+        suffixes = self.subject.suffixes
+        assert isinstance(suffixes, tuple) and all(suffix.startswith(".") for suffix in suffixes)
+        if not suffixes:
+            pytest.skip(f"{self.name} has no suffixes")
+        for suffix in suffixes:
+            assert formats.for_path(f"/x{suffix}", None).name == self.name
+            save(tmp_path / f"x{suffix}", self.small())
+            self.assert_holds(tmp_path / f"x{suffix}", self.small())
+
+    def test_junk_is_refused(self, tmp_path: Path) -> None:
+        """Whatever lies there, and under whatever name, a look at it raises nothing; only opening it does."""
+        own = self.made(tmp_path, self.small(), "own")
+        junk = list(_junk(tmp_path / "junk"))
+        for path in [*junk, *_broken(own, tmp_path / "broken", self.files(own))]:
+            with in_time(20):
+                reason = self.subject.refuses(stores.DISK, path)
+            assert reason is None or _reason(reason), path
+            with contextlib.suppress(TreeringError, OSError), in_time(20):
+                ckpt = open_checkpoint(path)
+                assert not ckpt or path not in junk, f"{path} was opened:\n{ckpt}"
+        names = ("nothing", "no/thing", "junk/loop", "x" * 400, "\udcff", "a\nb")
+        for path in ("/", str(tmp_path / "junk"), f"{own}/inner", *(f"{tmp_path}/{name}" for name in names)):
+            assert _reason(self.subject.refuses(stores.DISK, path)), ascii(path)
+
+    def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
+        """An error of the file system is a reason like others, so that other formats get their turn."""
+        own = self.made(tmp_path, self.small(), "own")
+        reason = self.subject.refuses(ForbiddenDisk(), str(own))
+        assert reason is None or _reason(reason)
+        assert _reason(self.subject.refuses(ForbiddenDisk(), str(tmp_path)))
+
+    def test_a_look_is_cheap(self, tmp_path: Path) -> None:
+        """However large the files are, no more is read than a header."""
+        own = self.made(tmp_path, self.small(), "own")
+        for file in self.files(own):
+            _replace(file, file.read_bytes())
+            os.truncate(file, 32 << 20)
+        junk = [tmp_path / f"x{n}{self.suffix}" for n in range(4)]
+        for path, begin in zip(junk, (b"", b"{", b"[1,", b"\x93NUMPY\x01\0\xff\xff{"), strict=True):
+            path.write_bytes(begin)
+            os.truncate(path, 32 << 20)
+        for path in (own, *junk):
+            disk = CountingDisk()
+            self.subject.refuses(disk, str(path))
+            assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes of {path} were read"
+
+    def test_opening_reads_no_arrays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It reads few bytes, and does not notice that those of the arrays are gone; reading and `verify` may."""
+        tree = {"a": sample("float32", (1024, 1024)), "small": self.small(), "b": sample("float64", (512, 1024), 1)}
+        path = self.made(tmp_path, tree)
+        before = str(open_checkpoint(path))
+        disk = CountingDisk()
+        with monkeypatch.context() as patch:
+            patch.setattr(stores, "DISK", disk)
+            ckpt = open_checkpoint(path)
+            assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes were read"
+            assert len(repr(ckpt)) and disk.nbytes < _LOOK
+            ckpt.abstract()
+        for array in (tree["a"], tree["b"]):
+            self.wipe(path, array)
+        ckpt = open_checkpoint(path)
+        assert str(ckpt) == before
+        if self.checksums:
+            assert not verify(path).ok
+        for name, leaf in self.leaves(tree).items():
+            entry = ckpt._entries[name]
+            assert isinstance(entry, ArrayEntry)
+            try:
+                found = np.asarray(ckpt[name])
+            except TreeringError:
+                continue
+            assert found.shape == leaf.shape
+            wiped = leaf.nbytes > 1 << 20
+            assert not (wiped and self.checksums), "what was wiped came back without an error"
+            assert wiped or found.tobytes() == leaf.tobytes()
+
+    def wipe(self, path: Path, array: np.ndarray) -> None:
+        """Damages an array: puts zeros in the place of its bytes or, if these are compressed, of files of that size."""
+        data = array.tobytes()
+        hits = 0
+        for file in self.files(path):
+            found = file.read_bytes()
+            if data in found:
+                _replace(file, found.replace(data, bytes(len(data))))
+                hits += 1
+        for file in self.files(path) if not hits else ():
+            if file.stat().st_size >= len(data) // 2:
+                _replace(file, bytes(file.stat().st_size))
+                hits += 1
+        assert hits, "the bytes of the array are nowhere; override `wipe`"
+
+    def test_steps_of_a_run_are_found(self, tmp_path: Path) -> None:
+        """Complete checkpoints count and nothing else does; the latest is opened, whatever it is called."""
+        if self.step_name is None:
+            path = self.made(tmp_path / "run", self.small())
+            names = stores.DISK.list(str(path.parent))
+            assert self.subject.steps(stores.DISK, str(path.parent), names) == {}
+            assert self.subject.steps(stores.DISK, str(path), stores.DISK.list(str(path))) == {}
+            return
+        run = tmp_path / "run"
+        run.mkdir()
+        trees = {step: {"w": sample("float32", (step + 1,)), **self.small()} for step in (3, 0, 20)}
+        for step, tree in trees.items():
+            self.make(run / self.step_name.format(step), tree, **({"step": step} if self.writes else {}))
+        for junk in ("junk", self.step_name.format("x"), self.step_name.format("")):
+            (run / f"{junk}~").write_bytes(b"junk")
+        (run / self.step_name.format(30)).mkdir()
+        (run / self.step_name.format(31)).write_bytes(b"")
+        assert steps(run) == [0, 3, 20] and steps(tmp_path) == steps(tmp_path / "nothing") == []
+        self.assert_holds(open_checkpoint(run), trees[20])
+        for step, tree in trees.items():
+            ckpt = open_checkpoint(run, step=step)
+            self.assert_holds(ckpt, tree)
+            if "step" in self.beside:
+                assert ckpt.step == step
+
+
+def _reason(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Puts other contents into a file that may be read-only, or that others may have mapped."""
+    file.unlink()
+    file.write_bytes(data)
+
+
+def _junk(folder: Path) -> Iterator[str]:
+    """Files, folders and links that are no checkpoint."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    contents = [b"", b"\0", bytes(5000), b"x", b"\n", b"{}", b"[]", b"null\n", b"{" * 5000, b"[" * 5000, b"\xff" * 64]
+    contents += [b"text\n" * 9, b"PK\3\4" + bytes(30), b"\x89HDF\r\n\x1a\n" + bytes(64), pickle.dumps({"a": [1.0]})]
+    contents += [rng.bytes(int(size)) for size in rng.integers(1, 300, 20)]
+    for n, data in enumerate(contents):
+        (folder / f"file{n}").write_bytes(data)
+        (folder / f"folder{n}").mkdir()
+        (folder / f"folder{n}" / f"file{n}").write_bytes(data)
+        yield from (str(folder / f"file{n}"), str(folder / f"folder{n}"))
+    (folder / "empty").mkdir()
+    (folder / "dangling").symlink_to("nothing")
+    (folder / "loop").symlink_to("loop")
+    yield from (str(folder / name) for name in ("empty", "dangling"))
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(folder / "pipe")
+        yield str(folder / "pipe")
+
+
+def _broken(own: Path, folder: Path, files: list[Path]) -> Iterator[str]:
+    """Copies of a checkpoint in which a file is cut off, is gone, or is a folder."""
+    folder.mkdir()
+    if own not in files and not own.is_dir():
+        return  # it is named by a prefix of its files
+    for number, file in enumerate(files):
+        size = file.stat().st_size
+        for kept in sorted({-2, -1, 0, 1, 7, 8, 9, size // 2, size - 1}):
+            copy = folder / f"{number},{kept},{own.name}"
+            shutil.copytree(own, copy) if own.is_dir() else shutil.copy(own, copy)
+            target = copy / file.relative_to(own) if own.is_dir() else copy
+            if kept >= 0:
+                _replace(target, file.read_bytes()[:kept])
+            else:
+                target.unlink()
+            if kept == -2:
+                target.mkdir()
+            yield str(copy)

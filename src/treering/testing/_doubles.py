@@ -1,0 +1,253 @@
+"""Disks and readers that count, or fail when they are told to."""
+
+import contextlib
+import errno
+import gc
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._catalogue import ArrayEntry
+from .._sharding import Box, extent
+from .._tree import LEAF, Node
+from ..formats import Reader
+from ..formats.foreign import ForeignReader
+from ..stores.disk import Disk
+
+_LOOKING = ("stat", "list", "lock", "same_file", "close", "open", "size", "read", "map", "populate", "is_local")
+
+
+class QuickDisk(Disk):
+    """A disk that makes nothing durable, which no test can tell and takes most of the time."""
+
+    def sync(self, fd: int) -> None: ...
+
+    def sync_dir(self, path: str) -> None: ...
+
+
+class BottomlessDisk(QuickDisk):
+    """A disk that keeps nothing of what is written to it."""
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None: ...
+
+    def preallocate(self, fd: int, size: int) -> None: ...
+
+
+class CountingDisk(QuickDisk):
+    """Counts the bytes that are read from files: `nbytes`."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        found = super().read(fd, buffer, offset)
+        self.nbytes += found
+        return found
+
+    def populate(self, mapped: Any, offset: int, size: int) -> None:
+        self.nbytes += size
+        super().populate(mapped, offset, size)
+
+
+class LedgerDisk(QuickDisk):
+    """Knows what would be lost in a power cut: `early` are names that were given to what was not durable yet.
+
+    `placed` says whether the path, or a file in it, has got its name in one step, and `unsettled` are the directories
+    that have names which are not durable.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.placed = False
+        self.early: list[str] = []
+        self.unsettled: set[str] = set()
+        self._path = path
+        self._names: dict[int, str] = {}
+        self._durable = _all_of(path)
+
+    def create(self, path: str, mode: int = 0o444) -> int:
+        return self._opened(super().create(path, mode), path)
+
+    def open(self, path: str) -> int:
+        return self._opened(super().open(path), path)
+
+    def _opened(self, fd: int, path: str) -> int:
+        self._names[fd] = path
+        return fd
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        self._durable.discard(self._names[fd])
+        super().write(fd, data, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._durable.discard(self._names[fd])
+        super().truncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        self._durable.add(self._names[fd])
+
+    def sync_dir(self, path: str) -> None:
+        self._durable.add(path)
+        self.unsettled.discard(path)
+
+    def link(self, old: str, new: str) -> None:
+        self._place(old, new)
+        super().link(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        self._place(old, new)
+        super().rename(old, new)
+
+    def rename_new(self, old: str, new: str) -> None:
+        self._place(old, new)
+        super().rename_new(old, new)
+
+    def exchange(self, a: str, b: str) -> bool:
+        self._place(a, b)
+        return super().exchange(a, b)
+
+    def _place(self, old: str, new: str) -> None:
+        """A name is given to what has another one; where that is a file in a checkpoint, to all files in that."""
+        inside = os.path.dirname(new) == self._path
+        if new == self._path or inside:
+            self.placed = True
+            self.unsettled.add(os.path.dirname(new))
+            self.early += sorted(_all_of(self._path if inside else old) - self._durable)
+
+
+def _all_of(path: str) -> set[str]:
+    """A file, or a directory with everything below it; nothing when there is none."""
+    if not os.path.isdir(path):
+        return {path} if os.path.exists(path) else set()
+    return {path, *(os.path.join(base, name) for base, dirs, files in os.walk(path) for name in dirs + files)}
+
+
+class ForbiddenDisk(QuickDisk):
+    """A disk on which nothing may be looked into."""
+
+    def open(self, path: str) -> int:
+        raise PermissionError(errno.EACCES, "injected: permission denied", path)
+
+    def list(self, path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "injected: permission denied", path)
+
+
+class FailingDisk(QuickDisk):
+    """Counts the operations that change something, and makes one of them fail: the one with the number `at`, from 1."""
+
+    def __init__(self, at: int = 0):
+        self.at, self.count = at, 0
+        self._counting = threading.Lock()
+
+    def step(self) -> None:
+        """Called before each operation."""
+        with self._counting:
+            self.count += 1
+            if self.count == self.at:
+                raise OSError(errno.EIO, "injected: an error of the disk")
+
+
+def _failing(name: str) -> Callable[..., Any]:
+    def operation(self: FailingDisk, *args: Any, **options: Any) -> Any:
+        self.step()
+        return getattr(QuickDisk, name)(self, *args, **options)
+
+    return operation
+
+
+for _name, _value in vars(Disk).items():
+    if not _name.startswith("_") and callable(_value) and _name not in _LOOKING:
+        setattr(FailingDisk, _name, _failing(_name))
+
+
+def interrupted(reader: Reader, at: int, action: Callable[[], Any]) -> Any:
+    """A reader that does something before it is read for the time with the number `at`, from 1."""
+    return _Interrupted(reader, at, action)
+
+
+class _Interrupted:
+    def __init__(self, reader: Reader, at: int, action: Callable[[], Any]):
+        self._reader, self._at, self._action = reader, at, action
+        self._count = 0
+        self._counting = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> list[np.ndarray]:
+        with self._counting:
+            self._count += 1
+            now = self._count == self._at
+        if now:
+            self._action()
+        return self._reader.read(wanted, **options)
+
+
+class Ones:
+    """An array of ones that exists only where it is read."""
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        return np.ones(extent(box), np.float32)
+
+
+def ones(shape: tuple[int, ...]) -> Reader:
+    """A checkpoint of one array `w` of float32 that takes no memory."""
+    entry = ArrayEntry("w", "numpy", "float32", shape)
+    return ForeignReader("ones", "/ones", [entry], {"w": Ones()}, skeleton=[Node("dict", "", ["w"]), LEAF])
+
+
+@contextlib.contextmanager
+def memory_bounded(limit: int) -> Iterator[bool]:
+    """Fails when the process at any time within the block takes so many bytes more than before.
+
+    It says whether it can tell, which takes Linux.
+    """
+    gc.collect()
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak is from now on
+        before = _status("VmRSS")
+    except OSError:
+        yield False
+        return
+    yield True
+    taken = _status("VmHWM") - before
+    assert taken <= limit, f"it took {taken >> 20} MiB of memory, {limit >> 20} MiB are allowed"
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {name}")
+    return int(found[1]) << 10
+
+
+class TooSlowError(BaseException):
+    """Nothing that is tested may catch this."""
+
+
+@contextlib.contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """Fails when the block takes longer, where that can be told: in the main thread of a system with signals."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*args: Any) -> None:
+        raise TooSlowError(f"not over after {seconds} seconds")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    before = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)

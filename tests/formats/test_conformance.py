@@ -1,0 +1,406 @@
+"""The conformance suite over every format that is shipped, and over one of somebody else."""
+
+import inspect
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tensorstore
+
+from formats.test_tensorflow import CODES, Bundle
+from treering import _tree
+from treering.errors import CorruptError, MismatchError, UnsupportedError
+from treering.formats import ArrayEntry, Box, Reader
+from treering.formats.foreign import ForeignReader
+from treering.formats.runs import check_shape
+from treering.formats.tensorflow_table import crc32c, masked
+from treering.stores.disk import Disk, read_file
+from treering.stores.whole import Appended, new_directory
+from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
+
+SAFETENSORS = DTYPES[: DTYPES.index("uint64") + 1]
+NUMPY = (*(d for d in SAFETENSORS if "float8" not in d and d != "bfloat16"), "complex128")
+NEW = ("float8_e8m0fnu", "float4_e2m1fn")  # not all releases of TensorStore have these
+FLOAT8 = tuple(d for d in DTYPES if d.startswith("float8") and d != "float8_e4m3" and d not in NEW)
+ZARR = (*NUMPY, *FLOAT8, *(d for d in NEW if hasattr(tensorstore, d)), "bfloat16", "int2", "int4")
+
+
+class TestTreering(FormatConformance):
+    format = "treering"
+    step_name = "step-{}"
+    checksums = True
+
+
+class TestSafetensors(FormatConformance):
+    format = "safetensors"
+    suffix = ".safetensors"
+    dtypes = SAFETENSORS
+    values = ()
+    keys = False
+    empty = False
+
+
+class TestFlax(FormatConformance):
+    format = "flax"
+    suffix = ".msgpack"
+    step_name = "checkpoint_{}"
+    dtypes = tuple(d for d in DTYPES if d[0] not in "<|")
+    values = tuple(v for v in VALUES if v != "bigint")
+    keys = False
+    beside = ()
+
+
+class TestFJFormer(FormatConformance):
+    format = "fjformer"
+    step_name = "streaming_params_{}"
+    dtypes = TestFlax.dtypes
+    values = TestFlax.values
+    keys = False
+    empty = False
+    beside = ()
+    streams = True
+
+
+class TestEquinox(FormatConformance):
+    format = "equinox"
+    suffix = ".eqx"
+    dtypes = (*NUMPY, "bfloat16", "datetime64[ns]", "timedelta64[s]", "<U3", "|S5")
+    values = tuple(v for v in VALUES if v not in ("bigint", "str", "empty str", "bytes"))
+    left_out = ("none", "function")
+    keys = False
+    empty = False
+    beside = ("metadata",)
+    positional = True
+    streams = True
+
+
+class TestT5X(FormatConformance):
+    format = "t5x"
+    step_name = "checkpoint_{}"
+    dtypes = TestFlax.dtypes
+    values = TestFlax.values
+    keys = False
+    beside = ()
+    most_memory = 256 << 20  # two chunks of 64 MiB, before and after compression
+
+    def small(self) -> dict[str, Any]:
+        return {**super().small(), "large": sample("float32", (130, 130))}
+
+
+class TestOrbax(FormatConformance):
+    format = "orbax"
+    step_name = "{}"
+    dtypes = ZARR
+    values = tuple(v for v in VALUES if v not in ("bigint", "complex", "bytes"))
+    beside = ("metrics", "metadata")
+
+
+class TestLevanter(FormatConformance):
+    format = "levanter"
+    step_name = "step-{}"
+    dtypes = ZARR
+    values = tuple(v for v in VALUES if v not in ("bigint", "str", "empty str", "bytes"))
+    left_out = ("none", "function")
+    keys = False
+    names = tuple(name for name in NAMES if name and not set(name) & set("./\\\0") and len(name) < 256)
+    empty = False
+    beside = ("step",)
+    numbers_are_arrays = True
+
+
+class TestTensorFlow(FormatConformance):
+    format = "tensorflow"
+    suffix = ".index"
+    step_name = "model.ckpt-{}.index"
+    writes = False
+    dtypes = tuple(CODES)
+    values = ()
+    keys = False
+    names = ()
+    empty = False
+    beside = ()
+    checksums = True
+
+    def make(self, path: Path, tree: Any, **options: Any) -> None:
+        bundle = Bundle()
+        walked = _tree.walk(tree)
+        for name, leaf in zip(walked.paths, walked.leaves, strict=True):
+            array = np.asarray(leaf)
+            array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+            data = array.reshape(-1).view(np.uint8).data
+            bundle.add_bytes(name, CODES[array.dtype.name], np.shape(leaf), data, masked(crc32c(data)))
+        path.parent.mkdir(exist_ok=True)
+        bundle.save(path.with_suffix(""))
+
+    def files(self, path: Path) -> list[Path]:
+        return sorted(path.parent.glob(f"{path.stem}.*"))
+
+
+INDEX = "index.json"
+
+
+class _Index(msgspec.Struct):
+    arrays: list[tuple[str, str, tuple[int, ...]]]
+    step: int | None
+    metrics: dict[str, float]
+    metadata: Any
+
+
+class _Npy:
+    """An array in a file of NumPy's."""
+
+    def __init__(self, path: str, dtype: str, shape: tuple[int, ...]):
+        check_shape(shape, path)
+        self._path, self._dtype, self._shape = path, dtype, shape
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        try:
+            array = np.load(self._path, mmap_mode="r" if all(self._shape) else None, allow_pickle=False)
+        except Exception as error:
+            raise CorruptError(f"{self._path}: {error}") from None
+        if array.dtype != self._dtype or array.shape != self._shape:
+            raise CorruptError(f"{self._path}: expected {self._dtype}{self._shape}, found {array.dtype}{array.shape}")
+        return np.array(array[tuple(slice(*ends) for ends in box)])
+
+
+class NpyFolder:
+    """A folder of .npy files with an index in JSON: what it takes to add a format."""
+
+    name = "npy-folder"
+    suffixes = (".npys",)
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            return None if disk.stat(os.path.join(path, INDEX)) else f"there is no {INDEX}"
+        except OSError as error:
+            return str(error)
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        try:
+            index = msgspec.convert(json.loads(read_file(disk, os.path.join(path, INDEX))), _Index)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            raise CorruptError(f"{path}: {error}") from None
+        about = {"step": index.step, "metrics": index.metrics, "metadata": index.metadata}
+        entries = [ArrayEntry(name, "numpy", dtype, shape) for name, dtype, shape in index.arrays]
+        arrays = {e.path: _Npy(os.path.join(path, f"{n}.npy"), e.dtype, e.shape) for n, e in enumerate(entries)}
+        nbytes = sum(os.stat(os.path.join(path, name)).st_size for name in disk.list(path))
+        return ForeignReader(self.name, path, entries, arrays, **about, nbytes=nbytes)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        found = [(re.fullmatch(r"npy-(\d+)", name), name) for name in names]
+        return {int(m[1]): n for m, n in found if m and self.refuses(disk, os.path.join(folder, n)) is None}
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        if options:
+            raise MismatchError(f"unknown options: {', '.join(options)}")
+        entries = list(contents.entries.values())
+        bad = [e.path for e in entries if not isinstance(e, ArrayEntry) or e.type == "key" or e.dtype not in NUMPY]
+        if bad:
+            raise UnsupportedError("\n".join(["these are no arrays of NumPy:", *(f"  {path}" for path in bad)]))
+        with new_directory(disk, path, overwrite=overwrite) as folder:
+            return self.fill(disk, folder, contents)
+
+    def fill(self, disk: Disk, folder: str, contents: Reader) -> int:
+        entries: list[Any] = list(contents.entries.values())
+        listed = [(self.key(entry.path), entry.dtype, entry.shape) for entry in entries]
+        index = _Index(listed, contents.step, dict(contents.metrics), contents.metadata)
+        for n, entry in enumerate(entries):
+            self._put(disk, f"{folder}/{n}.npy", self._npy(contents, entry))
+        self._put(disk, f"{folder}/{INDEX}", [json.dumps(msgspec.to_builtins(index)).encode()])
+        return sum(os.stat(f"{folder}/{name}").st_size for name in disk.list(folder))
+
+    def key(self, path: str) -> str:
+        return path
+
+    def _npy(self, contents: Reader, entry: Any) -> Any:
+        head = io.BytesIO()
+        about = {"descr": np.dtype(entry.dtype).str, "fortran_order": False, "shape": entry.shape}
+        np.lib.format.write_array_header_1_0(head, about)
+        yield head.getvalue()
+        row = max(1, (16 << 20) // max(1, 16 * int(np.prod(entry.shape[1:]))))
+        for start in range(0, entry.shape[0], row) if entry.shape else [None]:
+            first = () if start is None else ((start, min(start + row, entry.shape[0])),)
+            yield contents.read([(entry, (*first, *((0, size) for size in entry.shape[1:])))])[0].tobytes()
+
+    def _put(self, disk: Disk, path: str, parts: Any) -> None:
+        file = Appended(disk, path)
+        try:
+            for part in parts:
+                file.write(part)
+            file.close()
+        finally:
+            file.discard()
+
+
+class TestNpyFolder(FormatConformance):
+    format = NpyFolder()
+    suffix = ".npys"
+    step_name = "npy-{}"
+    dtypes = NUMPY
+    values = ()
+    keys = False
+    empty = False
+
+
+# What the tests are there for: each finds a format that is wrong in the way of which it is about.
+
+
+def reading(read: Callable[[Any, np.ndarray, tuple[slice, ...]], Any]) -> dict[str, Any]:
+    """Arrays that are read in another way, from the whole and the slices that are wanted."""
+
+    class Other(_Npy):
+        def read(self, box: Box, map: bool) -> np.ndarray:
+            whole = super().read(tuple((0, size) for size in self._shape), map)
+            return np.asarray(read(self, whole, tuple(slice(*ends) for ends in box)))
+
+    return opening(lambda reader, disk: [setattr(array, "__class__", Other) for array in reader._arrays.values()])
+
+
+def opening(change: Callable[[Any, Disk], Any]) -> dict[str, Any]:
+    """A reader of which something is changed when it was opened."""
+
+    def open(self: NpyFolder, disk: Disk, path: str) -> Reader:
+        reader = NpyFolder.open(self, disk, path)
+        change(reader, disk)
+        return reader
+
+    return {"open": open}
+
+
+def writing(before: Callable[[str, Reader], Any], change: int = 0) -> dict[str, Any]:
+    """Something that is done before what is right, no options, and a size that is not right."""
+
+    def write(self: NpyFolder, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        before(path, contents)
+        return NpyFolder.write(self, disk, path, contents, overwrite=overwrite) + change
+
+    return {"write": write}
+
+
+def claiming(look: Callable[[Disk, str], Any]) -> dict[str, Any]:
+    return {"refuses": lambda self, disk, path: None if look(disk, path) else "there is none"}
+
+
+def write_in_place(self: Any, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    os.makedirs(path, exist_ok=True)
+    for name in disk.list(path):
+        disk.unlink(os.path.join(path, name))
+    return self.fill(disk, path, contents)
+
+
+def refuse_first(path: str, contents: Reader) -> None:
+    for entry in contents.entries.values():
+        if not isinstance(entry, ArrayEntry) or entry.type == "key" or entry.dtype not in NUMPY:
+            raise UnsupportedError(entry.path)
+
+
+def open_carelessly(self: NpyFolder, disk: Disk, path: str) -> Reader:
+    json.loads(read_file(disk, os.path.join(path, INDEX)))
+    return NpyFolder.open(self, disk, path)
+
+
+def kept(array: Any, whole: np.ndarray) -> np.ndarray:
+    return vars(array).setdefault("kept", whole)
+
+
+class Padded(_Npy):
+    """Takes what is missing at the end of a file for zeros."""
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        data = Path(self._path).read_bytes()[128:] if os.path.exists(self._path) else b""
+        array = np.zeros(self._shape, self._dtype)
+        array.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        return array[tuple(slice(*ends) for ends in box)]
+
+
+FROM_THE_START = reading(lambda self, whole, part: whole[tuple(slice(s.stop - s.start) for s in part)])
+FLAWS: dict[str, tuple[dict[str, Any], str]] = {
+    "a_reader_says_what_there_is": (opening(lambda reader, disk: setattr(reader, "nbytes", 0)), "nbytes"),
+    "arrays_come_back_bit_for_bit": (
+        reading(lambda self, whole, part: np.where(whole, whole, np.abs(whole))[part]),
+        "float16.*found",
+    ),
+    "large_arrays_and_odd_layouts": (
+        reading(lambda self, whole, part: (whole[:999].tolist(), whole[:1000])[1][part]),
+        "was read",
+    ),
+    "values_come_back": ({"values": ("int",)}, "no arrays of NumPy"),
+    "typed_keys_come_back": ({"keys": True}, "keys/1"),
+    "names_come_back": ({"key": lambda self, path: path.replace("\n", " ")}, "n/a b/a b"),
+    "containers_come_back": ({"empty": True}, "'dict': 0"),
+    "step_metrics_and_metadata_come_back": (opening(lambda reader, disk: reader.metrics.clear()), "loss"),
+    "templates_say_what_comes_back": (reading(lambda self, whole, part: np.zeros_like(whole)[part]), "found"),
+    "arrays_go_to_many_devices_and_come_from_there": (FROM_THE_START, "is_equivalent_to"),
+    "slices_are_those_of_numpy": (FROM_THE_START, "assert b'"),
+    "arrays_are_writable_and_share_nothing": (reading(lambda self, whole, part: kept(self, whole)[part]), r"any\("),
+    "everything_else_works_on_it": (
+        opening(lambda reader, disk: setattr(reader, "problems", lambda: iter([None]))),
+        "_replace",
+    ),
+    "every_format_claims_its_own_checkpoints_only": (claiming(lambda disk, path: disk.stat(path)), "takes one of"),
+    "suffixes_choose_the_format": ({"suffixes": (".safetensors",)}, "safetensors"),
+    "junk_is_refused": (claiming(lambda disk, path: disk.list(path)), "'/'"),
+    "what_may_not_be_read_is_refused": (claiming(lambda disk, path: INDEX in disk.list(path)), "permission denied"),
+    "a_look_is_cheap": (
+        claiming(lambda disk, path: disk.stat(path) and read_file(disk, os.path.join(path, INDEX))),
+        "33554432 bytes",
+    ),
+    "opening_reads_no_arrays": (
+        opening(lambda reader, disk: [read_file(disk, a._path) for a in reader._arrays.values()]),
+        "bytes were read",
+    ),
+    "steps_of_a_run_are_found": (
+        {"steps": lambda self, disk, folder, names: {int(n[4:]): n for n in names if n[4:].isdecimal()}},
+        r"\[0, 3, 20, 30, 31\]",
+    ),
+    "what_it_cannot_hold_is_refused_by_name": (writing(refuse_first), "d04"),
+    "trees_without_containers_or_leaves": (
+        writing(lambda path, contents: next(iter(contents.entries))),
+        "StopIteration",
+    ),
+    "names_that_meet_are_kept_apart_or_refused": ({"key": lambda self, path: path.replace("~1", "/")}, "two leaves"),
+    "there_and_back": (writing(lambda path, contents: None, 1), "SaveReport"),
+    "parts_and_casts_are_written": (reading(lambda self, whole, part: whole[::-1][part]), "a: expected"),
+    "any_size_is_copied_in_bounded_memory": (reading(lambda self, whole, part: whole[part]), "MiB of memory"),
+    "unknown_options_are_refused": (writing(lambda path, contents: None), "DID NOT RAISE"),
+    "formats_that_are_only_read_say_so": ({"writes": False}, "DID NOT RAISE"),
+    "overwriting_is_asked_for": ({"write": write_in_place}, "DID NOT RAISE"),
+    "foreign_things_are_never_replaced": (claiming(lambda disk, path: disk.stat(path)), "DID NOT RAISE"),
+    "errors_of_the_disk_leave_nothing": ({"write": write_in_place}, "operation 1 of"),
+    "nothing_is_seen_before_it_is_durable": ({"write": write_in_place}, "bit by bit"),
+    "file_systems_without_links": (writing(lambda path, contents: os.link(path, f"{path}.lock")), "no links here"),
+    "errors_of_the_source_leave_nothing": ({"write": write_in_place}, "read 1, overwrite"),
+    "of_two_writers_one_wins": ({"write": write_in_place}, "File exists"),
+    "files_cut_off_anywhere": (
+        opening(lambda reader, disk: [setattr(array, "__class__", Padded) for array in reader._arrays.values()]),
+        "cut off at 0: other values",
+    ),
+    "bytes_changed_anywhere": ({"open": open_carelessly}, "UnicodeDecodeError"),
+}
+
+
+@pytest.mark.parametrize("test", FLAWS)
+def test_every_test_finds_a_flaw(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flaw, complaint = FLAWS[test]
+    declared = {name: value for name, value in flaw.items() if hasattr(FormatConformance, name)}
+    made = {name: value for name, value in flaw.items() if name not in declared}
+    suite = type("Suite", (TestNpyFolder,), {"format": type("Flawed", (NpyFolder,), made)(), **declared})()
+    suite.prepare(monkeypatch)
+    run = getattr(suite, f"test_{test}")
+    given = {"tmp_path": tmp_path, "monkeypatch": monkeypatch}
+    with pytest.raises((Exception, pytest.fail.Exception), match=f"(?s){complaint}"):
+        run(**{name: given[name] for name in inspect.signature(run).parameters})
+
+
+def test_there_is_a_flaw_for_every_test() -> None:
+    assert {name for name in dir(FormatConformance) if name.startswith("test_")} == {f"test_{name}" for name in FLAWS}
