@@ -21,7 +21,7 @@ from ._doubles import FailingDisk, LedgerDisk, interrupted
 from ._samples import sample, spread
 from ._subject import Subject, listing, remove
 
-_POINTS = 16  # at which an error is injected
+_POINTS = 12  # at which an error is injected
 
 
 class Commits(Subject):
