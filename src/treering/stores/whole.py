@@ -153,14 +153,14 @@ def _change_places(disk: Disk, new: str, old: str) -> None:
 
 def remove_tree(disk: Disk, path: str) -> None:
     """Removes a directory and everything in it; what cannot be removed stays."""
-    with contextlib.suppress(OSError):
-        for name in disk.list(path):
-            inner = os.path.join(path, name)
-            found = os.lstat(inner)
-            if stat.S_ISDIR(found.st_mode):
+    for name in disk.list(path):
+        inner = os.path.join(path, name)
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(os.lstat(inner).st_mode):
                 remove_tree(disk, inner)
             else:
                 disk.unlink(inner)
+    with contextlib.suppress(OSError):
         disk.remove_dir(path)
 
 
