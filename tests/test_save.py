@@ -215,6 +215,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
         """
         import os, signal, sys, threading, numpy as np, treering as tr
         from treering import stores
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may have it ignored
         class Disk(stores.Disk):
             def preallocate(self, fd, size):
                 os.kill(os.getpid(), signal.SIGINT)
