@@ -119,6 +119,7 @@ def plan(content: Content, count: int, single: Mapping[int, int] | None = None) 
     return shares
 
 
+@functools.lru_cache(maxsize=4096)
 def owner(layout: Layout) -> int | None:
     """The one process that holds everything, None when there are several."""
     holders = {process for own in layout.holders for process in own} if len(layout.holders[0]) == 1 else ()
