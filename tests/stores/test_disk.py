@@ -6,12 +6,14 @@ import os
 import pathlib
 from typing import Any
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 import treering as tr
 from treering.stores import disk as module
-from treering.stores.buffers import aligned
+from treering.stores.buffers import adoptable, aligned
 from treering.stores.disk import Disk
 
 
@@ -111,3 +113,12 @@ def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x").write_text("x")
     with module.opened(Disk(), str(tmp_path / "x")) as fd:
         assert Disk().is_local(fd)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1000, 7), (512, 1024)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.bfloat16, np.complex64])
+def test_jax_takes_adoptable_memory_over_without_a_copy(shape: tuple[int, ...], dtype: Any) -> None:
+    arrays = [adoptable(shape, np.dtype(dtype)) for _ in range(5)]
+    for array in arrays:
+        array[...] = 1
+        assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data

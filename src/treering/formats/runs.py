@@ -12,6 +12,7 @@ import numpy as np
 
 from .._sharding import Box, extent, rows_apart, slices, whole
 from ..errors import CorruptError, UnsafeError
+from ..stores.buffers import adoptable
 from ..stores.disk import Disk
 
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
@@ -103,7 +104,7 @@ class Runs:
         if map and len(self._runs) == 1 and self._is_array() and math.prod(self._shape):
             file, offset, _ = self._runs[0]
             return np.ndarray(self._shape, self._dtype, file.mapped(), offset)[(*slices(box, whole(self._shape)), ...)]
-        out = np.empty(extent(box), self._stored)
+        out = adoptable(extent(box), self._stored)
         if out.size and box == whole(self._shape):
             self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
         elif out.size:

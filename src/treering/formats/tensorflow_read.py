@@ -11,6 +11,7 @@ from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from .._sharding import Box, Grid, extent, intersect, slices
 from ..errors import CorruptError, UnsupportedError
+from ..stores.buffers import adoptable
 from ..stores.disk import Disk
 from . import Problem
 from .foreign import ForeignReader, Stored
@@ -127,7 +128,7 @@ class _Partitioned:
         return False
 
     def read(self, box: Box, map: bool) -> np.ndarray:
-        out = np.empty(extent(box), self._dtype)
+        out = adoptable(extent(box), self._dtype)
         for place, runs in self._parts:
             if common := intersect(place, box):
                 inner = tuple((a - o, b - o) for (a, b), (o, _) in zip(common, place, strict=True))

@@ -17,6 +17,7 @@ import numpy as np
 from .. import _dtypes, stores
 from .._sharding import Box, extent, slices
 from ..errors import CorruptError, UnsafeError, UnsupportedError
+from ..stores.buffers import adoptable
 from ..stores.disk import opened, read_file
 from . import zarr_metadata
 from .futures import Waiting, errors
@@ -25,7 +26,6 @@ Driver = Literal["zarr", "zarr3"]
 IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
 _KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
-_ALIGNMENT = 64  # of memory that JAX takes over
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
 _EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
@@ -119,11 +119,9 @@ class Array:
         try:
             if most >= _PROBED:
                 np.empty(most, np.uint8)
-            memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+            return adoptable(extent(box), _dtypes.to_numpy(self.dtype))
         except (MemoryError, ValueError):
             raise UnsupportedError(f"{self.path}: {most} bytes at a time do not fit into memory") from None
-        start = -memory.ctypes.data % _ALIGNMENT
-        return memory[start : start + nbytes].view(_dtypes.to_numpy(self.dtype)).reshape(extent(box))
 
     def open(self, box: Box) -> Any:
         """The array in TensorStore, after a look at the chunks that the box needs.

@@ -145,7 +145,7 @@ class ArrayFile:
             for (start, memory), run in zip(runs, _blocks(ranges), strict=True)
             for chunk in _chunks(*run)
         ]
-        _in_parallel(jobs, work)
+        in_parallel(jobs, work)
         if bad:
             self._raise_damaged(sorted(bad))
         if runs:
@@ -176,7 +176,7 @@ class ArrayFile:
                 self._read(job[0], target)
             bad.extend(self._compare(*job, target))
 
-        _in_parallel(jobs, work)
+        in_parallel(jobs, work)
         return sorted(bad)
 
     def leaves(self, block: int) -> tuple[str, ...]:
@@ -215,7 +215,8 @@ class ArrayFile:
         )
 
 
-def _in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
+def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
+    """Does all jobs in a few threads. Raises the first error; what is not begun by then is not done."""
     if len(jobs) <= _INLINE:
         for job in jobs:
             work(job)

@@ -14,13 +14,15 @@ from ..._collector import paused
 from ..._sharding import Box, Grid, extent, intersect, whole
 from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
+from ...stores.buffers import adoptable
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
 from .. import Problem, safetensors
 from . import manifest
-from .files import ArrayFile, Memory, Part, merge, parts_of
+from .files import ArrayFile, Memory, Part, in_parallel, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
+_ALONE = 16 << 20  # bytes that are not worth more threads than one
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 
 
@@ -97,7 +99,7 @@ class Reader:
             for part in found:
                 ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
         memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
-        arrays = [_assemble(entry, box, found, memory) for (entry, box), found in zip(wanted, parts, strict=True)]
+        arrays = _assemble(wanted, parts, memory)
         held = sum(one.nbytes for one in memory.values())
         if sum(array.nbytes for array in arrays) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
@@ -231,14 +233,31 @@ class Reader:
         return tuple(row.path for row in rows if row.where == number)
 
 
-def _assemble(entry: ArrayEntry, box: Box, parts: list[Part], memory: dict[int, Memory]) -> np.ndarray:
-    dtype = _dtypes.to_numpy(entry.dtype)
-    if len(parts) == 1:
-        return memory[parts[0].file].view(parts[0], dtype)
-    out = np.empty(extent(box), dtype)
-    for part in parts:
-        out[part.at] = memory[part.file].view(part, dtype)
-    return out
+def _assemble(
+    wanted: Sequence[tuple[ArrayEntry, Box]], parts: list[list[Part]], memory: dict[int, Memory]
+) -> list[np.ndarray]:
+    """The arrays: views where one part is all of a box, else memory of their own, filled by several threads."""
+    arrays: list[np.ndarray] = []
+    copies: list[tuple[np.ndarray, Part]] = []
+    for (entry, box), found in zip(wanted, parts, strict=True):
+        dtype = _dtypes.to_numpy(entry.dtype)
+        if len(found) == 1:
+            arrays.append(memory[found[0].file].view(found[0], dtype))
+            continue
+        own = adoptable(extent(box), dtype)
+        arrays.append(own)
+        copies += [(own, part) for part in found]
+
+    def copy(job: tuple[np.ndarray, Part]) -> None:
+        own, part = job
+        own[part.at] = memory[part.file].view(part, own.dtype)
+
+    if sum(own[part.at].nbytes for own, part in copies) > _ALONE:
+        in_parallel(copies, copy)
+    else:
+        for job in copies:
+            copy(job)
+    return arrays
 
 
 def _check_row(row: ArrayRow, name: str) -> None:
