@@ -353,18 +353,6 @@ def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path
     assert len(os.listdir(old)) == 2
 
 
-def test_a_branch_that_was_gone_back_from_is_neither_counted_nor_deleted(tmp_path: pathlib.Path) -> None:
-    loop(tmp_path, [10, 20, 30])
-    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
-        ckpts.restore(step=20)
-        for step in (21, 22, 23):
-            ckpts.save(step, {"x": step})
-        ckpts.wait()
-        assert ckpts.steps == [20, 22, 23, 30]
-        with pytest.raises(ExistsError, match="step 30 is saved already"):
-            ckpts.save(30, {"x": 30})
-
-
 def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathlib.Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
@@ -510,16 +498,6 @@ def test_a_pinned_step_that_is_damaged_is_not_replaced_either(tmp_path: pathlib.
     damage(tmp_path, 1, "truncated")
     with pytest.raises(ExistsError, match="pinned"):
         loop(tmp_path, [1])
-
-
-def test_steps_of_the_new_branch_count_again(tmp_path: pathlib.Path) -> None:
-    loop(tmp_path, range(1, 7))
-    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
-        ckpts.restore(step=3)
-        for step in (4, 5, 6, 7):
-            ckpts.save(step, {"x": step}, on_exists="overwrite")
-        ckpts.wait()
-        assert ckpts.steps == [3, 6, 7]
 
 
 def test_two_jobs_may_delete_the_same_step(tmp_path: pathlib.Path, use_disk: Any) -> None:

@@ -414,7 +414,7 @@ def located(row: ArrayRow, listed: Sequence[manifest.Layout]) -> Iterator[tuple[
 
 
 def encoded(rows: list[Any], listed: list[manifest.Layout], names: Sequence[str]) -> bytes:
-    return manifest.encode(
+    return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ._checkpointer import Checkpointer
     from ._convert import convert
     from ._diff import Diff, diff
+    from ._follow import follow
     from ._lazy import LazyArray
+    from ._metrics import record
     from ._pending import PendingSave, SaveReport
     from ._run import steps
     from ._save import save, save_async
@@ -30,9 +32,11 @@ _HOMES = {
     "VerifyReport": "_verify",
     "convert": "_convert",
     "diff": "_diff",
+    "follow": "_follow",
     "formats": "formats",
     "keep": "keep",
     "open": "_checkpoint",
+    "record": "_metrics",
     "restore": "_checkpoint",
     "rules": "rules",
     "save": "_save",
@@ -53,9 +57,11 @@ __all__ = [
     "convert",
     "diff",
     "errors",
+    "follow",
     "formats",
     "keep",
     "open",
+    "record",
     "restore",
     "rules",
     "save",

@@ -1,16 +1,17 @@
-"""Whether all processes of a job save the same tree, before anything is written.
+"""Whether all processes of a job save the same tree, before anything is written, and restore the same checkpoint.
 
 Of global arrays each process has its part. Everything else (NumPy arrays, scalars, JAX arrays on a process's own
 devices) is in every process, and what is written is only right when all have the same.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
+from . import _iterators
 from ._catalogue import ArrayEntry
 from ._leaves import Content
 from ._match import describe, shorten
@@ -19,9 +20,12 @@ from ._sharding import whole
 from ._shares import Layout, layout_of, owner
 from ._snapshot import Feed
 from ._tree import Skeleton
-from .errors import MismatchError
+from .errors import CorruptError, MismatchError, TreeringError
+from .formats.treering.read import ReplacedError
 
+T = TypeVar("T")
 _SHOWN = 20  # differences
+_TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
 
 
 def settle(call: Call, tree: Skeleton, content: Content, feed: Feed) -> dict[int, int]:
@@ -41,10 +45,25 @@ def settle(call: Call, tree: Skeleton, content: Content, feed: Feed) -> dict[int
     if single and odd is None:  # now it is known which leaves are not to be compared
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
         odd = call.agree(contents, lambda words: next((n for n, w in enumerate(words) if w != words[0]), None))
-    if odd is not None:
+    if odd is None:
+        _join_iterators(call, content)
+    else:
         ours = [[*row, "" if leaf in single else digests.get(leaf, "")] for leaf, row in enumerate(rows)]
         call.agree(ours if call.index == odd else None, lambda words: _raise_differences(ours, words[odd], odd))
     return single
+
+
+def _join_iterators(call: Call, content: Content) -> None:
+    """Gives process 0, which writes the manifest, the states of the iterators of all processes."""
+    own = {n: entry for n, entry in enumerate(content.entries) if entry.type == "iterator"}
+    if not own:
+        return
+
+    def join(words: Sequence[Any]) -> None:
+        for n, states in zip(own, zip(*words, strict=True), strict=True):
+            content.entries[n] = _iterators.together(own[n].path, states)
+
+    call.agree([_iterators.state(entry) for entry in own.values()], join)
 
 
 def _remote(content: Content) -> dict[int, int]:
@@ -71,6 +90,8 @@ def _digests(content: Content, feed: Feed) -> dict[int, str]:
 def _row(content: Content, leaf: int) -> list[str]:
     """What must be the same in every process but for the bytes: path, kind and value, placement."""
     entry = content.entries[leaf]
+    if entry.type == "iterator":  # each process has its own state
+        return [entry.path, "iterator", ""]
     if not isinstance(entry, ArrayEntry):
         return [entry.path, f"{entry.type} {shorten(entry.decode())}", _hash(entry.value)]
     placement = content.tied.get(leaf)
@@ -127,3 +148,32 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
             ]
         )
     )
+
+
+def everywhere(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
+    """The result of an attempt that worked in every process, on one and the same checkpoint.
+
+    Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
+    """
+    for _ in range(_TRIES):
+        result: Any = None
+        problem: TreeringError | None = None
+        try:
+            result = attempt()
+        except (CorruptError, ReplacedError) as error:
+            problem = error
+        word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
+        found = call.agree(word, _first_problem)
+        if found is None:
+            return result
+        if found:
+            process, damaged, text = found
+            kind = CorruptError if damaged else ReplacedError
+            raise problem if isinstance(problem, kind) else kind(f"process {process}: {text}")
+    raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
+
+
+def _first_problem(words: Sequence[Any]) -> list[Any] | None:
+    """The first process with a problem, and which; nothing when the processes have read different checkpoints."""
+    problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
+    return problem or (None if len(set(words)) == 1 else [])

@@ -15,7 +15,7 @@ import msgspec
 from .errors import CorruptError, UnsupportedError
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
-ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function"]
+ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
 NO_ARRAY = ("none", "function")
 
 
@@ -31,6 +31,13 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
     dtype: str
     shape: tuple[int, ...]
     impl: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the array as it is stored, without what the file around it takes."""
+        from ._dtypes import itemsize
+
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def at(self, path: str) -> "ArrayEntry":
         """The same array under another path."""
@@ -49,7 +56,11 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
         return ValueEntry(path, self.type, self.value)
 
     def decode(self) -> Any:
-        """The Python value; None for functions, which have no value here."""
+        """The Python value; None for functions, which have no value here, and the states of iterators."""
+        if self.type == "iterator":
+            from ._iterators import decoded
+
+            return decoded(self.value)
         return decode(self.type, self.value)
 
 

@@ -142,6 +142,7 @@ class Checkpoint(Mapping[str, Any]):
         verify: bool = True,
         mmap: bool | None = None,
         memory_limit: int | None = None,
+        progress: bool = False,
     ) -> Any:
         """The tree, shaped like `like`. See `treering.restore`."""
         from . import _match, _restore
@@ -159,6 +160,7 @@ class Checkpoint(Mapping[str, Any]):
             verify=verify,
             mmap=mmap,
             memory_limit=memory_limit,
+            progress=progress,
         )
 
     def __repr__(self) -> str:
@@ -303,6 +305,7 @@ def restore(
     verify: bool = True,
     mmap: bool | None = None,
     memory_limit: int | None = None,
+    progress: bool = False,
 ) -> Any:
     """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
 
@@ -325,6 +328,7 @@ def restore(
     verify: checks the checksum of every byte that is used before anything is returned.
     mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
+    progress: shows a bar, where stderr is a terminal.
 
     Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
     """
@@ -343,6 +347,7 @@ def restore(
             verify=verify,
             mmap=mmap,
             memory_limit=memory_limit,
+            progress=progress,
         )
 
     if steps is None:

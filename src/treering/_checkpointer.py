@@ -1,32 +1,27 @@
 """The run in a training loop: when to save, what to keep, where to go on."""
 
 import contextlib
-import datetime
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-import numpy as np
-
-from . import _processes, _run, _save, stores
+from . import _agreement, _processes, _run, _save, stores
 from ._checkpoint import Checkpoint, index, latest_good, open_one
 from ._history import History
 from ._paths import absolute
-from ._pending import PendingSave
-from .errors import CorruptError, ExistsError, MismatchError, NotFoundError, TreeringError
+from ._pending import PendingSave, SaveReport
+from ._preemption import Preemption
+from ._schedule import SaveEvery, Schedule
+from ._upkeep import Upkeep
+from .errors import ExistsError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from .formats.treering import manifest
-from .formats.treering.read import ReplacedError
 from .keep import Policy, rank
+from .rules import Rule
 from .stores import local
 
 _log = logging.getLogger("treering")
-
-T = TypeVar("T")
-_TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
-SaveEvery = int | datetime.timedelta | Callable[[int], bool]
 
 
 class Checkpointer:
@@ -38,15 +33,23 @@ class Checkpointer:
     ...         state = train_step(state, next(data))
     ...         ckpts.save(step, state, force=step == n)
 
-    run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing.
+    run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing. Only one at a time writes
+        a run: until it is closed, or its process ends, another's saves are refused with `ExistsError`.
     save_every: a number of steps (saved are its multiples), a `timedelta`, or a function of the step.
     keep: which steps to keep, see `treering.keep`; None keeps all.
     metadata: JSON-like configuration that goes into every checkpoint.
     prefix: what the names of the step directories begin with.
+    save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
+        were there before are called as well. With several processes JAX's preemption service says at which call.
+    when_busy: what `save` does while the save before it is still under way: "wait" for it, so that no more than one
+        state is held, or "skip" this one unless it is forced.
     timeout: seconds without a sign of life after which another process is taken for dead.
+    on_save: called with the `SaveReport` of every save, in the background, by process 0; errors are logged.
+    tensorboard: a directory of TensorBoard event files, in which metrics are looked up that were not given with a
+        step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
 
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
-    `delete`, `pin` and `unpin`; what there is to decide, process 0 decides.
+    `finish`, `delete`, `pin`, `unpin` and `rewind`; what there is to decide, process 0 decides.
     """
 
     def __init__(
@@ -57,24 +60,30 @@ class Checkpointer:
         keep: Policy | None = None,
         metadata: Any = None,
         prefix: str = "step-",
+        save_on_preemption: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
         timeout: float = 30,
+        on_save: Callable[[SaveReport], object] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
     ):
-        number = not isinstance(save_every, bool) and isinstance(save_every, int | np.integer) and save_every >= 1
-        if not (number or isinstance(save_every, datetime.timedelta) or callable(save_every)):
-            raise MismatchError(f"save_every={save_every!r}: expected a number from 1, a timedelta or a function")
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
         if "/" in prefix or prefix[-1:].isdigit():
             raise MismatchError(f"prefix={prefix!r}: expected text without '/' that does not end in a digit")
+        if when_busy not in ("wait", "skip"):
+            raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
+        if on_save is not None and not callable(on_save):
+            raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
         self._root = absolute(run)
-        self._save_every = int(save_every) if isinstance(save_every, int | np.integer) else save_every
-        self._keep, self._metadata, self._prefix, self._timeout = keep, metadata, prefix, timeout
-        self._history = History(self._root, prefix)
+        self._schedule = Schedule(save_every)
+        self._metadata, self._prefix, self._when_busy, self._timeout = metadata, prefix, when_busy, timeout
+        self._history = History(self._root, prefix, tensorboard)
+        self._upkeep = Upkeep(self._history, keep, on_save)
         self._pending: list[PendingSave] = []
         self._restored: int | None = None
-        self._set_aside: frozenset[int] = frozenset()  # steps after the one restored: of a branch that was left
-        self._saved_at = time.monotonic()
-        self._cleaned = self._closed = False
+        self._gone_back = False  # to an earlier step than the latest; the later ones are of a branch that was left
+        self._preempted = self._closed = False
+        self._preemption = Preemption() if save_on_preemption else None
 
     # Steps
 
@@ -90,12 +99,22 @@ class Checkpointer:
 
     @property
     def restored_step(self) -> int | None:
-        """The step that was restored, None before that."""
+        """The step that was restored, from which the loop continues; None before that."""
         return self._restored
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this job is about to be stopped, and the state at that step is saved or being saved."""
+        return self._preempted
+
+    @property
+    def disk_usage(self) -> dict[int, int]:
+        """The good steps and how many bytes each takes on the disk."""
+        return {one.step: one.nbytes for one in self._history.good()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The good step that is best by a metric; None when none has it. NaN is never best."""
-        numbers = [one for one in self._history.good() if not math.isnan(one.metrics.get(metric, math.nan))]
+        numbers = [one for one in self._history.good(foreign=True) if not math.isnan(one.metrics.get(metric, math.nan))]
         return next(iter(rank(numbers, metric, mode)), None)
 
     def path(self, step: int) -> str:
@@ -113,6 +132,7 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
+        rules: Sequence[Rule] = (),
         dtype: Any = None,
         memory_limit: int | None = None,
     ) -> PendingSave | None:
@@ -120,7 +140,8 @@ class Checkpointer:
 
         Returns None when nothing is saved. What a save in the background failed with is raised by the next
         call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
-        `tree`, `metrics`, `dtype` and `memory_limit` are as for `treering.save_async`.
+        After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
+        `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
@@ -128,39 +149,50 @@ class Checkpointer:
         several = _processes.several()
         if not several:  # or else each process would find out at another step
             self._raise_failed(self._over())
+        preempted = bool(self._preemption) and not self._preempted and self._preemption.reached()
+        force = force or preempted
         # What a clock or a function says, process 0 says for all.
-        due = force or (several and not isinstance(self._save_every, int)) or self._due(step)
-        if not due:
+        if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
             return None
-        if self._closed:
-            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
+        self._check_open()
         with self._call(f"save({step})") as call:
-            over, admitted = call.tell(lambda: self._admit(step, on_exists, force or not several or self._due(step)))
+            over, admitted = call.tell(lambda: self._admit(step, on_exists, force, several))
             self._raise_failed(over)
             if admitted is None:
                 call.close()
+                self._preempted = self._preempted or preempted
                 return None
+            self._raise_failed(len(self._pending))
             path, overwrite = admitted
+            self._gone_back = False
             try:
-                wish = _save.Wish("treering", overwrite, (), dtype, memory_limit, True, {})
+                wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
                 info = _save.describe(step, metrics, self._metadata)
-                pending = _save.start(call, path, tree, info, wish, _Tidying(self._clean, self._retain))
+                pending = _save.start(call, path, tree, info, wish, self._upkeep)
             except BaseException as error:
                 if several:  # all processes count the same saves
                     self._pending.append(PendingSave._of_failure(path, step, call, error))
                 raise
         self._pending.append(pending)
-        self._saved_at = time.monotonic()
+        self._schedule.saved()
+        self._preempted = self._preempted or preempted
         return pending
 
-    def _admit(self, step: int, on_exists: str, due: bool) -> tuple[int, tuple[str, bool] | None]:
+    def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[int, tuple[str, bool] | None]:
         """How many saves are over, and unless one failed: where to save and whether to overwrite; None to skip.
 
         Raises `ExistsError`.
         """
         over = self._over()
-        if any(pending.failed for pending in self._pending[:over]) or not due:
+        if any(pending.failed for pending in self._pending[:over]):
             return over, None
+        if not force and (several and not self._schedule.due(step)):
+            return over, None
+        if not force and self._when_busy == "skip" and over < len(self._pending):
+            return over, None
+        if self._gone_back:
+            assert self._restored is not None
+            self._set_aside_after(self._restored)
         committed = self._history.committed()
         path = committed.get(step) or self._own_path(step)
         overwrite = on_exists == "overwrite"
@@ -181,10 +213,25 @@ class Checkpointer:
         """Returns when every save is committed. Raises what a save failed with."""
         self._raise_failed(len(self._pending))
 
+    def finish(self) -> None:
+        """Closes, and marks the run as finished, by which `treering.follow` knows that no step comes any more.
+
+        A job that saves a step of the run later takes the mark away.
+        """
+        self.wait()
+        self._check_open()
+        self._once("finish()", self._finish)
+        self.close()
+
     def close(self) -> None:
         """Waits, and ends the saving; reading goes on working. Raises what a save failed with."""
         self._closed = True
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._upkeep.close()
+            if self._preemption:
+                self._preemption.close()
 
     def __enter__(self) -> Self:
         return self
@@ -213,8 +260,8 @@ class Checkpointer:
         on; saving the damaged step again replaces it. Raises `NotFoundError` when there is no step, and
         `CorruptError` when all are damaged.
 
-        After restoring an earlier step, the steps behind it neither count for `keep` nor are deleted, and what
-        was restored is kept as well.
+        After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
+        it; until then nothing changes. What was restored is never deleted by this job.
         """
         self.wait()
         with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
@@ -226,10 +273,11 @@ class Checkpointer:
                 lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
                 fallback=fallback and step is None,
                 damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
-                everywhere=lambda attempt: _everywhere(call, attempt),
+                everywhere=lambda attempt: _agreement.everywhere(call, attempt),
             )
             call.close()
-        self._set_aside = frozenset(number for number in self._history.committed() if number > self._restored)
+        self._upkeep.restored = self._restored
+        self._gone_back = step is not None
         return tree
 
     def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
@@ -272,7 +320,45 @@ class Checkpointer:
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
         local.delete(stores.DISK, path, manifest.file_names)
 
+    def rewind(self, step: int) -> None:
+        """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
+
+        They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
+        Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.
+        """
+        self.wait()
+        self._check_open()
+        step = index(step)
+        self._once(f"rewind({step})", lambda: self._rewind(step))
+        self._gone_back = False
+
+    def _rewind(self, step: int) -> None:
+        self._existing(step)
+        self._upkeep.lock.acquire()
+        self._set_aside_after(step)
+
+    def _set_aside_after(self, step: int) -> None:
+        later = [(number, path) for number, path in self._newest_first() if number > step]
+        own = self._history.committed()
+        foreign = [path for number, path in later if number not in own]
+        if foreign:
+            raise UnsupportedError(
+                f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
+                "of the run yourself, or go on in another directory"
+            )
+        if later:
+            place = _run.set_aside(self._root, [path for _, path in later])
+            _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
+
+    def _finish(self) -> None:
+        self._upkeep.lock.acquire()
+        _run.mark_finished(self._root)
+
     # What the above is made of
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
 
     @contextlib.contextmanager
     def _call(self, what: str) -> Iterator[_processes.Call]:
@@ -306,13 +392,6 @@ class Checkpointer:
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
         return committed[number]
 
-    def _due(self, step: int) -> bool:
-        if isinstance(self._save_every, int):
-            return step % self._save_every == 0
-        if isinstance(self._save_every, datetime.timedelta):
-            return time.monotonic() - self._saved_at >= self._save_every.total_seconds()
-        return bool(self._save_every(step))
-
     def _over(self) -> int:
         """How many of the saves are over. They end in the order in which they began."""
         return sum(pending.done() for pending in self._pending)
@@ -326,74 +405,3 @@ class Checkpointer:
             if pending.failed:
                 self._pending = ended[n + 1 :] + self._pending
                 pending.result()
-
-    def _clean(self) -> None:
-        """Before the first save, in the background: removes what killed jobs left behind."""
-        if self._cleaned:
-            return
-        for name in stores.DISK.list(self._root):
-            if _run.parse(name, self._prefix) is not None:
-                local.clean(stores.DISK, os.path.join(self._root, name), manifest.file_names, remove_empty=True)
-        self._cleaned = True
-
-    def _retain(self, step: int) -> None:
-        """After a commit, in the background: deletes what the policy does not want."""
-        if self._keep is None:
-            return
-        self._set_aside -= {step}  # it belongs to this branch now
-        saved = [one for one in self._history.good() if one.step not in self._set_aside]
-        wanted = self._keep.kept(saved) | {step, self._restored, *(one.step for one in saved[-1:])}
-        committed = self._history.committed()
-        for one in saved:
-            path = committed.get(one.step)
-            if path and one.step not in wanted and not local.pinned(stores.DISK, path):
-                local.delete(stores.DISK, path, manifest.file_names)
-
-
-def _everywhere(call: _processes.Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
-    """The result of an attempt that worked in every process, on one and the same checkpoint.
-
-    Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
-    """
-    for _ in range(_TRIES):
-        result: Any = None
-        problem: TreeringError | None = None
-        try:
-            result = attempt()
-        except (CorruptError, ReplacedError) as error:
-            problem = error
-        word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
-        found = call.agree(word, _first_problem)
-        if found is None:
-            return result
-        if found:
-            process, damaged, text = found
-            kind = CorruptError if damaged else ReplacedError
-            raise problem if isinstance(problem, kind) else kind(f"process {process}: {text}")
-    raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
-
-
-def _first_problem(words: Sequence[Any]) -> list[Any] | None:
-    """The first process with a problem, and which; nothing when the processes have read different checkpoints."""
-    problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
-    return problem or (None if len(set(words)) == 1 else [])
-
-
-class _Tidying:
-    """What happens around a save, as `_save.Manager`; none of it may fail the save."""
-
-    def __init__(self, clean: Callable[[], None], retain: Callable[[int], None]):
-        self._clean, self._retain = clean, retain
-
-    def before(self) -> None:
-        try:
-            self._clean()
-        except OSError:
-            _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
-
-    def after(self, step: int | None) -> None:
-        assert step is not None
-        try:
-            self._retain(step)
-        except Exception:  # a policy may be anybody's code, and the checkpoint is committed
-            _log.exception("deleting old steps failed; it is tried again after the next save")

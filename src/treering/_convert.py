@@ -20,6 +20,7 @@ def convert(
     dtype: Any = None,
     overwrite: bool = False,
     memory_limit: int | None = 1 << 30,
+    progress: bool = False,
     **options: Any,
 ) -> SaveReport:
     """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: its latest good step.
@@ -39,5 +40,6 @@ def convert(
         dtype=dtype,
         processes="this",
         memory_limit=memory_limit and memory_limit // 2,  # what formats hold while they read and write comes on top
+        progress=progress,
         **options,
     )

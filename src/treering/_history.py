@@ -1,39 +1,59 @@
 """What is known of a run's steps: which are there, which are good, and what their manifests say."""
 
+import dataclasses
 import logging
 import os
 import threading
+import time
 from typing import Literal
 
-from . import _run, stores
+from . import _checkpoint, _run, _tensorboard, formats, stores
 from ._catalogue import decode
-from .errors import CorruptError, UnsupportedError
+from ._metrics import recorded
+from .errors import CorruptError, TreeringError, UnsupportedError
 from .formats.treering import manifest
 from .keep import Saved
 from .stores.disk import read_file
 from .stores.local import MANIFEST
 
 _log = logging.getLogger("treering")
-_Signature = tuple[int, int, int]  # of a manifest: a replaced one has another
+_SETTLED = 2.0  # seconds after which another change of a directory shows in its time
+_Signature = tuple[int, int, int]  # of a step's directory: where a file is replaced or added, it is another
 _Verdict = Saved | Literal["damaged", "foreign", "gone"]
 
 
 class History:
-    """The steps of one run, seen by the caller and by the thread that saves. Each manifest is read once."""
+    """The steps of one run, seen by the caller and by the thread that saves. Each manifest is read once.
 
-    def __init__(self, root: str, prefix: str):
+    Metrics that a step was not given are looked up in event files, if there is a directory of them.
+    """
+
+    def __init__(self, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
         self.root, self.prefix = root, prefix
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, _Verdict]] = {}
+        self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
+        self._others: dict[str, Saved | None] = {}  # steps of other libraries, by path
+        self._events = None if tensorboard is None else _tensorboard.Events(tensorboard)
 
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
         return {step: os.path.join(self.root, name) for step, name in _run.committed(self.root, self.prefix).items()}
 
-    def good(self) -> list[Saved]:
-        """The undamaged steps, ascending."""
-        found = [self._look(step, path) for step, path in self.committed().items()]
-        return [verdict for verdict in found if isinstance(verdict, Saved)]
+    def good(self, *, foreign: bool = False) -> list[Saved]:
+        """The undamaged steps, ascending, on demand with those that another library has left in the directory."""
+        own = self.committed()
+        found = [self._look(step, path) for step, path in own.items()]
+        good = [verdict for verdict in found if isinstance(verdict, Saved)]
+        if foreign:
+            names = {os.path.basename(path) for path in own.values()}
+            others = formats.foreign_steps(stores.DISK, self.root, names)
+            good += [saved for step, path in others.items() if step not in own and (saved := self._foreign(step, path))]
+            good.sort(key=lambda one: one.step)
+        if self._events is None:
+            return good
+        written = self._events.read()
+        return [dataclasses.replace(one, metrics={**written.get(one.step, {}), **one.metrics}) for one in good]
 
     def is_damaged(self, step: int, path: str) -> bool:
         """Whether a committed step is known or found to be damaged."""
@@ -44,6 +64,16 @@ class History:
         if signature := _signature(path):
             with self._lock:
                 self._known[step] = signature, "damaged"
+                self._damaged[step] = _signature(os.path.join(path, MANIFEST))
+
+    def _foreign(self, step: int, path: str) -> Saved | None:
+        if path not in self._others:
+            try:
+                self._others[path] = Saved(step, _checkpoint.open_one(path).metrics)
+            except TreeringError as error:
+                _log.warning("step %d does not count: %s", step, error)
+                self._others[path] = None
+        return self._others[path]
 
     def _look(self, step: int, path: str) -> "_Verdict":
         signature = _signature(path)
@@ -51,27 +81,36 @@ class History:
             return "gone"
         with self._lock:
             known = self._known.get(step)
-        if known is None or known[0] != signature:
-            known = signature, _read(step, path)
+            if known and known[0] == signature:
+                return known[1]
+            if step in self._damaged and self._damaged[step] == _signature(os.path.join(path, MANIFEST)):
+                return "damaged"  # whatever was put beside it since
+        verdict = _read(step, path)
+        if verdict == "damaged":
+            self.mark_damaged(step, path)
+        elif time.time() - signature[1] / 1e9 > _SETTLED:  # or it is looked at again
             with self._lock:
-                self._known[step] = known
-        return known[1]
+                self._known[step] = signature, verdict
+        return verdict
 
 
 def _signature(path: str) -> _Signature | None:
-    found = stores.DISK.stat(os.path.join(path, MANIFEST))
+    found = stores.DISK.stat(path)
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def _read(step: int, path: str) -> _Verdict:
     try:
-        summary = manifest.summarize(read_file(stores.DISK, os.path.join(path, MANIFEST)), path)
+        data = read_file(stores.DISK, os.path.join(path, MANIFEST))
+        summary = manifest.summarize(data, path)
         for file in summary.files:
             found = stores.DISK.stat(os.path.join(path, file.name))
             if found is None or found.st_size != file.size:
                 raise CorruptError(f"{path}: {file.name} is missing or cut short")
         metrics = {name: decode("float", value) for name, value in summary.metrics.items()}
-        return Saved(step, metrics, summary.created_seconds())
+        metrics.update(recorded(stores.DISK, path, manifest.xxh3(data)))
+        nbytes = len(data) + sum(file.size for file in summary.files)
+        return Saved(step, metrics, summary.created_seconds(), nbytes)
     except CorruptError as error:
         _log.warning("step %d is damaged and does not count: %s", step, error)
         return "damaged"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from jax import core
 
-from . import _dtypes
+from . import _dtypes, _iterators
 from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from ._sharding import Box, local_shards, whole
 from .errors import UnsupportedError
@@ -81,6 +81,8 @@ def collect(
             kind = _kind(type(leaf))
             if kind == "value":
                 content.entries.append(ValueEntry(path, *encode(leaf)))
+            elif kind == "iterator":
+                content.entries.append(_iterators.together(path, [_iterators.state_of(leaf)]))
             elif kind == "function":
                 content.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
@@ -187,6 +189,8 @@ def _kind(leaf_type: type) -> str:
         return "jax"
     if issubclass(leaf_type, _FUNCTIONS) or issubclass(leaf_type, functools.partial) or name in _PLACEHOLDERS:
         return "function"
+    if _iterators.is_iterator(leaf_type):
+        return "iterator"
     raise UnsupportedError(f"{name}; convert it to an array, a number, text or bytes, or leave it out of the tree")
 
 

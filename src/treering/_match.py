@@ -10,7 +10,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from . import _dtypes
+from . import _dtypes, _iterators, _processes
 from ._catalogue import NO_ARRAY, ArrayEntry, Entry, ValueEntry
 from ._leaves import is_function
 from ._paths import below, closest, matches
@@ -32,6 +32,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     dtype: Any = None
     weak: bool = False
     value: Any = None
+    state: tuple[Any] | None = None  # for the value, which is an iterator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
             assert isinstance(entry, ArrayEntry)
             return Target("int", entry, _dtypes.to_numpy(entry.dtype))
         _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
+    if _iterators.is_iterator(type(leaf)):
+        return _iterator_target(leaf, entry)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, "no leaf of this type can be restored")
     if not isinstance(leaf.dtype, np.dtype) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -212,6 +215,21 @@ def _key_target(leaf: Any, entry: Entry) -> Target:
     if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
         _differ(expected, entry, "shapes and key implementations must be equal")
     return Target("key", entry, _dtypes.to_numpy(entry.dtype))
+
+
+def _iterator_target(leaf: Any, entry: Entry) -> Target:
+    index, count = _processes.position()
+    if not isinstance(entry, ValueEntry) or entry.type != "iterator":
+        _differ(f"the state of a {type(leaf).__name__}", entry, "only iterators take it, and nothing else does")
+    state, saved = _iterators.of_process(entry, index, count)
+    if saved != count:
+        _differ(
+            f"the states of {count} iterators, one per process",
+            f"those of {saved}",
+            "restore with that many processes, or put `...` in its place and set its position yourself (Grain's "
+            "ElasticIterator has one state for any number of processes)",
+        )
+    return Target("value", value=leaf, state=(state,))
 
 
 def _missing(path: str, leaf: Any, policy: Policy, known: Sequence[str]) -> Target:

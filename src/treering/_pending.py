@@ -10,6 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from . import _processes
 from ._crew import Crew
@@ -22,12 +23,23 @@ unseen: "list[PendingSave]" = []  # failed, and nobody has been told
 _alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
 
 
+class Written(NamedTuple):
+    """What writing came to: bytes on the disk, and seconds for the parts of it."""
+
+    nbytes: int
+    write_seconds: float
+    sync_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveReport:
     """What a save did.
 
     `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, and `seconds` the
-    time from the call to the commit.
+    time from the call to the commit. Of these, this process was writing for `write_seconds`, was waiting for the
+    disk to make its file durable for `sync_seconds`, and for the commit, other processes included, for
+    `commit_seconds`; formats other than the native one count all of that as writing.
     """
 
     path: str
@@ -35,6 +47,20 @@ class SaveReport:
     nbytes: int
     stall_seconds: float
     seconds: float
+    write_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes a second, from the call to the commit."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s); the "
+            f"caller waited for {self.stall_seconds * 1e3:.1f} ms"
+        )
 
 
 class PendingSave:
@@ -47,9 +73,9 @@ class PendingSave:
         self._call = call
         self._managed = managed  # by a Checkpointer, which raises what this fails with
         self._begun = time.perf_counter()
-        self._stall = 0.0  # set by the caller's thread
-        self._seconds = 0.0
-        self._nbytes = 0
+        self._stall = 0.0
+        self._returned = threading.Event()  # the caller has its thread back
+        self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = threading.Event()
         _alive.add(self)
@@ -82,7 +108,8 @@ class PendingSave:
         if self._error:
             self._seen()
             raise self._error
-        return SaveReport(self.path, self.step, self._nbytes, self._stall, self._seconds)
+        assert self._report
+        return self._report
 
     def _wait(self) -> None:
         """Returns when the save is over, well or not."""
@@ -90,13 +117,14 @@ class PendingSave:
 
     def _cancel(self, reason: BaseException) -> None:
         """Stops writing and removes what was written, unless the save is over already. Returns when it is."""
+        self._returned.set()
         self._feed.fail(reason)
         self._call.cancel(reason)
         self._finished.wait()
         self._seen()
 
     def _run(self, write: Callable[[Crew], None], previous: threading.Event | None, crew: Crew) -> None:
-        """What the thread of the save does; `write` returns the size."""
+        """What the thread of the save does."""
         try:
             with crew:
                 self._feed.writers_needed.wait()
@@ -113,8 +141,17 @@ class PendingSave:
             self._call.close(self._error)
             self._finished.set()
 
-    def _committed(self, nbytes: int) -> None:
-        self._nbytes, self._seconds = nbytes, time.perf_counter() - self._begun
+    def _returns(self, stall: float) -> None:
+        """The caller goes on, after so many seconds."""
+        self._stall = stall
+        self._returned.set()
+
+    def _committed(self, written: Written) -> SaveReport:
+        seconds = time.perf_counter() - self._begun
+        self._returned.wait()  # it has handed everything over, and is about to
+        nbytes, *parts = written
+        self._report = SaveReport(self.path, self.step, nbytes, self._stall, seconds, *parts)
+        return self._report
 
     def _seen(self) -> None:
         with contextlib.suppress(ValueError):

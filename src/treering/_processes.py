@@ -107,6 +107,12 @@ def several() -> bool:
     return _job() is not None
 
 
+def position() -> tuple[int, int]:
+    """The index of this process in its job, and how many there are."""
+    job = _job()
+    return job[1:] if job else (0, 1)
+
+
 def forget_after_fork() -> None:
     """A forked child is no process of the job."""
     global _forked

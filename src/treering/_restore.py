@@ -1,6 +1,5 @@
 """Restoring: match, read, place, and the tree again."""
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _dtypes, _flax, _match, _place, _positional, _tree
+from . import _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
@@ -32,13 +31,14 @@ def restore(
     verify: bool,
     mmap: bool | None,
     memory_limit: int | None,
+    progress: bool,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
     if like is None:
         listed = list(entries.values())
         targets = _match.untemplated(listed, policy, sharding is not None, name)
         places = _untemplated_places(sharding, entries, skeleton)
-        values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit)
+        values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
         return _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
     with paused():
         template, join = _flax.split(like)
@@ -48,7 +48,10 @@ def restore(
             entries = reader.entries
         targets = _match.match(walked, entries, skeleton, policy, name)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
-    values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit)
+    values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
+    for path, target in zip(walked.paths, targets, strict=True):
+        if target.state:  # in place, and so only now that everything else is there
+            _iterators.put_back(path, target.value, *target.state)
     if sharding is not None:  # what `missing` took from the template goes where the rest goes
         values = [
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
@@ -83,13 +86,18 @@ def _values(
     verify: bool,
     mmap: bool | None,
     limit: int | None,
+    progress: bool,
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
-    # What the file's mapping holds needs no room; so all of that is one group, and one mapping.
-    free = reader.maps(mmap) and not any(map(_leaves_host, targets, places))
-    for group in _groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit):
-        for n, value in _group(reader, paths, targets, places, group, verify, mmap):
-            values[n] = value
+    # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
+    free = not progress and reader.maps(mmap) and not any(map(_leaves_host, targets, places))
+    total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
+    with _progress.bar("restoring", total, progress) as moved:
+        for group in _groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit):
+            for n, value in _group(reader, paths, targets, places, group, verify, mmap):
+                values[n] = value
+            if progress:
+                moved(sum(_entry(targets[n]).nbytes for n in group))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = np.array(target.value, target.dtype)
@@ -165,7 +173,7 @@ def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
     for n, target in enumerate(targets):
         if target.entry is None:
             continue
-        nbytes = math.prod(target.entry.shape) * _dtypes.itemsize(target.entry.dtype)
+        nbytes = target.entry.nbytes
         if group and held + nbytes > limit:
             yield group
             group, held = [], 0

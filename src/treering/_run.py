@@ -1,7 +1,9 @@
 """A run on the disk: a directory of checkpoints, one per step."""
 
+import contextlib
 import os
 import re
+from collections.abc import Sequence
 
 from . import formats, stores
 from ._paths import absolute
@@ -9,6 +11,8 @@ from .errors import MismatchError
 from .stores.local import MANIFEST
 
 _NAME = re.compile(r"(.*?)(\d+)")
+FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
+_REWOUND = re.compile(r"rewound-(\d+)")
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
 
 
@@ -65,3 +69,28 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     own = directories(place)
     foreign = formats.foreign_steps(stores.DISK, place, {name for _, name in own})
     return sorted({step for step, _ in own} | set(foreign))
+
+
+def set_aside(run: str, paths: Sequence[str]) -> str:
+    """Moves step directories into a new directory within the run, and returns that.
+
+    Given the newest first, what remains is at every moment what was there at some time.
+    """
+    disk = stores.DISK
+    last = max((int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name))), default=0)
+    place = os.path.join(run, f"rewound-{last + 1}")
+    disk.make_dir(place)
+    disk.sync_dir(run)
+    for path in paths:
+        disk.rename_new(path, os.path.join(place, os.path.basename(path)))
+    disk.sync_dir(place)
+    disk.sync_dir(run)
+    return place
+
+
+def mark_finished(run: str) -> None:
+    """Says, durably, that no step comes any more."""
+    disk = stores.DISK
+    with contextlib.suppress(FileExistsError):
+        disk.close(disk.create(os.path.join(run, FINISHED)))
+    disk.sync_dir(run)

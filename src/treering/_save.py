@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from . import _pending, _processes, _work, formats, stores
-from ._catalogue import encode_float
 from ._checkpoint import Checkpoint
 from ._crew import Crew
+from ._metrics import encoded
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
 from ._processes import Call
@@ -46,6 +46,7 @@ def save(
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = 64 << 20,
+    progress: bool = False,
     **options: Any,
 ) -> SaveReport:
     """Saves a pytree and returns when it is durable.
@@ -66,6 +67,7 @@ def save(
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone.
+    progress: shows a bar, where stderr is a terminal.
 
     Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
     when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
@@ -73,7 +75,7 @@ def save(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(format, overwrite, rules, dtype, memory_limit, False, options)
+        wish = Wish(format, overwrite, rules, dtype, memory_limit, False, progress, options)
         pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
     try:
         return pending.result()
@@ -96,6 +98,7 @@ def save_async(
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = None,
+    progress: bool = False,
     **options: Any,
 ) -> PendingSave:
     """Saves a pytree in the background.
@@ -109,7 +112,7 @@ def save_async(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(format, overwrite, rules, dtype, memory_limit, True, options)
+        wish = Wish(format, overwrite, rules, dtype, memory_limit, True, progress, options)
         return start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
 
 
@@ -159,18 +162,19 @@ def start(
     work = _work.prepare(call, place, tree, info, wish, format)
     if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
         check_free(stores.DISK, place, overwrite=wish.overwrite)
+    if manager and call.index == 0:
+        manager.enter()
     pending = PendingSave(place, info.step, work.feed, call, managed=manager is not None)
 
     def write(crew: Crew) -> None:
         if manager and call.index == 0:
             manager.before()
-        nbytes = work.write(crew)
-        pending._committed(nbytes)
+        report = pending._committed(work.write(crew))
         with contextlib.suppress(Exception):  # a log handler's
-            _log.info("saved %s: %.1f MB in %.2f s", place, nbytes / 1e6, time.perf_counter() - begun)
+            _log.info("saved %s", report)
         if manager:
             call.doing("tidying up")
-            call.tell(functools.partial(manager.after, info.step))
+            call.tell(functools.partial(manager.after, report))
 
     previous = _pending.last
     crew = thread = None
@@ -180,7 +184,7 @@ def start(
         thread.start()
         _pending.last = pending._finished
         work.hand_over()
-        pending._stall = time.perf_counter() - begun
+        pending._returns(time.perf_counter() - begun)
     except BaseException as error:
         work.feed.fail(error)
         if thread and thread.ident is not None:
@@ -212,12 +216,16 @@ def _raise_failed(call: Call) -> None:
 class Manager(Protocol):
     """Who wants to do something around a save; with several processes, only process 0 does."""
 
-    def before(self) -> None:
-        """Called before anything is written; what it raises fails the save."""
+    def enter(self) -> None:
+        """Called by the caller's thread when the tree is known to be good; what it raises fails the call."""
         ...
 
-    def after(self, step: int | None) -> None:
-        """Called after the commit; must not raise."""
+    def before(self) -> None:
+        """Called in the background before anything is written; what it raises fails the save."""
+        ...
+
+    def after(self, report: SaveReport) -> None:
+        """Called in the background after the commit; must not raise."""
         ...
 
 
@@ -225,21 +233,16 @@ def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any)
     """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0):
         raise MismatchError(f"step: expected an integer from 0, found {step!r}")
-    numbers: dict[str, float | str] = {}
-    for name, value in (metrics or {}).items():
-        array = np.asarray(value)
-        if not isinstance(name, str) or array.shape != () or array.dtype.kind not in "biufV":
-            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
-        numbers[name] = encode_float(float(array))
+    numbers = encoded(metrics)
     if problem := _not_json(metadata, "metadata", 0):
         raise UnsupportedError(problem)
     try:
-        encoded = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
+        raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
         msgspec.json.encode(numbers)
     except (UnicodeEncodeError, OverflowError) as error:
         raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
     software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
-    return native.Info(None if step is None else int(step), numbers, encoded, software)
+    return native.Info(None if step is None else int(step), numbers, raw, software)
 
 
 def _not_json(value: Any, where: str, depth: int) -> str | None:

@@ -5,7 +5,7 @@ copied out. Until `run` returns, the caller's arrays are in use; after that they
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ class Feed:
 
     def __init__(self, sources: Sequence[Source], limit: int | None):
         self.sources = sources
+        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
         self._limit = limit
         self._views: list[Any] = [None] * len(sources)
         self._left = [source.nbytes for source in sources]
@@ -95,6 +96,11 @@ class Feed:
         self._views[n] = None
         if source.copies:
             self._held -= source.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are to hand over."""
+        return sum(source.nbytes for source in self.sources)
 
     def copied(self, n: int, nbytes: int) -> None:
         """Says that so many bytes of source `n` are not needed any more."""

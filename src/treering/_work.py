@@ -4,13 +4,16 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _agreement, _contents, _flax, _leaves, _processes, _shares, _tree, formats, stores
+from . import _agreement, _contents, _flax, _leaves, _processes, _progress, _shares, _tree, formats, stores
+from ._catalogue import ArrayEntry
 from ._checkpoint import Checkpoint
 from ._collector import paused
 from ._crew import Crew
+from ._pending import Written
 from ._processes import Call
 from ._sharding import extent
 from ._snapshot import Feed
@@ -32,6 +35,7 @@ class Wish(NamedTuple):
     dtype: Any
     limit: int | None
     background: bool
+    progress: bool
     options: Mapping[str, Any]
 
 
@@ -40,7 +44,7 @@ class Work(NamedTuple):
 
     feed: Feed
     hand_over: Callable[[], None]
-    write: Callable[[Crew], int]
+    write: Callable[[Crew], Written]
 
 
 def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, format: Format) -> Work:
@@ -86,11 +90,12 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
         return Work(changed.feed, hand_over_both, changed.write)
     skeleton = walked.skeleton  # and not the leaves
 
-    def write(crew: Crew) -> int:
+    def write(crew: Crew) -> Written:
         single = _agreement.settle(call, skeleton, content, feed)
         final = _shares.plan(content, call.count, single) if single else shares
         job = native.Job(place, wish.overwrite, skeleton, content, final, info)
-        return native.write(stores.DISK, job, feed, crew, call)
+        with _progress.bar(place, feed.nbytes, wish.progress) as feed.moved:
+            return native.write(stores.DISK, job, feed, crew, call)
 
     return Work(feed, hand_over, write)
 
@@ -111,7 +116,11 @@ def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wi
         else:
             feed.run()
 
-    return Work(feed, hand_over, lambda crew: native.write(stores.DISK, job, feed, crew, call))
+    def write(crew: Crew) -> Written:
+        with _progress.bar(place, feed.nbytes, wish.progress) as feed.moved:
+            return native.write(stores.DISK, job, feed, crew, call)
+
+    return Work(feed, hand_over, write)
 
 
 def _run_quietly(feed: Feed) -> None:
@@ -119,12 +128,22 @@ def _run_quietly(feed: Feed) -> None:
         feed.run()
 
 
-def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> int:
+def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> Written:
     if wish.overwrite and os.path.isdir(place) and not formats.is_known(stores.DISK, place):
         raise ExistsError(
             f"{place}: expected a checkpoint to replace, found a directory that is none; remove it yourself"
         )
-    return format.write(stores.DISK, place, contents, overwrite=wish.overwrite, **wish.options)
+    if iterators := [path for path, entry in contents.entries.items() if entry.type == "iterator"]:
+        raise UnsupportedError(
+            f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "
+            "with treering.rules.drop"
+        )
+    begun = time.perf_counter()
+    arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
+    with _progress.bar(place, arrays, wish.progress) as moved:
+        watched: Any = _progress.Watched(contents, moved) if wish.progress else contents
+        nbytes = format.write(stores.DISK, place, watched, overwrite=wish.overwrite, **wish.options)
+    return Written(nbytes, time.perf_counter() - begun)
 
 
 def _check_whole(content: _leaves.Content) -> None:

@@ -17,11 +17,12 @@ from .errors import MismatchError
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a policy knows of a step. `created` is in seconds since the epoch."""
+    """What a policy knows of a step. `created` is in seconds since the epoch, `nbytes` its size on the disk."""
 
     step: int
     metrics: Mapping[str, float]
     created: float = 0.0
+    nbytes: int = 0
 
 
 class _Rule(Protocol):

@@ -15,13 +15,18 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import xxhash
+
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from .buffers import aligned
 from .disk import Disk, opened, read_file
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
-_OURS = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors|treering\.json\.[0-9a-f]{6}\.tmp")
+_OURS = re.compile(
+    r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors|metrics-[0-9a-f]{16}-\d{20}-[0-9a-f]{6}\.json"
+    r"|(treering|metrics)\.json\.[0-9a-f]{6}\.tmp"
+)
 _TRIES = 50  # at making a file, while others tidy up
 
 Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
@@ -119,7 +124,7 @@ class Transaction(Files):
         try:
             for attempt in range(_TRIES):
                 try:
-                    self._make_dirs(path)
+                    make_dirs(disk, path, self.made)
                     self.create(name)
                     break
                 except FileNotFoundError:  # somebody tidied the empty directory away
@@ -195,15 +200,17 @@ class Transaction(Files):
         self.disk.truncate(fd, len(data))
         self.disk.sync(fd)
 
-    def _make_dirs(self, path: str) -> None:
-        parent = os.path.dirname(path)
-        if self.disk.stat(path):
-            return
-        self._make_dirs(parent)
-        with contextlib.suppress(FileExistsError):
-            self.disk.make_dir(path)
-            self.made.append(path)
-        self.disk.sync_dir(parent)
+
+def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
+    """Makes a directory and its parents, durably; those that were missing are added to `made`, outermost first."""
+    parent = os.path.dirname(path)
+    if disk.stat(path):
+        return
+    make_dirs(disk, parent, made)
+    with contextlib.suppress(FileExistsError):
+        disk.make_dir(path)
+        made.append(path)
+    disk.sync_dir(parent)
 
 
 def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) -> None:
@@ -222,10 +229,12 @@ def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) ->
 def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
     def left_over() -> list[str]:
         try:
-            keep = set(named(read_file(disk, os.path.join(path, MANIFEST))))
+            data = read_file(disk, os.path.join(path, MANIFEST))
+            keep, metrics = set(named(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
         except FileNotFoundError:
-            keep = set()
-        return [name for name in disk.list(path) if _OURS.fullmatch(name) and name not in keep]
+            keep, metrics = set(), "/"
+        found = [name for name in disk.list(path) if _OURS.fullmatch(name) and name not in keep]
+        return [name for name in found if not name.startswith(metrics)]
 
     synced = False
     try:
@@ -270,6 +279,11 @@ def _logged(path: str) -> Iterator[None]:
 
 def delete(disk: Disk, path: str, named: Named) -> None:
     """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
+    withdraw(disk, path, named)()
+
+
+def withdraw(disk: Disk, path: str, named: Named) -> Callable[[], None]:
+    """Takes a checkpoint away, which is quick; what this returns removes its files, which is not."""
     manifest = os.path.join(path, MANIFEST)
     try:
         names = list(named(read_file(disk, manifest)))
@@ -277,11 +291,16 @@ def delete(disk: Disk, path: str, named: Named) -> None:
         names = []  # cleaning up finds its files once it has no manifest
     with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
         disk.unlink(manifest)
-        disk.sync_dir(path)
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            disk.unlink(os.path.join(path, name))
-    clean(disk, path, named, remove_empty=True)
+
+    def remove() -> None:
+        if disk.stat(path):
+            disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                disk.unlink(os.path.join(path, name))
+        clean(disk, path, named, remove_empty=True)
+
+    return remove
 
 
 def pinned(disk: Disk, path: str) -> bool:

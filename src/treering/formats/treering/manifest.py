@@ -94,9 +94,9 @@ def xxh3(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The bytes of the file, its own checksum at the end."""
-    body = msgspec.json.encode(manifest)[:-1]
+def seal(content: msgspec.Struct) -> bytes:
+    """The bytes of a file with this content, its own checksum at the end."""
+    body = msgspec.json.encode(content)[:-1]
     return body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n'
 
 

@@ -18,7 +18,7 @@ from ...stores.buffers import adoptable
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
 from .. import Problem, safetensors
-from . import manifest
+from . import manifest, metrics
 from .files import ArrayFile, Memory, Part, in_parallel, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
@@ -60,6 +60,9 @@ class Reader:
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metrics = {n: decode("float", v) for n, v in self._manifest.metrics.items()}
+        for _, found in metrics.read(disk, path, self.identity):
+            if isinstance(found, dict):  # damaged ones are told by `problems`
+                self.metrics.update(found)
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
@@ -75,6 +78,11 @@ class Reader:
                 self._raise_missing(file.name)
             if found.st_size != file.size:
                 raise CorruptError(f"{path}: expected {file.size} bytes, found {found.st_size}; it is cut short")
+
+    def hold(self) -> None:
+        """Opens all array files, so that they can be read when the checkpoint has been deleted."""
+        for number in range(len(self._manifest.files)):
+            self._file(number)
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
@@ -123,6 +131,9 @@ class Reader:
                 continue
             for block in bad:
                 yield Problem(listed.name, file.leaves(block), block, "the bytes are not those that were saved")
+        for name, found in metrics.read(self._disk, self.path, self.identity):
+            if isinstance(found, CorruptError):
+                yield Problem(name, (), None, str(found))
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
                 try:

@@ -5,6 +5,7 @@ import datetime
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ... import _shares
 from ..._collector import paused
 from ..._crew import Crew
 from ..._leaves import Content
+from ..._pending import Written
 from ..._processes import Call
 from ..._sharding import Box
 from ..._shares import Piece, Share
@@ -56,13 +58,14 @@ class Job(NamedTuple):
     info: Info
 
 
-def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
-    """Writes a checkpoint durably, together with the other processes of the call; returns its size in bytes.
+def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
+    """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits. Leaves nothing behind when it fails, unless it cannot know what became of the
     checkpoint: then its files stay for whoever cleans up there next.
     """
     files: Any = None
+    watch = _Watch()
     undurable: SaveError | None = None
 
     def begin() -> list[Any]:
@@ -94,12 +97,15 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
                 feed.need([piece.source for piece in pieces], [piece.nbytes for piece in pieces])
             planned = layout.plan(job.content.entries, pieces, token, call.index, call.count)
         call.doing("writing")
-        report = [(_write_file(disk, files, file, pieces, feed, crew), file.first) for file in planned]
+        watch.begin()
+        report = [(_write_file(disk, files, file, pieces, feed, crew, watch), file.first) for file in planned]
         if call.index:
             disk.sync_dir(job.path)
+        watch.lap("sync")
         call.doing("waiting for the commit")
         nbytes, problem = call.agree(msgspec.to_builtins(report), commit)
         files.close()
+        watch.lap("commit")
     except BaseException as error:
         if files and call.undecided:
             files.close()
@@ -113,7 +119,24 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> int:
     if problem:
         call.close()  # not with the error, for the others have been told, and keep their files
         raise undurable or SaveError(problem)
-    return nbytes
+    return Written(nbytes, watch.seconds["write"], watch.seconds["sync"], watch.seconds["commit"])
+
+
+class _Watch:
+    """Where the time goes."""
+
+    def __init__(self) -> None:
+        self.seconds = {"write": 0.0, "sync": 0.0, "commit": 0.0}
+        self.begin()
+
+    def begin(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """The time since the last lap was spent on this."""
+        now = time.perf_counter()
+        self.seconds[what] += now - self._since
+        self._since = now
 
 
 def _manifest(
@@ -129,7 +152,7 @@ def _manifest(
     with paused():
         by_leaf = _shares.unshared(job.content.shardings, pieces) if everyone is None else everyone
         leaves, layouts = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
-    return manifest.encode(
+    return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
@@ -159,7 +182,7 @@ def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.Fil
 
 
 def _write_file(
-    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew
+    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew, watch: _Watch
 ) -> manifest.File:
     fd = files.create(file.name)
     size = len(file.header) + file.nbytes
@@ -170,7 +193,9 @@ def _write_file(
     buffer[: len(header)] = header
     disk.write(fd, buffer, 0)
     disk.truncate(fd, size)
+    watch.lap("write")
     disk.sync(fd)
+    watch.lap("sync")
     return manifest.File(file.name, size, len(header), manifest.xxh3(header))
 
 
@@ -196,6 +221,7 @@ def _write_buffer(
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
                 disk.write(fd, buffer[: round_up(end - begin)], len(file.header) + begin)
+                feed.moved(end - begin)
         except BaseException as error:
             feed.fail(error)  # the other threads stop at once
             raise

@@ -1,0 +1,135 @@
+"""Data iterators as leaves: what is saved of them, and how they get it back.
+
+An iterator is what has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`. Its state
+is of one process, and plain: numbers, text, bytes, containers and small NumPy arrays.
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from . import _dtypes
+from ._catalogue import ValueEntry, decode, encode
+from .errors import CorruptError, MismatchError, UnsupportedError
+
+_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+_MOST = 1 << 20  # bytes of a state: all processes' states go through process 0 into the manifest
+_DEEPEST = 100
+_GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
+
+
+def is_iterator(leaf_type: type) -> bool:
+    """Whether leaves of a type have a state to save."""
+    return any(callable(getattr(leaf_type, name, None)) for name, _ in _METHODS) and _methods(leaf_type) is not None
+
+
+def state_of(leaf: Any) -> Any:
+    """The state of an iterator as JSON. Raises `UnsupportedError` for what no manifest can hold."""
+    get, _ = _methods(type(leaf)) or ("", "")
+    state = _encode(getattr(leaf, get)(), "", 0)
+    if (size := len(msgspec.json.encode(state))) > _MOST:
+        raise UnsupportedError(
+            f"an iterator whose state takes {size} bytes; expected at most {_MOST}: save large buffers as arrays"
+        )
+    return state
+
+
+def together(path: str, states: Sequence[Any]) -> ValueEntry:
+    """The entry of an iterator, from the states of all processes; Grain's elastic ones have one for all.
+
+    Raises `MismatchError` when processes do not agree on such a state.
+    """
+    elastic = [state for state in states if state[0] == "dict" and [key for key, _ in state[1]] == [["str", _GLOBAL]]]
+    if len(elastic) == len(states):
+        if any(state != states[0] for state in states):
+            raise MismatchError(
+                f"{path}: an elastic iterator is at another position in each process; expected the same"
+            )
+        return ValueEntry(path, "iterator", ["all", [states[0]]])
+    return ValueEntry(path, "iterator", ["each", list(states)])
+
+
+def decoded(value: Any) -> list[Any]:
+    """The states, one per process or a single one for all."""
+    return [_decode(state, 0) for state in _states(value)[1]]
+
+
+def state(entry: Any) -> Any:
+    """The state of this process, as `state_of` gave it, before those of the others are there."""
+    return entry.value[1][0]
+
+
+def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
+    """The state for one of `count` processes, and how many processes have saved theirs; None when that differs."""
+    kind, states = _states(entry.value)
+    if kind == "all":
+        return _decode(states[0], 0), count
+    return _decode(states[index], 0) if len(states) == count else None, len(states)
+
+
+def put_back(path: str, leaf: Any, state: Any) -> None:
+    """Sets an iterator to a state. Raises `MismatchError` when it does not take it."""
+    _, put = _methods(type(leaf)) or ("", "")
+    try:
+        getattr(leaf, put)(state)
+    except Exception as error:
+        raise MismatchError(
+            f"{path}: this {type(leaf).__name__} does not take the state that was saved: {error!r}"
+        ) from error
+
+
+def _methods(leaf_type: type) -> tuple[str, str] | None:
+    return next((names for names in _METHODS if all(callable(getattr(leaf_type, name, None)) for name in names)), None)
+
+
+def _states(value: Any) -> tuple[str, list[Any]]:
+    try:
+        kind, states = value
+        if isinstance(states, list) and ((kind == "all" and len(states) == 1) or (kind == "each" and states)):
+            return kind, states
+    except (ValueError, TypeError):
+        pass
+    raise CorruptError(f"expected the states of an iterator, found {value!r:.100}")
+
+
+def _encode(value: Any, where: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise UnsupportedError(f"an iterator whose state is nested more than {_DEEPEST} levels deep")
+    kind = type(value)
+    if kind is dict:
+        return [
+            "dict",
+            [[_encode(k, where, depth + 1), _encode(v, f"{where}[{k!r}]", depth + 1)] for k, v in value.items()],
+        ]
+    if kind in (list, tuple):
+        return [kind.__name__, [_encode(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]]
+    if kind is np.ndarray or isinstance(value, np.generic):
+        array = np.asarray(value)
+        text = _dtypes.to_text(array.dtype)
+        data = np.ascontiguousarray(array, _dtypes.to_numpy(text)).tobytes()
+        return ["array", [kind is np.ndarray, text, list(array.shape), base64.b64encode(data).decode()]]
+    try:
+        return list(encode(value))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"an iterator with {error} in its state{where and ', at ' + where}") from None
+
+
+def _decode(value: Any, depth: int) -> Any:
+    try:
+        kind, content = value
+        if depth > _DEEPEST:
+            raise ValueError
+        if kind == "dict":
+            return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in content}
+        if kind in ("list", "tuple"):
+            return (list if kind == "list" else tuple)(_decode(item, depth + 1) for item in content)
+        if kind == "array":
+            is_array, text, shape, data = content
+            array = np.frombuffer(base64.b64decode(data, validate=True), _dtypes.to_numpy(text)).reshape(shape).copy()
+            return array if is_array else array[()]
+    except (ValueError, TypeError, KeyError):
+        raise CorruptError(f"expected the state of an iterator, found {value!r:.100}") from None
+    return decode(kind, content)

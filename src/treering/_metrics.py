@@ -1,0 +1,69 @@
+"""Metrics: named real numbers that say how good a checkpoint is."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import _run, stores
+from ._catalogue import encode_float
+from ._paths import absolute
+from .errors import MismatchError, NotFoundError, UnsupportedError
+from .formats.treering import manifest, metrics
+from .stores.disk import Disk, read_file
+from .stores.local import MANIFEST
+
+_log = logging.getLogger("treering")
+
+
+def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
+    """Metrics as they are written. Raises `MismatchError` for what is no real scalar."""
+    numbers: dict[str, float | str] = {}
+    for name, value in (found or {}).items():
+        array = np.asarray(value)
+        if not isinstance(name, str) or array.shape != () or array.dtype.kind not in "biufV":
+            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
+        numbers[name] = encode_float(float(array))
+    return numbers
+
+
+def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
+    """Adds metrics to a step that is saved already, durably; of those with one name the last counts.
+
+    >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
+
+    Any job may do so, an evaluator beside the one that trains, whose `keep.best` and `best_step` then know them.
+    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for what is no real scalar, and
+    `UnsupportedError` for a step that another library wrote.
+    """
+    from ._checkpoint import index
+
+    place, number, numbers = absolute(run), index(step), encoded(metrics)
+    path = _run.all_steps(place).get(number)
+    if path is None:
+        raise NotFoundError(f"{place}: expected step {number}, found none; was it deleted meanwhile?")
+    _write(path, number, numbers)
+
+
+def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
+    if not stores.DISK.stat(os.path.join(path, MANIFEST)):
+        raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
+    try:
+        data = read_file(stores.DISK, os.path.join(path, MANIFEST))
+        manifest.check(data, path)
+        metrics.write(stores.DISK, path, manifest.xxh3(data), numbers)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
+
+
+def recorded(disk: Disk, path: str, identity: str) -> dict[str, float]:
+    """What was added to a checkpoint. A damaged file is logged, and does not count."""
+    found: dict[str, float] = {}
+    for _, content in metrics.read(disk, path, identity):
+        if isinstance(content, dict):
+            found.update(content)
+        else:
+            _log.warning("metrics that were recorded do not count: %s", content)
+    return found

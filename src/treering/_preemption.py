@@ -1,0 +1,66 @@
+"""Whether a job is about to be stopped, as the machines of a cluster announce it: by SIGTERM."""
+
+import itertools
+import os
+import signal
+import threading
+from typing import Any
+
+from . import _processes
+from .errors import MismatchError, UnsupportedError
+
+_calls = itertools.count(1)  # in which JAX was asked; its number, for all Checkpointers of a process
+_announced = threading.Event()  # JAX has said so
+
+
+class Preemption:
+    """Listens for the announcement; with several processes JAX does, and says at which call all have heard it."""
+
+    def __init__(self) -> None:
+        self._noticed = self._closed = False
+        self._together = _processes.several()
+        if self._together:
+            _check_service()
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise UnsupportedError(
+                "save_on_preemption=True: Python sets signal handlers in the main thread alone; make the Checkpointer "
+                "there, or catch SIGTERM yourself and save with force=True"
+            )
+        self._earlier: Any = signal.signal(signal.SIGTERM, self._handle)
+
+    def reached(self) -> bool:
+        """Whether to save now; from then on always. With several processes every one asks as often as the others."""
+        if self._together and not self._noticed:
+            from jax.experimental import multihost_utils
+
+            # Numbered by calls, not by steps: JAX chooses the number after the largest that it has heard of.
+            if _announced.is_set() or multihost_utils.reached_preemption_sync_point(next(_calls)):
+                _announced.set()
+                self._noticed = True
+        return self._noticed
+
+    def close(self) -> None:
+        """Puts the earlier handler back, unless somebody else has set one since."""
+        self._closed = True
+        here = threading.current_thread() is threading.main_thread()
+        if here and not self._together and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._earlier)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._noticed = True
+        if callable(self._earlier):
+            self._earlier(number, frame)
+        elif self._closed and self._earlier == signal.SIG_DFL:  # only somebody else's handler has led here
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _check_service() -> None:
+    from jax._src import distributed
+
+    if distributed.global_state.preemption_sync_manager is None:
+        raise MismatchError(
+            "save_on_preemption=True: expected JAX's preemption service, by which all processes agree on the step to "
+            "save; set jax_enable_preemption_service before jax.distributed.initialize"
+        )

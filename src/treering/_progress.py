@@ -1,0 +1,54 @@
+"""Progress bars, where a person looks."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _processes
+from ._catalogue import ArrayEntry
+from ._sharding import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .formats import Reader
+
+
+@contextlib.contextmanager
+def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """What is to be called with the bytes that were moved, of `nbytes` in all.
+
+    Nothing is shown unless that is wanted, stderr is a terminal and this is process 0.
+    """
+    if not wanted or not sys.stderr.isatty() or _processes.position()[0]:
+        yield lambda nbytes: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(what, total=nbytes)
+        yield lambda nbytes: shown.advance(task, nbytes)
+
+
+class Watched:
+    """A reader that tells how many bytes it has read."""
+
+    def __init__(self, reader: "Reader", moved: Callable[[int], None]):
+        self._reader, self._moved = reader, moved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> "list[np.ndarray]":
+        arrays = self._reader.read(wanted, **options)
+        self._moved(sum(array.nbytes for array in arrays))
+        return arrays

@@ -1,0 +1,113 @@
+"""What is done around the saves of a run, in the background: leftovers, retention, reports."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from . import _run, stores
+from ._history import History
+from ._pending import SaveReport
+from .formats.treering import manifest
+from .keep import Policy
+from .stores import local
+from .stores.writer_lock import WriterLock
+
+_log = logging.getLogger("treering")
+
+
+class Upkeep:
+    """The `_save.Manager` of a run. None of what it does after a commit may fail the save."""
+
+    def __init__(self, history: History, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
+        self._history, self._keep, self._on_save = history, keep, on_save
+        self.lock = WriterLock(stores.DISK, history.root)
+        self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
+        self._cleaned = False
+        self._chores = _Chores()
+
+    def enter(self) -> None:
+        """Raises `ExistsError` when somebody else writes the run."""
+        self.lock.acquire()
+
+    def before(self) -> None:
+        """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
+        if self._cleaned:
+            return
+        root = self._history.root
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                stores.DISK.unlink(os.path.join(root, _run.FINISHED))
+            for name in stores.DISK.list(root):
+                if _run.parse(name, self._history.prefix) is not None:
+                    local.clean(stores.DISK, os.path.join(root, name), manifest.file_names, remove_empty=True)
+            self._cleaned = True
+        except OSError:
+            _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
+
+    def after(self, report: SaveReport) -> None:
+        """After a commit: takes away what the policy does not want, and tells who wants to know."""
+        try:
+            self._retain(report.step)
+        except Exception:  # a policy may be anybody's code, and the checkpoint is committed
+            _log.exception("deleting old steps failed; it is tried again after the next save")
+        if on_save := self._on_save:
+            self._chores.add("on_save", lambda: on_save(report))
+
+    def close(self) -> None:
+        """Returns when all is done, and lets others write the run."""
+        self._chores.wait()
+        self.lock.release()
+
+    def _retain(self, step: int | None) -> None:
+        if self._keep is None:
+            return
+        saved = self._history.good()
+        wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
+        committed = self._history.committed()
+        for one in saved:
+            path = committed.get(one.step)
+            if path and one.step not in wanted and not local.pinned(stores.DISK, path):
+                self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, manifest.file_names))
+
+
+class _Chores:
+    """Does one thing after another in a thread that ends when nothing is left; errors are logged."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, what: str, do: Callable[[], object]) -> None:
+        with self._lock:
+            self._queue.put((what, do))
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:  # the interpreter is about to end, and starts no more threads
+                    self._do_next()
+
+    def wait(self) -> None:
+        """Returns when everything is done."""
+        while thread := self._thread:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._queue.empty():
+                    self._thread = None
+                    return
+            self._do_next()
+
+    def _do_next(self) -> None:
+        what, do = self._queue.get()
+        try:
+            do()
+        except Exception:
+            _log.exception("%s failed", what)

@@ -1,0 +1,67 @@
+"""Metrics that were found after a checkpoint was saved, in files of their own beside it. `docs/format.md` has them.
+
+The name of such a file says which manifest it belongs to, and when it was written.
+"""
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from ..._catalogue import decode
+from ...errors import CorruptError
+from ...stores.buffers import aligned
+from ...stores.disk import Disk, read_file
+from ...stores.local import Files
+from . import manifest
+
+_NAME = re.compile(r"metrics-([0-9a-f]{16})-(\d{20})-[0-9a-f]{6}\.json")
+
+
+class _File(msgspec.Struct, frozen=True):
+    metrics: dict[str, float | str]
+
+
+def write(disk: Disk, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
+    """Adds metrics, durably, to the checkpoint whose manifest has the checksum `identity`."""
+    token = secrets.token_hex(3)
+    data = manifest.seal(_File(dict(metrics)))
+    buffer = aligned(len(data))
+    buffer[: len(data)] = data
+    temporary = os.path.join(path, f"metrics.json.{token}.tmp")
+    files = Files(disk, path, token)
+    try:
+        fd = files.create(os.path.basename(temporary))
+        disk.write(fd, buffer, 0)
+        disk.truncate(fd, len(data))
+        disk.sync(fd)
+        disk.link(temporary, os.path.join(path, f"metrics-{identity}-{time.time_ns():020}-{token}.json"))
+    finally:
+        files.abort()  # of the two names, the temporary one
+    disk.sync_dir(path)
+
+
+def names(disk: Disk, path: str, identity: str) -> list[str]:
+    """The files that belong to a checkpoint, the oldest first."""
+    found = (match for name in disk.list(path) if (match := _NAME.fullmatch(name)))
+    return [match[0] for match in sorted(found, key=lambda match: (match[2], match[0])) if match[1] == identity]
+
+
+def read(disk: Disk, path: str, identity: str) -> Iterator[tuple[str, dict[str, float] | CorruptError]]:
+    """The files and what they hold, or what is wrong with them, the oldest first."""
+    for name in names(disk, path, identity):
+        file = os.path.join(path, name)
+        try:
+            data = read_file(disk, file)
+            manifest.check(data, file)
+            found = msgspec.json.decode(data, type=_File).metrics
+            yield name, {metric: decode("float", value) for metric, value in found.items()}
+        except FileNotFoundError:
+            continue  # deleted with its checkpoint meanwhile
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            yield name, CorruptError(f"{file}: not a file of metrics: {error}")
+        except CorruptError as error:
+            yield name, error

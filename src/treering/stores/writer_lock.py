@@ -1,0 +1,106 @@
+"""One writer at a time for a run: a locked file that says who it is."""
+
+import contextlib
+import datetime
+import os
+import socket
+import weakref
+
+import msgspec
+
+from ..errors import ExistsError, SaveError
+from .disk import Disk
+from .local import make_dirs
+
+NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
+_MOST = 4096  # bytes of it that are read
+_held: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+
+
+class WriterLock:
+    """The right to write a run. A process that ends, in whatever way, gives it back."""
+
+    def __init__(self, disk: Disk, run: str):
+        self._disk, self._run = disk, run
+        self._fd = -1
+        self._close: weakref.finalize | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock unless it is held already, and makes the run's directory.
+
+        Raises `ExistsError` that says who else has it. Where files cannot be locked, everybody may write.
+        """
+        if self._close and self._close.alive:
+            return
+        try:
+            self._acquire()
+        except ExistsError:
+            raise
+        except OSError as error:
+            raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
+
+    def _acquire(self) -> None:
+        path = os.path.join(self._run, NAME)
+        while True:
+            make_dirs(self._disk, self._run, [])
+            fd = self._disk.open_shared(path)
+            try:
+                if self._disk.lock(fd) is False:
+                    raise ExistsError(
+                        f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
+                        "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
+                    )
+                if self._disk.same_file(fd, path):  # or the one before has removed it by now
+                    break
+            except BaseException:
+                self._disk.close(fd)
+                raise
+            self._disk.close(fd)
+        self._fd = fd
+        self._close = weakref.finalize(self, _give_back, self._disk, fd, path)
+        _held.add(self)
+        with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
+            self._disk.truncate(fd, 0)
+            self._disk.write(fd, memoryview(_word()), 0)
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        if self._close:
+            self._close()
+
+    def forget(self) -> None:
+        """Leaves the lock to the process that this one was forked from."""
+        if self._close and self._close.detach():
+            self._disk.close(self._fd)
+
+
+def _give_back(disk: Disk, fd: int, path: str) -> None:
+    with contextlib.suppress(OSError):
+        disk.unlink(path)
+    disk.close(fd)
+
+
+def _word() -> bytes:
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return msgspec.json.encode({"host": socket.gethostname(), "process": os.getpid(), "since": since})
+
+
+def _holder(disk: Disk, fd: int) -> str:
+    buffer = bytearray(min(disk.size(fd), _MOST))
+    disk.read(fd, memoryview(buffer), 0)
+    try:
+        word = msgspec.json.decode(buffer, type=dict[str, str | int])
+        return f"process {word['process']} on {word['host']}, since {word['since']},"
+    except (msgspec.MsgspecError, KeyError):  # it has only just got it
+        return "another process"
+
+
+def _let_go_after_fork() -> None:
+    """A child shares its parent's lock, and would hold on to it when the parent is dead."""
+    for lock in list(_held):
+        with contextlib.suppress(OSError):
+            lock.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_after_fork)

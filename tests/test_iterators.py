@@ -1,0 +1,268 @@
+"""Data iterators as leaves."""
+
+import itertools
+import pathlib
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import treering as tr
+from treering import _iterators
+from treering.errors import CorruptError, MismatchError, UnsupportedError
+
+from .helpers import assert_same
+from .jobs import run_job
+
+
+def dataset_iterator() -> Any:
+    return iter(grain.MapDataset.range(1000).shuffle(seed=1).map(lambda x: x * 2).batch(4).to_iter_dataset())
+
+
+def prefetched_iterator() -> Any:
+    return iter(grain.MapDataset.range(1000).shuffle(seed=1).to_iter_dataset().filter(lambda x: x % 3 > 0).batch(4))
+
+
+def loader_iterator() -> Any:
+    sampler = grain.samplers.IndexSampler(1000, shuffle=True, seed=3, shard_options=grain.sharding.NoSharding())
+    return iter(grain.DataLoader(data_source=range(1000), sampler=sampler, worker_count=0))
+
+
+def elastic_iterator() -> Any:
+    return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, grain.sharding.NoSharding()))
+
+
+class Stateful:
+    """What PyTorch's stateful loaders look like."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __iter__(self) -> "Stateful":
+        return self
+
+    def __next__(self) -> int:
+        self.n += 1
+        return self.n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "rng": np.arange(self.n, dtype=np.uint32), "deep": ({1: b"x", None: 2.5}, [True])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rng = state.pop("rng")
+        assert rng.dtype == np.uint32 and rng.tolist() == list(range(state["n"])) and rng.flags.writeable
+        assert repr(state) == repr({"n": state["n"], **DEEP})
+        self.n = state["n"]
+
+
+DEEP = {"deep": ({1: b"x", None: 2.5}, [True])}
+KINDS = {
+    "dataset": dataset_iterator,
+    "prefetched": prefetched_iterator,
+    "loader": loader_iterator,
+    "elastic": elastic_iterator,
+    "stateful": Stateful,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drawn", [0, 1, 7])
+def test_an_iterator_goes_on_where_it_was_saved(tmp_path: pathlib.Path, kind: str, drawn: int) -> None:
+    data = KINDS[kind]()
+    for _ in range(drawn):
+        next(data)
+    pending = tr.save_async(tmp_path / "c", {"step": drawn, "data": data, "w": jnp.ones(3)})
+    expected = list(itertools.islice(data, 5))  # at once: the state is that of the call
+    pending.result()
+    other = KINDS[kind]()
+    next(other)
+    found = tr.restore(tmp_path / "c", like={"step": 0, "data": other, "w": jnp.zeros(3)})
+    assert found["data"] is other and found["step"] == drawn
+    assert_same(list(itertools.islice(other, 5)), expected)
+
+
+def test_a_numpy_generator_of_the_old_kind_is_one_too(tmp_path: pathlib.Path) -> None:
+    rng = np.random.RandomState(3)
+    rng.rand(7)
+    tr.save(tmp_path / "c", {"rng": rng})
+    expected = rng.rand(5)
+    other = np.random.RandomState(0)
+    tr.restore(tmp_path / "c", like={"rng": other})
+    assert (other.rand(5) == expected).all()
+
+
+def test_without_a_template_the_states_come_back(tmp_path: pathlib.Path) -> None:
+    data = dataset_iterator()
+    next(data)
+    tr.save(tmp_path / "c", {"data": data})
+    assert tr.restore(tmp_path / "c") == {"data": [{"next_index": 1}]} and tr.open(tmp_path / "c")["data"] == [
+        {"next_index": 1}
+    ]
+    assert "data  iterator [{'next_index': 1}]" in str(tr.open(tmp_path / "c"))
+    assert tr.verify(tmp_path / "c").ok and not tr.diff(tmp_path / "c", tmp_path / "c")
+
+
+def test_nothing_is_set_unless_everything_else_matched(tmp_path: pathlib.Path) -> None:
+    data = Stateful()
+    next(data)
+    tr.save(tmp_path / "c", {"data": data, "w": np.ones(100_000), "z": 1})
+    other = Stateful()
+    with pytest.raises(MismatchError, match="w: expected float64"):
+        tr.restore(tmp_path / "c", like={"data": other, "w": np.ones(4), "z": 1})
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptError):
+        tr.restore(tmp_path / "c", like={"data": other, "w": np.ones(100_000), "z": 1})
+    assert other.n == 0
+    tr.restore(tmp_path / "c", like={"data": other, "w": ..., "z": 1})
+    assert other.n == 1
+
+
+def test_what_does_not_fit(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"data": Stateful(), "x": 1})
+    for like, error in (
+        ({"data": 1, "x": 1}, "data: expected int, found iterator"),
+        ({"data": np.ones(3), "x": 1}, "data: expected float64.*, found iterator"),
+        ({"data": Stateful(), "x": Stateful()}, "x: expected the state of a Stateful, found int"),
+        ({"data": Stateful(), "x": 1, "y": Stateful()}, "y: expected Stateful, found nothing"),
+        ({"x": 1}, "data: expected nothing, found iterator"),
+    ):
+        with pytest.raises(MismatchError, match=error):
+            tr.restore(tmp_path / "c", like=like)
+    own = Stateful()
+    found = tr.restore(tmp_path / "c", like={"data": Stateful(), "x": 1, "y": own}, missing=["y"])
+    assert found["y"] is own
+
+    class Refuses(Stateful):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("position")
+
+    with pytest.raises(MismatchError, match=r"data: this Refuses does not take the state that was saved: KeyError"):
+        tr.restore(tmp_path / "c", like={"data": Refuses(), "x": 1})
+
+
+def test_states_that_no_manifest_can_hold(tmp_path: pathlib.Path) -> None:
+    class Odd(Stateful):
+        state: Any = None
+
+        def state_dict(self) -> Any:
+            return {"inner": [1, self.state]}
+
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    for state, error in (
+        (object(), r"data: an iterator with a builtins.object in its state, at \['inner'\]\[1\]"),
+        (np.ones(1 << 20), "data: an iterator whose state takes .* bytes; expected at most 1048576"),
+        (deep, "more than 100 levels deep"),
+        (np.array([None]), "pickled objects are never written"),
+    ):
+        Odd.state = state
+        with pytest.raises(UnsupportedError, match=error):
+            tr.save(tmp_path / "c", {"data": Odd()})
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "flax", "fjformer", "equinox", "orbax", "t5x", "levanter"])
+def test_other_formats_refuse_iterators_by_name(tmp_path: pathlib.Path, format: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"a/data: only the native format holds the state of data iterators"):
+        tr.save(tmp_path / "c", {"a": {"data": Stateful()}, "w": np.ones(3)}, format=format)
+    assert not (tmp_path / "c").exists()
+    tr.save(tmp_path / "n", {"a": {"data": Stateful()}, "w": np.ones(3, np.float32)})
+    tr.convert(tmp_path / "n", tmp_path / "c", format=format, rules=[tr.rules.drop("a/data")])
+
+
+def test_an_iterator_in_a_run(tmp_path: pathlib.Path) -> None:
+    def init(data: Any) -> Any:
+        return {"n": jnp.zeros((), jnp.int32), "data": data}
+
+    expected = list(itertools.islice(dataset_iterator(), 12))
+    seen: list[Any] = []
+    for _ in range(3):
+        data = dataset_iterator()
+        with tr.Checkpointer(tmp_path) as ckpts:
+            tree, step = ckpts.restore_or_init(lambda data=data: init(data))
+            assert tree["data"] is data and int(tree["n"]) == step == len(seen)
+            for number in range(step + 1, step + 5):
+                seen.append(next(tree["data"]))
+                tree = {**tree, "n": tree["n"] + 1}
+                ckpts.save(number, tree)
+    assert_same(seen, expected)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(json_like)
+def test_every_plain_state_comes_back(state: Any) -> None:
+    class Fixed(Stateful):
+        def state_dict(self) -> Any:
+            return state
+
+    entry = _iterators.together("x", [_iterators.state_of(Fixed())])
+    (found,) = entry.decode()
+    assert found == state and repr(found) == repr(state)
+
+
+@given(json_like)
+def test_hostile_states_are_corrupt_and_nothing_else(value: Any) -> None:
+    for entry in (value, ["each", value], ["all", [value]], ["each", [["array", value]]], ["each", [["dict", value]]]):
+        try:
+            _iterators.decoded(entry)
+        except (CorruptError, UnsupportedError):
+            pass
+
+
+@pytest.mark.slow
+def test_every_process_has_its_own_state(tmp_path: pathlib.Path) -> None:
+    body = """
+import grain
+def make():
+    shard = grain.MapDataset.range(1000)[INDEX::COUNT].shuffle(seed=2)
+    return iter(shard.to_iter_dataset())
+def elastic():
+    options = grain.sharding.ShardOptions(shard_index=INDEX, shard_count=COUNT)
+    return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, options))
+data, whole = make(), elastic()
+for _ in range(3 + 2 * INDEX):
+    next(data)
+for _ in range(5):
+    next(whole)
+tree = {"data": data, "whole": whole, "w": put(np.arange(8.0), P("x"))}
+tr.save(tmp / "c", tree, timeout=20)
+expected = [int(next(data)) for _ in range(4)]
+other, again = make(), elastic()
+tr.restore(tmp / "c", like={"data": other, "whole": again, "w": tree["w"]})
+assert [int(next(other)) for _ in range(4)] == expected
+assert (next(again) == next(whole)).all()
+next(whole)
+problem = caught(tr.save, tmp / "d", {"whole": whole if INDEX else elastic()}, timeout=20)
+report([expected, problem])
+"""
+    results = run_job(tmp_path, body, processes=2)
+    assert results[0].report[0] != results[1].report[0]
+    for result in results:
+        kind, text = result.report[1]
+        assert kind == "MismatchError" and "whole: an elastic iterator is at another position" in text
+    with pytest.raises(MismatchError, match=r"data: expected the states of 1 iterators, .* found those of 2; restore"):
+        tr.restore(tmp_path / "c", like={"data": dataset_iterator(), "whole": elastic_iterator(), "w": ...})
+    alone = elastic_iterator()
+    tr.restore(tmp_path / "c", like={"data": ..., "whole": alone, "w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    assert next(alone).tolist() == list(range(40, 48))
+    assert [len(states) for states in (tr.open(tmp_path / "c")["data"], tr.open(tmp_path / "c")["whole"])] == [2, 1]

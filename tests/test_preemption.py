@@ -1,0 +1,157 @@
+"""Jobs that are told to stop."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import treering as tr
+from treering.errors import UnsupportedError
+
+from .jobs import run_job
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == before, "the handler is put back"
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_save_after_a_sigterm_saves_in_any_case(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
+        assert ckpts.save(1, {"x": 1}) is None and not ckpts.preempted
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ckpts.preempted, "nothing is saved yet"
+        assert ckpts.save(2, {"x": 2}) is not None and ckpts.preempted
+        assert ckpts.save(3, {"x": 3}) is None and ckpts.preempted, "once is enough"
+    assert tr.steps(tmp_path) == [2]
+
+
+def test_a_step_that_is_saved_already_is_enough(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, save_on_preemption=True) as ckpts:
+        ckpts.save(1, {"x": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ckpts.save(1, {"x": 1}, on_exists="skip") is None and ckpts.preempted
+
+
+def test_without_the_option_sigterm_means_what_it_meant(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": 1})
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not ckpts.preempted
+
+
+def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        outer = tr.Checkpointer(tmp_path / "a", save_every=100, save_on_preemption=True)
+        inner = tr.Checkpointer(tmp_path / "b", save_every=100, save_on_preemption=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert outer.save(1, {"x": 1}) and inner.save(1, {"x": 1}) and outer.preempted and inner.preempted
+        inner.close()
+        outer.close()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
+    ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
+    ours = signal.getsignal(signal.SIGTERM)
+    assert callable(ours)
+    later = lambda number, frame: ours(number, frame)  # noqa: E731
+    signal.signal(signal.SIGTERM, later)
+    ckpts.close()
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_closed_one_that_another_handler_still_calls_lets_the_process_end(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, signal, treering as tr
+ckpts = tr.Checkpointer({str(tmp_path)!r}, save_on_preemption=True)
+ours = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *args: ours(*args))
+ckpts.close()
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGTERM and not done.stdout
+
+
+def test_a_thread_that_cannot_set_handlers_is_told_so(tmp_path: pathlib.Path) -> None:
+    caught: list[Any] = []
+
+    def work() -> None:
+        try:
+            tr.Checkpointer(tmp_path, save_on_preemption=True)
+        except UnsupportedError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1 and "main thread" in caught[0] and "force=True" in caught[0]
+
+
+def test_a_loop_that_is_stopped_goes_on_where_it_was(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, signal, sys, treering as tr
+with tr.Checkpointer({str(tmp_path)!r}, save_every=1000, save_on_preemption=True) as ckpts:
+    state, step = ckpts.restore_or_init(lambda: {{"n": 0}})
+    print(step)
+    for step in range(step + 1, 100):
+        state = {{"n": state["n"] + step}}
+        if step % 30 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ckpts.save(step, state, force=step == 99)
+        if ckpts.preempted:
+            sys.exit(7)
+print(state["n"])
+"""
+    outputs = []
+    for code_expected in (7, 7, 7, 0):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == code_expected, done.stderr
+        outputs.append(done.stdout.split()[0])
+    assert outputs == ["0", "30", "60", "90"] and tr.restore(tmp_path)["n"] == sum(range(100))
+
+
+@pytest.mark.slow
+def test_all_processes_save_the_same_step(tmp_path: pathlib.Path) -> None:
+    body = """
+with tr.Checkpointer(tmp / "run", save_every=1000, save_on_preemption=True, timeout=20) as ckpts:
+    for step in range(1, 2000):
+        time.sleep(0.02 * (1 + INDEX))
+        if step == 20 and INDEX == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ckpts.save(step, {"n": step, "w": put(np.full(8, step), P("x"))})
+        if ckpts.preempted:
+            break
+report([step, ckpts.steps])
+"""
+    results = run_job(tmp_path, body, processes=2)
+    (first, steps), other = (result.report for result in results)
+    assert other == [first, steps] and steps == [first] and 20 <= first < 1000
+
+
+@pytest.mark.slow
+def test_without_jaxs_service_several_processes_are_told_so(tmp_path: pathlib.Path) -> None:
+    body = """
+from jax._src import distributed
+distributed.global_state.preemption_sync_manager = None
+report(caught(lambda: tr.Checkpointer(tmp / "run", save_on_preemption=True)))
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        assert result.report[0] == "MismatchError" and "jax_enable_preemption_service" in result.report[1]

@@ -1,0 +1,627 @@
+"""A run over its life: going back, the lock, metrics that come later, evaluators, background work."""
+
+import contextlib
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from treering.stores.disk import Disk
+
+
+def save_steps(run: pathlib.Path, steps: Any, keep: Any = None, **options: Any) -> list[int]:
+    with tr.Checkpointer(run, keep=keep) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": np.full(3, step)}, **options)
+        ckpts.wait()
+        return ckpts.steps
+
+
+def branch(run: pathlib.Path, step: int) -> float:
+    """What was saved for a step."""
+    return float(tr.restore(run, step=step)["x"][0])
+
+
+# Going back
+
+
+def test_rewinding_sets_later_steps_aside(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, range(1, 6))
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.pin(5)
+        ckpts.rewind(2)
+        assert ckpts.steps == [1, 2] and tr.steps(tmp_path) == [1, 2] and tr.open(tmp_path).step == 2
+        assert tr.steps(tmp_path / "rewound-1") == [3, 4, 5] and branch(tmp_path / "rewound-1", 4) == 4
+        assert ckpts.restore()["x"][0] == 2 and ckpts.restored_step == 2
+        ckpts.save(3, {"x": np.full(3, 33)})
+        ckpts.save(5, {"x": np.full(3, 55)})
+    assert tr.steps(tmp_path) == [1, 2, 3, 5] and branch(tmp_path, 3) == 33
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.rewind(1)
+        ckpts.rewind(1)
+    assert tr.steps(tmp_path) == [1] and tr.steps(tmp_path / "rewound-2") == [2, 3, 5]
+    assert not (tmp_path / "rewound-3").exists(), "there was nothing to set aside"
+
+
+def test_wrong_rewinds(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 3])
+    ckpts = tr.Checkpointer(tmp_path)
+    with pytest.raises(NotFoundError, match="expected step 2, found 1, 3"):
+        ckpts.rewind(2)
+    with pytest.raises(MismatchError, match="from 0"):
+        ckpts.rewind(-1)
+    ckpts.close()
+    with pytest.raises(MismatchError, match="closed"):
+        ckpts.rewind(1)
+    assert tr.steps(tmp_path) == [1, 3]
+
+
+def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Sticky(Disk):
+        moves = 0
+
+        def rename_new(self, old: str, new: str) -> None:
+            self.moves += 1
+            if self.moves == 3:
+                raise OSError(5, "Input/output error")
+            super().rename_new(old, new)
+
+    save_steps(tmp_path, range(1, 6))
+    use_disk(Sticky())
+    with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(OSError, match="Input/output"):
+        ckpts.rewind(1)
+    assert tr.steps(tmp_path) == [1, 2, 3] and tr.steps(tmp_path / "rewound-1") == [4, 5]
+
+
+def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, [10, 20, 30])
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
+        ckpts.restore(step=20)
+        assert ckpts.steps == [10, 20, 30], "looking back changes nothing"
+        ckpts.save(21, {"x": np.full(3, 21)})
+        assert "1 later steps were set aside" in caplog.text
+        ckpts.save(30, {"x": np.full(3, 300)})
+        ckpts.wait()
+        assert ckpts.steps == [20, 21, 30], "what was restored stays"
+    assert branch(tmp_path, 30) == 300 and branch(tmp_path / "rewound-1", 30) == 30
+    with tr.Checkpointer(tmp_path) as ckpts:  # the job is killed and begins again: on the new branch
+        assert ckpts.restore()["x"][0] == 300
+
+
+def test_restoring_the_latest_step_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 2])
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore(step=1)
+        ckpts.restore()
+        ckpts.save(3, {"x": np.ones(3)})
+    assert tr.steps(tmp_path) == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
+
+
+def test_steps_of_another_library_are_never_set_aside(tmp_path: pathlib.Path) -> None:
+    from flax.training import checkpoints
+
+    for step in (1, 5):
+        checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, step, keep=10)
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore(step=1)
+        with pytest.raises(UnsupportedError, match=r"checkpoint_5: behind step 1, and written by another library"):
+            ckpts.save(2, {"x": np.ones(3)})
+    assert tr.steps(tmp_path) == [1, 5]
+
+
+# One writer
+
+
+def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import sys, treering as tr
+ckpts = tr.Checkpointer({str(tmp_path)!r})
+ckpts.save(1, {{"x": 1}}); ckpts.wait()
+print("ready", flush=True); sys.stdin.read(1)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as first:
+        assert first.stdout and first.stdout.readline() == "ready\n"
+        ckpts = tr.Checkpointer(tmp_path)
+        assert ckpts.steps == [1] and ckpts.restore()["x"] == 1, "readers need no lock"
+        with pytest.raises(ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"):
+            ckpts.save(2, {"x": 2})
+        first.kill()
+        first.wait()
+        assert (tmp_path / "writer.lock").exists()
+        ckpts.save(2, {"x": 2})
+        ckpts.close()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp_path: pathlib.Path) -> None:
+    first, second = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
+    first.save(1, {"x": 1})
+    with pytest.raises(ExistsError, match=rf"process {os.getpid()} on"):
+        second.save(2, {"x": 1})
+    first.close()
+    second.save(2, {"x": 1})
+    second.wait()
+    del second
+    save_steps(tmp_path, [3])
+    assert tr.steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_child_does_not_hold_its_dead_parents_lock(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, sys, time, treering as tr
+ckpts = tr.Checkpointer({str(tmp_path)!r})
+ckpts.save(1, {{"x": 1}}); ckpts.wait()
+child = os.fork()
+if not child:
+    time.sleep(60)
+print(child, flush=True); os._exit(0)
+"""
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=-1, text=True) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+        parent.wait()
+        try:
+            assert save_steps(tmp_path, [2]) == [1, 2]
+        finally:
+            os.kill(child, 9)
+
+
+def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:
+    ckpts = tr.Checkpointer(tmp_path / "run")
+    with pytest.raises(UnsupportedError):
+        ckpts.save(1, {"x": object()})
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_writers_that_begin_at_the_same_time_are_one(tmp_path: pathlib.Path) -> None:
+    for n in range(20):
+        won: list[Any] = []
+
+        def write(run: pathlib.Path = tmp_path / str(n), won: list[Any] = won) -> None:
+            ckpts = tr.Checkpointer(run)
+            with contextlib.suppress(ExistsError):
+                ckpts.save(1, {"x": 1})
+                won.append(ckpts)
+
+        threads = [threading.Thread(target=write) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        won[0].close()
+
+
+# Saves that meet
+
+
+class Slow(Disk):
+    """Waits before each file is written until it may go on."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def preallocate(self, fd: int, size: int) -> None:
+        assert self.gate.wait(30)
+        super().preallocate(fd, size)
+
+
+def test_a_save_while_another_is_under_way_is_skipped_on_demand(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(Slow())
+    ckpts = tr.Checkpointer(tmp_path, when_busy="skip")
+    first = ckpts.save(1, {"x": 1})
+    assert first and ckpts.save(2, {"x": 2}) is None
+    disk.gate.set()
+    first.result()
+    assert ckpts.save(3, {"x": 3})
+    disk.gate.clear()
+    threading.Timer(0.1, disk.gate.set).start()
+    assert ckpts.save(4, {"x": 4}, force=True), "a forced one waits"
+    ckpts.close()
+    assert ckpts.steps == [1, 3, 4]
+
+
+def test_no_more_than_one_state_is_held_at_a_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(Slow())
+    ckpts = tr.Checkpointer(tmp_path)
+    first = ckpts.save(1, {"x": 1})
+    assert first
+    threading.Timer(0.2, disk.gate.set).start()
+    ckpts.save(2, {"x": 2})
+    assert first.done()
+    ckpts.close()
+    assert ckpts.steps == [1, 2]
+
+
+def test_slow_deletions_hold_no_save_up(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class SlowToDelete(Slow):
+        def preallocate(self, fd: int, size: int) -> None: ...
+
+        def unlink(self, path: str) -> None:
+            if path.endswith(".safetensors"):
+                assert self.gate.wait(30)
+            super().unlink(path)
+
+    disk = use_disk(SlowToDelete())
+    ckpts = tr.Checkpointer(tmp_path, keep=tr.keep.last(1))
+    for step in range(5):
+        ckpts.save(step, {"x": np.ones(10)})
+        ckpts.wait()
+        assert ckpts.steps == [step], "they are gone at once"
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 5
+    disk.gate.set()
+    ckpts.close()
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 1 and os.listdir(tmp_path) == ["step-00000004"]
+
+
+def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, numpy as np, treering as tr
+from treering import stores
+class Deadly(stores.disk.Disk):
+    def unlink(self, path):
+        if path.endswith(".safetensors"):
+            os._exit(9)
+        super().unlink(path)
+stores.DISK = Deadly()
+with tr.Checkpointer({str(tmp_path)!r}, keep=tr.keep.last(1)) as ckpts:
+    ckpts.save(1, {{"x": np.ones(3)}}); ckpts.save(2, {{"x": np.ones(3)}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert tr.steps(tmp_path) == [2] and len(os.listdir(tmp_path)) == 3
+    save_steps(tmp_path, [3])
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
+
+
+# Reports
+
+
+def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "treering")
+    reports: list[tr.SaveReport] = []
+    with tr.Checkpointer(tmp_path, on_save=reports.append, save_every=2) as ckpts:
+        for step in range(5):
+            ckpts.save(step, {"x": np.ones(1_000_000)})
+    assert [report.step for report in reports] == [0, 2, 4]
+    for report in reports:
+        assert report.nbytes > 8_000_000 and report.path == ckpts.path(report.step or 0)
+        parts = report.write_seconds, report.sync_seconds, report.commit_seconds
+        assert all(part > 0 for part in parts) and sum(parts) <= report.seconds and report.stall_seconds > 0
+        assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / report.seconds)
+    lines = [record.message for record in caplog.records if record.levelno >= logging.INFO]
+    assert len(lines) == 3 and all(line.startswith("saved /") and "GB/s" in line for line in lines)
+
+
+def test_a_hook_that_fails_harms_nobody(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    def hook(report: tr.SaveReport) -> None:
+        raise ZeroDivisionError
+
+    with tr.Checkpointer(tmp_path, on_save=hook) as ckpts:
+        ckpts.save(1, {"x": 1})
+        ckpts.save(2, {"x": 1})
+    assert ckpts.steps == [1, 2] and caplog.text.count("on_save failed") == 2
+
+
+def test_disk_usage_is_what_is_there(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step, size in ((1, 10), (2, 1_000_000)):
+            ckpts.save(step, {"x": np.ones(size, np.int8)})
+        ckpts.wait()
+        there = {step: sum(file.stat().st_size for file in (tmp_path / f"step-{step:08}").iterdir()) for step in (1, 2)}
+        assert ckpts.disk_usage == there and there[2] > 1_000_000
+
+
+@pytest.mark.parametrize("options", [{"when_busy": "queue"}, {"on_save": 3}, {"save_every": 0}], ids=str)
+def test_wrong_options(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=next(iter(options))):
+        tr.Checkpointer(tmp_path, **options)
+
+
+# Metrics that come later
+
+
+def test_recorded_metrics_decide_what_is_kept_and_what_is_best(tmp_path: pathlib.Path) -> None:
+    keep = tr.keep.best(1, "acc", "max") | tr.keep.last(1)
+    with tr.Checkpointer(tmp_path, keep=keep) as ckpts:
+        for step, acc in ((1, 0.2), (2, 0.9), (3, 0.5)):
+            ckpts.save(step, {"x": step}, metrics={"loss": 1.0})
+            ckpts.wait()
+            tr.record(tmp_path, step, {"acc": acc})
+        assert ckpts.steps == [2, 3] and ckpts.best_step("acc", "max") == 2
+        ckpts.save(4, {"x": 4})
+        ckpts.wait()
+        assert ckpts.steps == [2, 4]
+        assert ckpts.open(2).metrics == {"loss": 1.0, "acc": 0.9} == tr.open(tmp_path, step=2).metrics
+
+
+def test_the_last_of_several_records_counts_and_none_outlives_its_checkpoint(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 2], metrics={"a": 0})
+    tr.record(tmp_path, 1, {"a": 1, "b": float("nan")})
+    tr.record(tmp_path, 1, {"a": np.float32(2)})
+    found = tr.open(tmp_path, step=1).metrics
+    assert found["a"] == 2 and np.isnan(found["b"])
+    assert tr.verify(tmp_path).ok
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": np.ones(3)}, on_exists="overwrite", metrics={"a": 5})
+        ckpts.wait()
+        assert ckpts.open(1).metrics == {"a": 5}
+        assert not list((tmp_path / "step-00000001").glob("metrics-*"))
+        tr.record(tmp_path, 1, {"a": 6})
+        ckpts.delete(1)
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_wrong_records(tmp_path: pathlib.Path) -> None:
+    from flax.training import checkpoints
+
+    save_steps(tmp_path, [1])
+    checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, 7)
+    for step, metrics, error in (
+        (2, {"a": 1}, NotFoundError),
+        (-1, {"a": 1}, MismatchError),
+        (1, {"a": "high"}, MismatchError),
+        (1, {"a": np.ones(2)}, MismatchError),
+        (7, {"a": 1}, UnsupportedError),
+    ):
+        with pytest.raises(error):
+            tr.record(tmp_path, step, metrics)
+    with pytest.raises(NotFoundError, match="deleted meanwhile"):
+        tr.record(tmp_path / "nowhere", 1, {})
+    assert len(list((tmp_path / "step-00000001").iterdir())) == 2
+
+
+def test_damaged_records_do_not_count_and_verify_names_them(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, [1])
+    tr.record(tmp_path, 1, {"a": 1})
+    (file,) = (tmp_path / "step-00000001").glob("metrics-*")
+    file.chmod(0o644)
+    good = file.read_bytes()
+    for n in range(len(good)):
+        file.write_bytes(good[:n] + bytes([good[n] ^ 1]) + good[n + 1 :])
+        assert tr.open(tmp_path).metrics == {}
+        report = tr.verify(tmp_path / "step-00000001")
+        assert [problem.file for problem in report.problems] == [file.name]
+    assert tr.Checkpointer(tmp_path).best_step("a", "min") is None and "do not count" in caplog.text
+
+
+def test_a_record_that_is_killed_leaves_nothing_that_stays(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    save_steps(tmp_path, [1])
+    folder = tmp_path / "step-00000001"
+    (folder / "metrics.json.abcdef.tmp").write_bytes(b"{")
+
+    class Broken(Disk):
+        def link(self, old: str, new: str) -> None:
+            raise OSError(5, "Input/output error")
+
+    use_disk(Broken())
+    with pytest.raises(OSError, match="Input"):
+        tr.record(tmp_path, 1, {"a": 1})
+    stores.DISK = Disk()
+    assert tr.open(tmp_path).metrics == {}
+    save_steps(tmp_path, [2])
+    assert len(list(folder.iterdir())) == 2
+
+
+# Evaluators
+
+
+def follow_in_background(run: pathlib.Path, **options: Any) -> tuple[list[int], threading.Thread]:
+    seen: list[int] = []
+
+    def work() -> None:
+        for ckpt in tr.follow(run, **options):
+            assert ckpt.step is not None
+            seen.append(ckpt.step)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return seen, thread
+
+
+def until(condition: Any) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("this never came")
+
+
+def test_an_evaluator_sees_each_step_once_in_order_until_the_run_is_finished(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    seen, thread = follow_in_background(run)  # before there is a run
+    with tr.Checkpointer(run) as ckpts:
+        for step in (0, 10):
+            ckpts.save(step, {"x": step})
+        until(lambda: seen == [0, 10])
+    time.sleep(0.7)
+    assert thread.is_alive(), "leaving the block ends nothing"
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(20, {"x": 20})
+        until(lambda: seen == [0, 10, 20])
+        ckpts.save(30, {"x": 30})
+        ckpts.finish()
+    thread.join(30)
+    assert not thread.is_alive() and seen == [0, 10, 20, 30]
+    assert [ckpt.step for ckpt in tr.follow(run, after=10)] == [20, 30]
+    with pytest.raises(MismatchError, match="closed"):
+        ckpts.save(40, {"x": 1})
+
+
+def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: pathlib.Path) -> None:
+    ckpts = tr.Checkpointer(tmp_path)
+    ckpts.save(1, {"x": 1})
+    ckpts.finish()
+    assert (tmp_path / "finished").exists()
+    with tr.Checkpointer(tmp_path) as ckpts:
+        assert ckpts.restore()["x"] == 1 and (tmp_path / "finished").exists(), "reading changes nothing"
+        ckpts.save(2, {"x": 2})
+    assert not (tmp_path / "finished").exists()
+    assert [ckpt.step for ckpt in tr.follow(tmp_path, timeout=0)] == [1, 2]
+
+
+def test_what_is_deleted_is_left_out_and_what_was_yielded_can_still_be_read(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, range(1, 6))
+    steps = tr.follow(tmp_path, timeout=0)
+    first = next(steps)
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (1, 2, 3):
+            ckpts.delete(step)
+    assert first.step == 1 and first.restore()["x"][0] == 1
+    assert [ckpt.step for ckpt in steps] == [4, 5]
+
+
+def test_damaged_steps_are_left_out_until_they_are_saved_again(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 2, 3])
+    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    os.truncate(file, 100) if os.access(file, os.W_OK) else None
+    steps = tr.follow(tmp_path, timeout=1)
+    assert [next(steps).step, next(steps).step] == [1, 3]
+    save_steps(tmp_path, [2])
+    assert [ckpt.step for ckpt in steps] == [2]
+
+
+def test_steps_that_are_saved_again_after_a_rewind_are_new(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 2])
+    steps = tr.follow(tmp_path, timeout=0.5)
+    assert [next(steps).step, next(steps).step] == [1, 2]
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.rewind(1)
+        ckpts.save(2, {"x": np.full(3, 22)})
+        ckpts.wait()
+        (again,) = steps
+        assert again.step == 2 and again.restore()["x"][0] == 22
+
+
+def test_an_evaluator_follows_the_run_of_another_library(tmp_path: pathlib.Path) -> None:
+    from flax.training import checkpoints
+
+    for step in (1, 2):
+        checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, step, keep=10)
+    assert [path for path in tr.follow(tmp_path, timeout=0) for path in [os.path.basename(path.path)]] == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
+
+
+@pytest.mark.parametrize("options", [{"after": "x"}, {"after": -1}, {"timeout": -1}, {"timeout": "x"}], ids=str)
+def test_wrong_arguments_of_follow_are_told_at_the_call(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError):
+        tr.follow(tmp_path, **options)
+
+
+def test_an_evaluator_in_another_process_feeds_the_choice_of_the_training_one(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import treering as tr
+for ckpt in tr.follow({str(tmp_path)!r}, timeout=60):
+    tr.record({str(tmp_path)!r}, ckpt.step, {{"val/loss": abs(float(ckpt["x"][()]) - 3)}})
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as evaluator:
+        with tr.Checkpointer(tmp_path, keep=tr.keep.best(1, "val/loss", "min")) as ckpts:
+            for step in range(1, 6):
+                ckpts.save(step, {"x": np.float32(step)})
+                ckpts.wait()
+                until(lambda step=step: "val/loss" in tr.open(tmp_path, step=step).metrics)
+            assert ckpts.best_step("val/loss", "min") == 3
+            ckpts.save(6, {"x": np.float32(6)})
+            ckpts.finish()
+        assert evaluator.wait(60) == 0
+    assert ckpts.steps == [3, 6]
+
+
+# Metrics of TensorBoard
+
+
+@pytest.fixture
+def events(tmp_path: pathlib.Path) -> Iterator[Any]:
+    """Writes scalars into an event file, as old and as new releases of TensorFlow do."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    writers: dict[str, Any] = {}
+
+    def write(run: str, tag: str, step: int, value: float, *, as_tensor: bool = False) -> None:
+        folder = str(tmp_path / "logs" / run)
+        writer = writers[folder] = writers.get(folder) or EventFileWriter(folder)
+        if as_tensor:
+            one = Summary.Value(tag=tag, tensor=make_tensor_proto(np.float32(value)))
+            one.metadata.plugin_data.plugin_name = "scalars"
+        else:
+            one = Summary.Value(tag=tag, simple_value=value)
+        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[one])))
+        writer.flush()
+
+    yield write
+    for writer in writers.values():
+        writer.close()
+
+
+def test_metrics_are_found_in_event_files_when_they_arrive(tmp_path: pathlib.Path, events: Any) -> None:
+    run = tmp_path / "run"
+    keep = tr.keep.best(1, "eval/acc", "max")
+    with tr.Checkpointer(run, keep=keep, tensorboard=tmp_path / "logs") as ckpts:
+        for step, acc in ((41, None), (42, None), (43, 0.6), (44, 0.5), (45, 0.4)):
+            ckpts.save(step, {"x": step})
+            ckpts.wait()
+            if acc is not None:
+                events("eval", "acc", step, acc, as_tensor=step == 44)
+        assert ckpts.best_step("eval/acc", "max") == 43
+        ckpts.save(46, {"x": 46})
+        ckpts.wait()
+        assert ckpts.steps == [41, 42, 43, 46]
+    keep = tr.keep.best(1, "eval/acc", "max", unscored="drop")
+    with tr.Checkpointer(run, keep=keep, tensorboard=tmp_path / "logs") as ckpts:
+        events("", "top", 43, 7)
+        assert ckpts.best_step("top", "min") == 43
+        ckpts.save(47, {"x": 47}, metrics={"eval/acc": 0.1})
+        ckpts.wait()
+        assert ckpts.steps == [43, 47]
+
+
+def test_what_was_given_with_a_step_counts_more_than_event_files(tmp_path: pathlib.Path, events: Any) -> None:
+    for step in (1, 2):
+        events("eval", "loss", step, 3 - step)
+    with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs") as ckpts:
+        ckpts.save(1, {"x": 1}, metrics={"eval/loss": 0.0})
+        ckpts.save(2, {"x": 2})
+        ckpts.wait()
+        assert ckpts.best_step("eval/loss", "min") == 1
+    with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "none") as ckpts:
+        assert ckpts.best_step("eval/loss", "min") == 1, "a directory that is not there yet"
+
+
+def test_metrics_of_foreign_steps_count_for_the_best(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step, loss in ((1, 0.5), (2, 0.1)):
+            manager.save(step, args=ocp.args.StandardSave({"x": np.ones(3)}), metrics={"loss": loss})
+        manager.wait_until_finished()
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(3, {"x": np.ones(3)}, metrics={"loss": 0.3})
+        ckpts.wait()
+        assert ckpts.best_step("loss", "min") == 2 and ckpts.best_step("loss", "max") == 1
+
+
+def test_rules_change_what_a_run_saves(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"w": np.ones((2, 3)), "old": 1}, rules=[tr.rules.drop("old"), tr.rules.transpose("w", (1, 0))])
+        ckpts.wait()
+        assert {path: leaf.shape for path, leaf in ckpts.open(1).items()} == {"w": (3, 2)}
