@@ -19,6 +19,8 @@ from treering import stores
 from treering.errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from treering.stores.disk import Disk
 
+from .jobs import run_job
+
 
 def save_steps(run: pathlib.Path, steps: Any, keep: Any = None, **options: Any) -> list[int]:
     with tr.Checkpointer(run, keep=keep) as ckpts:
@@ -625,3 +627,57 @@ def test_rules_change_what_a_run_saves(tmp_path: pathlib.Path) -> None:
         ckpts.save(1, {"w": np.ones((2, 3)), "old": 1}, rules=[tr.rules.drop("old"), tr.rules.transpose("w", (1, 0))])
         ckpts.wait()
         assert {path: leaf.shape for path, leaf in ckpts.open(1).items()} == {"w": (3, 2)}
+
+
+# Several processes
+
+
+@pytest.mark.slow
+def test_several_processes_decide_together(tmp_path: pathlib.Path) -> None:
+    body = """
+reports = []
+def tree(step):
+    return {"w": put(np.full(8, step, np.float32), P("x")), "n": step}
+def again(options={}):
+    return tr.Checkpointer(tmp / "run", timeout=20, **options)
+with again({"on_save": lambda report: reports.append(report.step), "keep": tr.keep.last(3)}) as ckpts:
+    for step in range(1, 6):
+        ckpts.save(step, tree(step))
+    ckpts.wait()
+    steps = ckpts.steps
+    ckpts.rewind(4)
+    sync("rewound")
+    rewound = ckpts.steps
+    template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=tree(0)["w"].sharding), "n": 0}
+    ckpts.restore(template, step=3)
+    assert same(ckpts.restore(template, step=3)["w"], np.full(8, 3, np.float32))
+    ckpts.save(4, tree(44))
+    ckpts.wait()
+    branched = ckpts.steps
+    assert ckpts.restore(template)["n"] == 44
+sync("closed")
+refused = None
+first = tr.Checkpointer(tmp / "run", timeout=20)
+second = tr.Checkpointer(tmp / "run", timeout=20)
+first.save(5, tree(5)); first.wait()
+refused = caught(lambda: (second.save(6, tree(6)), second.wait()))
+first.finish()
+finished = [ckpt.step for ckpt in tr.follow(tmp / "run", timeout=0)]
+class Slow(stores.disk.Disk):
+    def preallocate(self, fd, size):
+        time.sleep(1.5 if INDEX else 0)
+        super().preallocate(fd, size)
+stores.DISK = Slow()
+busy = tr.Checkpointer(tmp / "busy", when_busy="skip", timeout=20)
+taken = [busy.save(step, tree(step)) is not None for step in (1, 2)]
+busy.close()
+report([reports, steps, rewound, branched, refused, finished, taken, busy.steps])
+"""
+    results = run_job(tmp_path, body, processes=2)
+    for index, result in enumerate(results):
+        reports, steps, rewound, branched, refused, finished, taken, slow = result.report
+        assert reports == ([1, 2, 3, 4, 5, 4] if index == 0 else [])
+        assert (steps, rewound, branched) == ([3, 4, 5], [3, 4], [3, 4])
+        assert refused[0] == "ExistsError" and "writes this run; wait for it to end" in refused[1]
+        assert finished == [3, 4, 5] and taken == [True, False] and slow == [1]
+    assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]

@@ -94,7 +94,7 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
         single = _agreement.settle(call, skeleton, content, feed)
         final = _shares.plan(content, call.count, single) if single else shares
         job = native.Job(place, wish.overwrite, skeleton, content, final, info)
-        with _progress.bar(place, feed.nbytes, wish.progress) as feed.moved:
+        with _progress.bar(f"saving {os.path.basename(place)}", feed.nbytes, wish.progress) as feed.moved:
             return native.write(stores.DISK, job, feed, crew, call)
 
     return Work(feed, hand_over, write)
@@ -117,7 +117,7 @@ def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wi
             feed.run()
 
     def write(crew: Crew) -> Written:
-        with _progress.bar(place, feed.nbytes, wish.progress) as feed.moved:
+        with _progress.bar(f"saving {os.path.basename(place)}", feed.nbytes, wish.progress) as feed.moved:
             return native.write(stores.DISK, job, feed, crew, call)
 
     return Work(feed, hand_over, write)
@@ -140,7 +140,7 @@ def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> 
         )
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
-    with _progress.bar(place, arrays, wish.progress) as moved:
+    with _progress.bar(f"saving {os.path.basename(place)}", arrays, wish.progress) as moved:
         watched: Any = _progress.Watched(contents, moved) if wish.progress else contents
         nbytes = format.write(stores.DISK, place, watched, overwrite=wish.overwrite, **wish.options)
     return Written(nbytes, time.perf_counter() - begun)
