@@ -1,5 +1,6 @@
 """An open checkpoint."""
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import treering as tr
+from treering import Checkpoint
+from treering._catalogue import ValueEntry
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 TREE = {
@@ -117,6 +120,15 @@ def test_printing_shows_names_and_shapes(ckpt: Any) -> None:
         "  step               int 3"
     )
     assert "at params, 9" not in str(ckpt.at("params")) and ", at params (" in str(ckpt.at("params"))
+
+
+def test_printing_shows_the_names_of_functions(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"f": jax.numpy.sum, "g": functools.partial(len), "long": type("x" * 99, (), {})})
+    shown = ["  f     function sum", "  g     function len", "  long  function " + "x" * 60]
+    assert str(tr.open(tmp_path / "c")).splitlines()[1:] == shown
+    entries = {name: ValueEntry(name, "function", text) for name, text in (("a", "x\ny"), ("b", None), ("c", 5))}
+    odd = Checkpoint(tr.open(tmp_path / "c")._reader, entries, None)  # what no release of ours has written
+    assert str(odd).splitlines()[1:] == ["  a  function", "  b  function", "  c  function"]
 
 
 def test_a_run_opens_at_its_latest_good_step(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

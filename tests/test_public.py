@@ -35,6 +35,17 @@ def test_every_name_and_its_public_members_have_docstrings(name: str) -> None:
                 assert inspect.getdoc(value), f"{name}.{member}"
 
 
+def test_what_formats_of_others_are_made_of() -> None:
+    from treering import formats
+
+    found: dict[str, object] = {}
+    exec("from treering.formats import *", found)
+    del found["__builtins__"]
+    assert sorted(found) == formats.__all__
+    assert {"Format", "Reader", "Problem", "ArrayEntry", "ValueEntry", "Box", "register"} <= set(found)
+    assert all(inspect.getdoc(value) for name, value in found.items() if name not in ("Box", "Entry", "Skeleton"))
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if inspect.isfunction(getattr(tr, n))])
 def test_options_are_keyword_only(name: str) -> None:
     for parameter in inspect.signature(getattr(tr, name)).parameters.values():

@@ -90,7 +90,13 @@ class Checkpoint(Mapping[str, Any]):
         if not entries and skeleton is None:
             places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
             near = closest(path, [*places, *self._entries])
-            raise NotFoundError(f"{self.path}: nothing lies at {path!r}" + (f"; closest: {near}" if near else ""))
+            hint = f"; closest: {near}" if near else ""
+            if self._reader.positional:
+                hint = (
+                    "; its leaves have only numbers; restore into a template of the whole and take the part of it, or "
+                    "choose leaves: tr.open(path).select(['4', '5']).restore(part)"
+                )
+            raise NotFoundError(f"{self.path}: nothing lies at {path!r}{hint}")
         return Checkpoint(self._reader, entries, skeleton, f"{self._part}/{path}".lstrip("/"))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
@@ -173,6 +179,8 @@ class Checkpoint(Mapping[str, Any]):
         lines = []
         for path, entry in self._entries.items():
             value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
+            if entry.type == "function":  # of which the name is recorded, as text of the file's
+                value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
             lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
         return "\n".join([head, *lines])
 

@@ -85,6 +85,7 @@ class Fed:
     format = "live"
     nbytes, step, metadata = 0, None, None
     positional = False
+    numbers_are_arrays = False
     untold: frozenset[str] = frozenset()
     identity = ""
 

@@ -1,4 +1,4 @@
-"""What Flax needs and JAX alone cannot tell; nothing here imports Flax, it only looks whether somebody did."""
+"""What Flax and Haliax need and JAX alone cannot tell; nothing here imports them, it only looks if somebody did."""
 
 import sys
 from collections.abc import Callable
@@ -12,6 +12,8 @@ def box_types() -> tuple[type, ...]:
         types.append(nnx.Variable)
     if meta := sys.modules.get("flax.core.meta"):
         types.append(meta.AxisMetadata)
+    if haliax := sys.modules.get("haliax.core"):
+        types.append(haliax.NamedArray)
     return tuple(types)
 
 

@@ -24,10 +24,11 @@ _SCALARS = (bool, int, float, complex, str, bytes)
 class Target(msgspec.Struct, frozen=True, gc=False):
     """What a leaf becomes.
 
-    `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; or `value` is the leaf itself.
+    `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; a number of the Python type `value`; or
+    `value` is the leaf itself.
     """
 
-    make: Literal["numpy", "numpy-scalar", "jax", "key", "int", "value"]
+    make: Literal["numpy", "numpy-scalar", "jax", "key", "number", "value"]
     entry: ArrayEntry | None = None
     dtype: Any = None
     weak: bool = False
@@ -71,9 +72,18 @@ class _Difference(Exception):
 
 
 def match(
-    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, name: str
+    walked: Walk,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    name: str,
+    *,
+    numbers_are_arrays: bool,
 ) -> list[Target]:
-    """One target per template leaf, in order. Raises `MismatchError` with every difference."""
+    """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Reader`.
+
+    Raises `MismatchError` with every difference.
+    """
     targets: list[Target] = []
     problems: list[str] = []
     skipped: list[str] = []
@@ -98,7 +108,7 @@ def match(
                 targets.append(_missing(path, leaf, policy, names))
             else:
                 assert entry is not None
-                targets.append(_target(leaf, entry, policy))
+                targets.append(_target(leaf, entry, policy, numbers_are_arrays))
         except _Difference as difference:
             problems.append(_line(path, *difference.args))
     for path, entry in entries.items():
@@ -151,13 +161,13 @@ def shorten(value: Any) -> str:
     return f"({value.bit_length()} bits)" if type(value) is int and abs(value) >> 200 else f"{value!r:.60}"
 
 
-def _target(leaf: Any, entry: Entry, policy: Policy) -> Target:
+def _target(leaf: Any, entry: Entry, policy: Policy, numbers_are_arrays: bool) -> Target:
     if type(leaf) in _SCALARS:
         if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
             return Target("value", value=entry.decode())
-        if type(leaf) is int and _is_int(entry):
-            assert isinstance(entry, ArrayEntry)
-            return Target("int", entry, _dtypes.to_numpy(entry.dtype))
+        may = type(leaf) is int or numbers_are_arrays
+        if may and isinstance(entry, ArrayEntry) and _is_number(entry, type(leaf)):
+            return Target("number", entry, _dtypes.to_numpy(entry.dtype), value=type(leaf))
         _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
     if _iterators.is_iterator(type(leaf)):
         return _iterator_target(leaf, entry)
@@ -263,8 +273,14 @@ def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
     ]
 
 
-def _is_int(entry: Entry) -> bool:
-    return isinstance(entry, ArrayEntry) and entry.shape == () and _dtypes.is_integer(_dtypes.to_numpy(entry.dtype))
+def _is_number(entry: ArrayEntry, kind: type) -> bool:
+    """Whether an array is what a number of Python becomes, of which nothing is lost on the way back."""
+    if entry.shape:
+        return False
+    dtype = _dtypes.to_numpy(entry.dtype)
+    if kind is int:
+        return _dtypes.is_integer(dtype)
+    return (kind is bool and dtype.kind == "b") or (kind in (float, complex) and _dtypes.widens(dtype, np.dtype(kind)))
 
 
 def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:

@@ -1,5 +1,6 @@
 """Checkpoints without names: their leaves are those of a template, in order."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from . import _dtypes, _views
 from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from ._match import describe
+from ._paths import few
 from ._tree import Walk
 from .errors import MismatchError
 from .formats import Reader
@@ -15,22 +17,28 @@ from .formats import Reader
 _SCALARS = (bool, int, float, complex)
 
 
-def named(reader: Reader, walked: Walk, name: str) -> _views.View:
-    """The leaves of a positional reader under the paths of the template's, and of their kinds.
+def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str) -> _views.View:
+    """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
 
     Only arrays and numbers have a record. Bytes of which the format does not tell the dtype are of the template's.
-    Raises `MismatchError` when the counts differ.
+    Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of them.
     """
-    wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
-    if len(wanted) != len(reader.entries):
-        shown = _first_difference(wanted, list(reader.entries.values()))
+    if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
         raise MismatchError(
-            f"{name}: expected the {len(wanted)} arrays and numbers of the template, found {len(reader.entries)} "
+            f"{name}: expected the whole model as the template, found ... at {few(skipped)}; the {len(entries)} "
+            "records have no names, so it is unknown how many of them to skip; put the shapes of what was saved there "
+            "in its place, as equinox.filter_eval_shape makes them"
+        )
+    wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
+    if len(wanted) != len(entries):
+        shown = _first_difference(wanted, list(entries.values()))
+        raise MismatchError(
+            f"{name}: expected the {len(wanted)} arrays and numbers of the template, found {len(entries)} "
             f"records, which have no names{shown}; restore into the very model that was saved"
         )
     leaves: dict[str, _views.Leaf] = {}
-    for (path, leaf), record in zip(wanted, _views.leaves_of(reader.entries).values(), strict=True):
-        leaves[path] = _like(reader, record, leaf).at(path)
+    for (path, leaf), entry, record in zip(wanted, entries.values(), _views.leaves_of(entries).values(), strict=True):
+        leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.untold).at(path)
     rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
     for path in rest:
         leaves[path] = _views.Leaf(ValueEntry(path, "none"))
@@ -41,14 +49,14 @@ def _has_record(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
 
 
-def _like(reader: Reader, record: _views.Leaf, leaf: Any) -> _views.Leaf:
+def _like(reader: Reader, record: _views.Leaf, leaf: Any, *, untold: bool) -> _views.Leaf:
     entry = record.array
     if type(leaf) in _SCALARS and entry.shape == ():
         plan = record.plan_of(())
         value = plan.make(reader.read(plan.needs)).item()
         return _views.Leaf(ValueEntry(entry.path, *encode(value)))
     dtype = getattr(leaf, "dtype", None)
-    if entry.path in reader.untold and isinstance(dtype, np.dtype) and dtype.itemsize == _dtypes.itemsize(entry.dtype):
+    if untold and isinstance(dtype, np.dtype) and dtype.itemsize == _dtypes.itemsize(entry.dtype):
         return _views.reinterpreted(record, _dtypes.to_text(dtype))
     return record
 
@@ -57,5 +65,6 @@ def _first_difference(wanted: list[tuple[str, Any]], entries: list[Entry]) -> st
     for n, ((path, leaf), entry) in enumerate(zip(wanted, entries, strict=False)):
         shape = tuple(getattr(leaf, "shape", ()))
         if isinstance(entry, ArrayEntry) and shape != entry.shape:
-            return f"; the first that differs is {path}, {list(shape)} against {describe(entry)} (record {n})"
+            first = path or "(root)"
+            return f"; the first that differs is {first}, {list(shape)} against {describe(entry)} (record {n})"
     return ""

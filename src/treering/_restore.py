@@ -44,9 +44,9 @@ def restore(
         template, join = _flax.split(like)
         walked = _tree.walk(template)
         if reader.positional:
-            reader = _positional.named(reader, walked, name)
+            reader = _positional.named(reader, entries, walked, name)
             entries = reader.entries
-        targets = _match.match(walked, entries, skeleton, policy, name)
+        targets = _match.match(walked, entries, skeleton, policy, name, numbers_are_arrays=reader.numbers_are_arrays)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
     for path, target in zip(walked.paths, targets, strict=True):
@@ -195,8 +195,8 @@ def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
 
 
 def _on_host(array: np.ndarray, target: Target) -> Any:
-    if target.make == "int":
-        return int(array)
+    if target.make == "number":
+        return target.value(array)
     if target.make == "numpy-scalar":
         return array[()]
     return array

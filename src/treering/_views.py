@@ -227,6 +227,7 @@ class View:
         self.step: int | None = reader.step
         self.metrics: Mapping[str, float] = reader.metrics
         self.metadata: Any = reader.metadata
+        self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
 
     def check_present(self) -> None:

@@ -22,7 +22,7 @@ import treering as tr
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering._sharding import whole
-from treering.errors import CorruptError, MismatchError, TreeringError, UnsafeError, UnsupportedError
+from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.equinox_read import EquinoxReader
 from treering.stores.disk import Disk
 
@@ -221,6 +221,29 @@ def test_more_leaves_than_records_and_fewer(tmp_path: Path) -> None:
     for like in ([np.ones(2)], [np.ones(2), np.ones(3), np.ones(4)], [np.ones(2), np.ones(4)]):
         with pytest.raises(MismatchError):
             tr.restore(path, like=like)
+
+
+def test_a_part_is_chosen_by_numbers_for_there_are_no_names(tmp_path: Path) -> None:
+    path = tmp_path / "x.eqx"
+    part = {"c": np.zeros(3), "d": np.arange(3).astype("float8_e4m3fn"), "n": None, "k": 2.5}
+    tree = {"a": np.ones(2), "b": part, "z": 7}
+    eqx.tree_serialise_leaves(path, tree)
+    for find in (
+        lambda: tr.open(path).at("b"),
+        lambda: tr.restore(path, part, at="b"),
+        lambda: tr.restore(path, at="b"),
+    ):
+        with pytest.raises(NotFoundError, match=r"nothing lies at 'b'; its leaves have only numbers.*\.select\("):
+            find()
+    blank = {**jax.tree.map(np.zeros_like, part), "k": 0.0}
+    found = tr.open(path).select(["1", "2", "3"]).restore(blank)
+    assert all(same(found[name], part[name]) for name in "cd") and (found["n"], found["k"]) == (None, 2.5)
+    assert same(tr.restore(path, np.zeros(2), at="0"), tree["a"]) and tr.restore(path, 0, at="4") == 7
+    with pytest.raises(MismatchError, match=r"expected the 1 arrays .* found 2 records.* is \(root\), \[2\] against"):
+        tr.open(path).select(["1", "2"]).restore(np.zeros(2))
+    for like, where in (({**tree, "b": ...}, "at b"), ({**tree, "a": ..., "z": ...}, "at a, z")):
+        with pytest.raises(MismatchError, match=rf"found \.\.\. {where}; the 5 records have no names"):
+            tr.restore(path, like)
 
 
 @pytest.mark.parametrize("value", [{"width": 3}, {}, [1, "é"], None, 5, "x", {"a": {"b": [math.inf, True]}}])

@@ -284,6 +284,20 @@ def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, st
         )
 
 
+def test_several_prefixes_are_named(tmp_path: Path) -> None:
+    for name in ("model_9", "model_10", "ema-10", "text_1"):
+        (tmp_path / name).write_bytes(b"text" if name == "text_1" else serialization.to_bytes({"w": np.ones(2)}))
+    with pytest.raises(NotFoundError) as caught:
+        tr.restore(tmp_path)
+    assert "flax: it has files of 2 prefixes, which may be as many runs: 'ema-', 'model_'; open" in str(caught.value)
+    assert f"({tmp_path}/ema-10, {tmp_path}/model_10)" in str(caught.value)
+    (tmp_path / "checkpoint_4").write_bytes(serialization.to_bytes({"w": np.ones(2)}))
+    assert tr.open(tmp_path).step == 4  # what Flax takes unless it is told another prefix
+    (tmp_path / "ema-10").unlink()
+    (tmp_path / "checkpoint_4").unlink()
+    assert tr.steps(tmp_path) == [9, 10]
+
+
 def test_only_files_of_flax_are_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_2").write_bytes(b"text")

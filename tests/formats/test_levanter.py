@@ -7,6 +7,8 @@ array serialization, for a folder of zarr 2 for each leaf (until 2025) or for an
 import json
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import treering as tr
 from helpers import assert_same
 from hostile import outcome, shuffled
+from treering import rules
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 
 
@@ -133,6 +136,11 @@ def test_runs(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-5", tmp_path / "copy-of-5")
     assert tr.steps(tmp_path) == [0, 5, 10]
     assert tr.open(tmp_path).step == 10
+    later = {"step": 5, "timestamp": "2024-05-02T00:00:00"}  # the number of the step counts, not when it was written
+    (tmp_path / "step-5" / "metadata.json").write_text(json.dumps(later))
+    (tmp_path / "copy-of-5" / "metadata.json").write_text(json.dumps(later))
+    assert tr.open(tmp_path).step == 10
+    assert tr.open(tmp_path, step=5).path == str(tmp_path / "step-5")  # "step-5" > "copy-of-5"
     assert tr.open(tmp_path, step=0)["opt_state/0/count"][()] == 5
     with pytest.raises(NotFoundError, match=r"levanter: .*without metadata\.json"):
         tr.open(tmp_path / "step-7")
@@ -178,6 +186,71 @@ def test_what_is_written_levanter_reads(tmp_path: Path) -> None:
     source = tr.open(make(tmp_path / "source", 6, ocdbt=True))
     tr.save(tmp_path / "again", source, format="levanter")
     assert_same(tr.restore(tmp_path / "again"), tr.restore(source.path))
+
+
+@pytest.fixture
+def named_array(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for `haliax.NamedArray`, which is no dependency: it has one child and no key for it, as that has."""
+
+    @jax.tree_util.register_pytree_node_class
+    class NamedArray:
+        def __init__(self, array: Any, axes: tuple[str, ...]):
+            self.array, self.axes = array, axes
+
+        def tree_flatten(self) -> Any:
+            return (self.array,), self.axes
+
+        @classmethod
+        def tree_unflatten(cls, axes: Any, children: Any) -> Any:
+            return cls(children[0], axes)
+
+    module = types.ModuleType("haliax.core")
+    monkeypatch.setattr(module, "NamedArray", NamedArray, raising=False)
+    monkeypatch.setitem(sys.modules, "haliax.core", module)
+    return NamedArray
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_named_arrays_have_no_level_of_their_own(tmp_path: Path, named_array: Any, ocdbt: bool) -> None:
+    """Levanter stores a named array under the path of the array in it."""
+    path = make(tmp_path, 1, ocdbt=ocdbt)
+    weight = state()["model/layers/0/weight"]
+    like = {"layers": [{"weight": named_array(jax.ShapeDtypeStruct((8, 4), np.float32), ("in", "out"))}]}
+    found = tr.restore(path, like=like, at="model", extra="ignore")["layers"][0]["weight"]
+    assert type(found) is named_array and found.axes == ("in", "out") and (found.array == weight).all()
+    alone = tr.restore(path, like=named_array(np.zeros(3, np.float32), ("a",)), at="model/layers/10/bias")
+    assert alone.axes == ("a",) and (alone.array == 0).all()
+    tree = {"model": {"w": named_array(weight, ("a", "b")), "s": named_array(jnp.float32(2.5), ())}}
+    for name, format in (("step-2", "levanter"), ("own", "treering")):
+        tr.save(tmp_path / name, tree, format=format)
+        assert sorted(tr.open(tmp_path / name)) == ["model/s", "model/w"]
+        back = tr.restore(tmp_path / name, like=jax.tree.map(jnp.zeros_like, tree))["model"]
+        assert back["w"].axes == ("a", "b") and (back["w"].array == weight).all() and back["s"].array == 2.5
+        assert_same(tr.restore(tmp_path / name), {"model": {"s": np.float32(2.5)[...], "w": np.asarray(weight)}})
+
+
+def test_numbers_of_python_come_back_as_such(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    more = {"rate": jnp.float32(0.1), "half": jnp.bfloat16(0.5), "c": jnp.complex64(1 - 2j), "off": jnp.array(False)}
+    manager = serialization.GlobalAsyncCheckpointManager()
+    names = [str(path / "numbers" / name) for name in more]
+    manager.serialize_with_paths(list(more.values()), names, on_commit_callback=lambda: None)
+    manager.wait_until_finished()
+    like = {"rate": 0.0, "half": 0.0, "c": 0j, "off": True}
+    found = tr.restore(path, like=like, at="numbers")
+    assert_same(found, {"rate": float(np.float32(0.1)), "half": 0.5, "c": 1 - 2j, "off": False})
+    assert_same(
+        tr.restore(path, like={"x": 0.0}, at="numbers", rules=[rules.rename("rate", "x")], extra="ignore")["x"],
+        found["rate"],
+    )
+    for wrong in ({"rate": 0}, {"rate": 0j}, {"rate": True}, {"off": 0}, {"off": 0.0}, {"c": 0.0}):
+        with pytest.raises(MismatchError, match="a template leaf of that type"):
+            tr.restore(path, like=wrong, at="numbers", extra="ignore")
+    with pytest.raises(MismatchError, match=r"expected float, found float32\[3\]"):
+        tr.restore(path, like={"bias": 0.0}, at="model/layers/10", extra="ignore")
+    tr.save(tmp_path / "own", tr.open(path).at("numbers"))  # which keeps numbers and arrays apart
+    with pytest.raises(MismatchError, match=r"expected float, found float32\[\]"):
+        tr.restore(tmp_path / "own", like=like)
 
 
 def test_large_arrays_are_cut_up(tmp_path: Path) -> None:

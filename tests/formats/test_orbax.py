@@ -26,7 +26,9 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import treering as tr
 from helpers import assert_same
 from hostile import outcome, shuffled
+from treering import formats
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
+from treering.testing._doubles import CountingDisk
 
 # Orbax's own, and what is left of its event loops.
 pytestmark = [
@@ -550,6 +552,23 @@ def test_files_about_the_tree_that_lie(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(UnsafeError):
         tr.open(path)
+
+
+@pytest.mark.parametrize("size", [(16 << 20) + 1, 1 << 30, 10 << 30])
+def test_a_description_that_is_too_long_is_not_read(tmp_path: Path, use_disk: Any, size: int) -> None:
+    path = save(tmp_path / "run" / "7", {"w": np.ones(2)})
+    file = path / "_CHECKPOINT_METADATA"
+    about = json.loads(file.read_text())
+    os.truncate(file, size)
+    disk = use_disk(CountingDisk())
+    assert formats.detect(disk, str(path)).name == "orbax" and tr.steps(tmp_path / "run") == [7]
+    for place in (path, tmp_path / "run"):
+        with pytest.raises(UnsafeError, match=f"_CHECKPOINT_METADATA: {size} bytes"):
+            tr.open(place)
+    assert disk.nbytes < 100_000
+    text = "x" * (15 << 20)
+    file.write_text(json.dumps({**about, "custom_metadata": {"text": text}}))
+    assert tr.open(path).metadata == {"text": text}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Checkpoints of TensorFlow.
 
-TensorFlow is no dependency of the tests, so there is no golden file that it wrote. The files here come from a writer of
-their own, below, which follows LevelDB's table format and TensorFlow's protobuf messages and shares nothing with the
-reader; a few checksums are those of files that TensorFlow wrote.
+TensorFlow is no dependency of the tests. A few small files that it wrote lie in `real/tensorflow`; all others come from
+a writer of their own, below, which follows LevelDB's table format and TensorFlow's protobuf messages and shares nothing
+with the reader.
 """
 
+import json
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from treering.formats.t5_names import T5_TO_T5X
 from treering.formats.tensorflow_table import crc32c, masked
 from treering.stores.disk import Disk
 
+REAL = Path(__file__).parent.parent / "real" / "tensorflow"
 MAGIC = bytes.fromhex("57fb808b247547db")
 
 # A writer
@@ -610,6 +612,41 @@ def test_names_of_t5(tmp_path: Path) -> None:
     found = tr.restore(path, rules=to_t5x, at="")
     assert found["target"]["decoder"]["layers_7"]["encoder_decoder_attention"]["out"]["kernel"].shape == ()
     assert found["state"]["param_states"]["token_embedder"]["embedding"].keys() == {"v_row"}
+
+
+# What TensorFlow itself wrote
+
+
+@pytest.mark.parametrize(("name", "step"), [("operation", None), ("t5", 1000), ("objects", 7)])
+def test_files_of_tensorflow(name: str, step: int | None) -> None:
+    ckpt = tr.open(REAL / name)
+    assert (ckpt.format, ckpt.step) == ("tensorflow", step) and tr.verify(REAL / name).ok
+    rest = set(ckpt) - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
+    for key, about in json.loads((REAL / "expected.json").read_text())[name].items():
+        shape = tuple(about["shape"])
+        if "texts" in about:
+            paths = ["/".join([key, *map(str, index)]) for index in np.ndindex(shape)]
+            assert [ckpt[path].hex() for path in paths] == about["texts"]
+            rest -= set(paths)
+            continue
+        found = ckpt[key][...]
+        assert (found.dtype.name, found.shape, found.tobytes().hex()) == (about["dtype"], shape, about["bytes"]), key
+        half = tuple(slice(size // 2, None) for size in shape)
+        assert np.array_equal(ckpt[key][half], found[half], equal_nan=found.dtype.kind == "f")
+        rest.remove(key)
+    assert not rest
+    if step is not None:
+        assert tr.steps(REAL / name) == [step]
+
+
+def test_names_of_t5_in_a_file_of_tensorflow() -> None:
+    to_t5x = [rules.rename(pattern, new, optional=True) for pattern, new in T5_TO_T5X]
+    found = tr.restore(REAL / "t5", rules=to_t5x)
+    layer = found["target"]["encoder"]["layers_1"]
+    assert layer["attention"]["out"]["kernel"].shape == (8, 4) and layer["pre_attention_layer_norm"]["scale"].size == 4
+    assert found["target"]["token_embedder"]["embedding"].shape == (16, 4)
+    slots = found["state"]["param_states"]["encoder"]["layers_0"]["attention"]["query"]["kernel"]
+    assert {name: slot.shape for name, slot in slots.items()} == {"v_row": (4,), "v_col": (8,)}
 
 
 def test_a_variable_within_another(tmp_path: Path) -> None:

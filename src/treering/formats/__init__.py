@@ -9,7 +9,7 @@ import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .._catalogue import ArrayEntry, Entry
+from .._catalogue import ArrayEntry, Entry, ValueEntry
 from .._paths import few
 from .._sharding import Box
 from .._tree import Skeleton
@@ -18,6 +18,21 @@ from ..stores.disk import Disk
 
 if TYPE_CHECKING:
     import numpy as np
+
+# What a format of somebody else's is made of.
+__all__ = [
+    "ArrayEntry",
+    "Box",
+    "Entry",
+    "Format",
+    "Problem",
+    "Reader",
+    "Skeleton",
+    "ValueEntry",
+    "get",
+    "names",
+    "register",
+]
 
 
 class Problem(NamedTuple):
@@ -64,6 +79,11 @@ class Reader(Protocol):
     @property
     def positional(self) -> bool:
         """Whether leaves have no names, but only numbers: they are those of a template, in order."""
+        ...
+
+    @property
+    def numbers_are_arrays(self) -> bool:
+        """Whether Python's numbers were saved as arrays without axes, so that a template's `float` takes such a one."""
         ...
 
     @property

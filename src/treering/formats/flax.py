@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,7 +61,10 @@ class Flax:
             if stat.S_ISDIR(found.st_mode):
                 if path.endswith(_ARRAYS):
                     return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
-                return None if disk.stat(os.path.join(path, _INDEX)) else f"it is a folder without {_INDEX}"
+                if disk.stat(os.path.join(path, _INDEX)):
+                    return None
+                runs = self._runs(disk, path, disk.list(path))
+                return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_INDEX}"
             data = beginning(disk, path)
         except OSError as error:
             return str(error)
@@ -86,6 +89,12 @@ class Flax:
         )
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        runs = self._runs(disk, folder, names)
+        # Files of several prefixes are several runs, and it is not known which of them is meant.
+        return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+    def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[str, dict[int, str]]:
+        """The names of checkpoints in a folder by their prefixes and steps."""
         runs: dict[str, dict[int, str]] = {}
         for name in () if _INDEX in names else names:  # a folder with an index is one checkpoint
             named = step_of(name)
@@ -94,8 +103,7 @@ class Flax:
                 found = disk.stat(path)
                 if found is not None and stat.S_ISREG(found.st_mode) and self.refuses(disk, path) is None:
                     runs.setdefault(named[0], {})[named[1]] = name
-        # Files of several prefixes are several runs, and it is not known which of them is meant.
-        return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+        return runs
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from . import statedict_write as writing
@@ -104,6 +112,15 @@ class Flax:
         with new_file(disk, path, overwrite=overwrite) as file:
             writing.write(file, writing.tree_of(contents), contents)
         return file.size
+
+
+def _several(folder: str, runs: Mapping[str, Mapping[int, str]]) -> str:
+    """Why a folder with the steps of several runs is neither."""
+    latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
+    return (
+        f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "
+        f"the file that is meant ({few(tuple(latest))}), or give each run a folder of its own"
+    )
 
 
 def _plausible(data: bytes, size: int, path: str) -> bool:

@@ -51,6 +51,7 @@ class ForeignReader:
         metadata: Any = None,
         nbytes: int = 0,
         immutable: bool = False,
+        numbers_are_arrays: bool = False,
     ):
         self.format, self.path = format, path
         self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
@@ -59,6 +60,7 @@ class ForeignReader:
         self.skeleton = skeleton
         self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
         self._arrays = arrays
+        self.numbers_are_arrays = numbers_are_arrays
         self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
 
     def check_present(self) -> None: ...

@@ -31,13 +31,13 @@ class About(msgspec.Struct):
     timestamp: str
     is_temporary: bool = False
 
-    def order(self) -> tuple[datetime.datetime, int]:
-        """The latest checkpoint of a run is the greatest in this."""
+    def time(self) -> datetime.datetime:
+        """When it was written, the beginning of time where that is not to be read."""
         try:
             time = datetime.datetime.fromisoformat(self.timestamp)
         except ValueError:
             time = datetime.datetime.min
-        return time.replace(tzinfo=time.tzinfo or datetime.UTC), self.step
+        return time.replace(tzinfo=time.tzinfo or datetime.UTC)
 
 
 class Levanter:
@@ -68,14 +68,15 @@ class Levanter:
         return open_checkpoint(disk, path)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        found: dict[int, tuple[About, str]] = {}
+        # In the order in which Levanter has looked for the latest one since May 2026: by step, time and path. Before
+        # that, the time came first, which only shows in folders in which somebody went back to an earlier step.
+        found: dict[int, tuple[datetime.datetime, str]] = {}
         for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
             path = os.path.join(folder, name)
             if disk.stat(os.path.join(path, FILE)) is None or self.refuses(disk, path) is not None:
                 continue
             about = read_about(disk, path)
-            if about.step not in found or found[about.step][0].order() < about.order():
-                found[about.step] = about, name
+            found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
         return {step: name for step, (_, name) in found.items()}
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:

@@ -41,6 +41,7 @@ def open_checkpoint(disk: Disk, path: str) -> ZarrReader:
         step=about.step,
         metadata={"timestamp": about.timestamp, "is_temporary": about.is_temporary},
         nbytes=folder_size(disk, path),
+        numbers_are_arrays=True,
     )
 
 

@@ -30,6 +30,7 @@ STATE = "checkpoint"  # what there was in its place in the first releases
 PLACEHOLDER = "PLACEHOLDER://"  # text in it that stands for an array
 COMMITTED = "commit_success.txt"
 UNFINISHED = ".orbax-checkpoint-tmp"
+_MOST = 16 << 20  # bytes of the file about the checkpoint, which is read to tell whether there is one
 _STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 
@@ -93,6 +94,15 @@ def tree_file(disk: Disk, folder: str) -> str | None:
     return STATE if PLACEHOLDER.encode() in beginning(disk, os.path.join(folder, STATE), 1 << 16) else None
 
 
+def read_about(disk: Disk, path: str) -> Any:
+    """What the file about the checkpoint as a whole says. Raises `CorruptError`."""
+    file = os.path.join(path, CHECKPOINT)
+    there = disk.stat(file)
+    if there is not None and there.st_size > _MOST:
+        raise UnsafeError(f"{file}: {there.st_size} bytes, which cannot be meant as a description of a checkpoint")
+    return read_json(disk, file)
+
+
 def read_json(disk: Disk, path: str) -> Any:
     """The contents of a JSON file, in which there may be NaN. Raises `CorruptError`."""
     try:
@@ -108,7 +118,7 @@ def _is_committed(disk: Disk, path: str) -> bool:
     if disk.stat(os.path.join(path, COMMITTED)) is not None:
         return True
     try:
-        about = read_json(disk, os.path.join(path, CHECKPOINT))
+        about = read_about(disk, path)
     except CorruptError:
         return True  # which is found when it is opened
     begun_only = (

@@ -15,7 +15,7 @@ from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from . import zarr
-from .orbax import CHECKPOINT, TREE, UNFINISHED, read_json, tree_file
+from .orbax import CHECKPOINT, TREE, UNFINISHED, read_about, read_json, tree_file
 from .orbax_state import read_state
 from .orbax_tree import LEVELS, Tree, read_tree
 from .zarr_leaves import ZarrReader, folder_size
@@ -73,7 +73,7 @@ def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
 
 def _read_about(disk: Disk, path: str) -> _About:
     names = disk.list(path)
-    found = read_json(disk, os.path.join(path, CHECKPOINT)) if CHECKPOINT in names else {}
+    found = read_about(disk, path) if CHECKPOINT in names else {}
     deletion = read_json(disk, os.path.join(path, _DELETED)) if _DELETED in names else {}
     if not isinstance(found, dict) or not isinstance(deletion, dict):
         raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")

@@ -43,6 +43,7 @@ class Reading(Subject):
         assert reader.step is None or type(reader.step) is int
         assert all(type(name) is str and type(value) is float for name, value in dict(reader.metrics).items())
         assert isinstance(reader.identity, str) and reader.positional is self.positional
+        assert reader.numbers_are_arrays is self.numbers_are_arrays
         assert set(reader.untold) <= set(reader.entries)
         assert reader.nbytes == sum(file.stat().st_size for file in self.files(path))
         assert all(isinstance(reader.maps(wish), bool) for wish in _MAPPED)

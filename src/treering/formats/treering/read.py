@@ -35,6 +35,7 @@ class Reader:
 
     format = "treering"
     positional = False
+    numbers_are_arrays = False
     untold: frozenset[str] = frozenset()
 
     def __init__(self, disk: Disk, path: str):
