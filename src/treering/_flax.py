@@ -29,8 +29,9 @@ def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         return tree, lambda restored: restored
     import jax
 
+    kinds = nnx.Pytree, nnx.Variable
     try:
-        leaves, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+        leaves, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
     except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
         return tree, lambda restored: restored
     objects = [i for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Pytree)]

@@ -206,4 +206,9 @@ def is_function(leaf: Any) -> bool:
     """Whether a leaf is a function or a placeholder, which count as "no array here"."""
     while type(leaf) is functools.partial:
         leaf = leaf.func
-    return isinstance(leaf, _FUNCTIONS) or f"{type(leaf).__module__}.{type(leaf).__qualname__}" in _PLACEHOLDERS
+    return _is_function_type(type(leaf))
+
+
+@functools.lru_cache(maxsize=512)
+def _is_function_type(leaf_type: type) -> bool:
+    return issubclass(leaf_type, _FUNCTIONS) or f"{leaf_type.__module__}.{leaf_type.__qualname__}" in _PLACEHOLDERS

@@ -18,7 +18,8 @@ from ._tree import Node, Skeleton, Walk, containers
 from .errors import MismatchError
 
 _HINTS = 20  # differences for which the closest name is looked for, which takes milliseconds each
-_SCALARS = (bool, int, float, complex, str, bytes)
+_SCALARS = frozenset((bool, int, float, complex, str, bytes))
+_ON_HOST = (np.ndarray, np.generic)  # made once: a union of classes takes longer to make than to ask
 
 
 class Target(msgspec.Struct, frozen=True, gc=False):
@@ -128,13 +129,14 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: st
     """Targets without a template: NumPy arrays (or JAX ones), typed keys, and values as they were."""
     targets: list[Target] = []
     problems: list[str] = []
+    cast = functools.cache(lambda text: policy.cast(_dtypes.to_numpy(text)))
     for entry in entries:
         if isinstance(entry, ValueEntry):
             targets.append(Target("value", value=entry.decode()))
         elif entry.type == "key":
             targets.append(Target("key", entry, _dtypes.to_numpy(entry.dtype)))
         else:
-            dtype = policy.cast(_dtypes.to_numpy(entry.dtype))
+            dtype = cast(entry.dtype)
             try:
                 if to_jax:
                     _check_width(dtype, entry)
@@ -169,15 +171,15 @@ def _target(leaf: Any, entry: Entry, policy: Policy, numbers_are_arrays: bool) -
         if may and isinstance(entry, ArrayEntry) and _is_number(entry, type(leaf)):
             return Target("number", entry, _dtypes.to_numpy(entry.dtype), value=type(leaf))
         _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
-    if _iterators.is_iterator(type(leaf)):
-        return _iterator_target(leaf, entry)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    on_host = isinstance(leaf, _ON_HOST)
+    if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        if _iterators.is_iterator(type(leaf)):
+            return _iterator_target(leaf, entry)
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, "no leaf of this type can be restored")
-    if not isinstance(leaf.dtype, np.dtype) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(leaf, entry)
     want = np.dtype(leaf.dtype)
     shape = tuple(leaf.shape)
-    on_host = isinstance(leaf, np.ndarray | np.generic)
     if isinstance(entry, ValueEntry):
         expected = _shape_text(leaf)
         if entry.type != "int" or shape != () or not _dtypes.is_integer(want):
@@ -189,7 +191,7 @@ def _target(leaf: Any, entry: Entry, policy: Policy, numbers_are_arrays: bool) -
         if entry.type == "key" or shape != entry.shape:
             hint = "shapes must be equal" if entry.type != "key" else "a typed key is no plain array"
             _differ(_shape_text(leaf), entry, hint)
-        if isinstance(leaf, np.str_ | np.bytes_):
+        if isinstance(leaf, np.character):
             found = _dtypes.to_numpy(entry.dtype)
             want = found if found.kind == want.kind else want  # of any length
         dtype, value = _dtype_for(want, entry.dtype, policy.dtype), None
@@ -264,7 +266,7 @@ def _other_classes(template: Skeleton, found: Skeleton) -> list[str]:
 
 
 def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
-    if not any(isinstance(node, Node) and node.kind == "namedtuple" for node in skeleton):
+    if not any(node.kind == "namedtuple" for node in skeleton if isinstance(node, Node)):
         return []
     return [
         (n, path, node)

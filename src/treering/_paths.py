@@ -9,6 +9,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .errors import UnsupportedError
 
@@ -31,6 +32,16 @@ def key_text(key: object) -> str:
     raise UnsupportedError(f"the key {key!r} is a {type(key).__name__}; keys may be str, int, bool, float or bytes")
 
 
+def key_texts(keys: Sequence[object]) -> list[str]:
+    """The keys of one container as path components, all at once where none needs to be changed."""
+    if set(map(type, keys)) == {str}:
+        texts: list[Any] = list(keys)
+        text = "".join(texts)
+        if text.isascii() and "~" not in text and "/" not in text:
+            return texts
+    return [key_text(key) for key in keys]
+
+
 def join(parent: str, component: str, *, root: bool) -> str:
     """The path of a child; `root` says that `parent` is the root (an empty key also has an empty path)."""
     return component if root else f"{parent}/{component}"
@@ -38,6 +49,8 @@ def join(parent: str, component: str, *, root: bool) -> str:
 
 def split(path: str) -> list[str]:
     """The components of a path with their escapes undone."""
+    if "~" not in path:
+        return path.split("/")
     return [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
 
 

@@ -1,5 +1,7 @@
 """Restoring: match, read, place, and the tree again."""
 
+import functools
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,11 +14,12 @@ from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
 from ._place import Where
-from ._sharding import whole
+from ._sharding import Box, whole
 from .errors import MismatchError, UnsupportedError
 from .formats import Reader
 
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
+_IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 
 def restore(
@@ -35,11 +38,12 @@ def restore(
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
     if like is None:
-        listed = list(entries.values())
-        targets = _match.untemplated(listed, policy, sharding is not None, name)
-        places = _untemplated_places(sharding, entries, skeleton)
+        with paused():
+            targets = _match.untemplated(list(entries.values()), policy, sharding is not None, name)
+            places = _untemplated_places(sharding, entries, skeleton)
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
-        return _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
+        with paused():
+            return _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
     with paused():
         template, join = _flax.split(like)
         walked = _tree.walk(template)
@@ -72,7 +76,7 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: _
 
 
 def _shaped(target: Target) -> Any:
-    if target.make not in ("jax", "key"):
+    if target.make not in _IN_JAX:
         return None
     shape = target.entry.shape if target.entry else ()
     return jax.ShapeDtypeStruct(shape[:-1] if target.make == "key" else shape, target.dtype)
@@ -91,11 +95,12 @@ def _values(
     values: list[Any] = [target.value for target in targets]
     # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
     free = not progress and reader.maps(mmap) and not any(map(_leaves_host, targets, places))
+    with paused():
+        groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
     with _progress.bar("restoring", total, progress) as moved:
-        for group in _groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit):
-            for n, value in _group(reader, paths, targets, places, group, verify, mmap):
-                values[n] = value
+        for group in groups:
+            _group(reader, paths, targets, places, group, verify, mmap, values)
             if progress:
                 moved(sum(_entry(targets[n]).nbytes for n in group))
     for n, target in enumerate(targets):
@@ -116,46 +121,45 @@ def _group(
     group: list[int],
     verify: bool,
     mmap: bool | None,
-) -> list[tuple[int, Any]]:
-    """Reads some leaves together; returns their numbers and values."""
+    values: list[Any],
+) -> None:
+    """Reads some leaves together, and puts them among the values."""
     wishes, places = places, list(places)
-    for n in group:
-        if targets[n].make == "key":
-            places[n] = _place.of_key_data(wishes[n])
-    boxes = {n: _place.boxes(places[n], _entry(targets[n]).shape) for n in group if _spread(targets[n], places[n])}
-    wanted = [
-        (_entry(targets[n]), box)
-        for n in group
-        for box in (boxes[n] if n in boxes else (whole(_entry(targets[n]).shape),))
-    ]
+    with paused():
+        wanted: list[tuple[ArrayEntry, Box]] = []
+        counts: list[int] = []  # of the boxes of each
+        for n in group:
+            if targets[n].make == "key":
+                places[n] = _place.of_key_data(wishes[n])
+            entry, place = _entry(targets[n]), places[n]
+            if place is None or targets[n].make not in _IN_JAX or _place.on_one_device(place):
+                wanted.append((entry, whole(entry.shape)))
+                counts.append(1)
+            else:
+                boxes = _place.boxes(place, entry.shape)
+                wanted += [(entry, box) for box in boxes]
+                counts.append(len(boxes))
     found = reader.read(wanted, verify=verify, map=mmap)
     with paused():
         arrays = iter(found)
-        values: list[tuple[int, Any]] = []
         in_jax: list[int] = []
         items: list[_place.Item] = []
-        for n in group:
-            target, entry = targets[n], _entry(targets[n])
-            own = [_cast(next(arrays), target, paths[n]) for _ in boxes.get(n, (0,))]
-            if target.make in ("jax", "key"):
+        for n, count in zip(group, counts, strict=True):
+            target = targets[n]
+            if target.make in _IN_JAX:
+                own = [_cast(next(arrays), target, paths[n]) for _ in range(count)]
                 in_jax.append(n)
-                items.append(_place.Item(places[n], entry.shape, target.dtype, target.weak, own))
+                items.append(_place.Item(places[n], _entry(target).shape, target.dtype, target.weak, own))
             else:
-                values.append((n, _on_host(own[0], target)))
+                values[n] = _on_host(_cast(next(arrays), target, paths[n]), target)
         for n, array in zip(in_jax, _place.put(items), strict=True):
             value = as_key(array, _entry(targets[n])) if targets[n].make == "key" else array
-            values.append((n, value if places[n] is wishes[n] else jax.device_put(value, wishes[n])))
-        return values
+            values[n] = value if places[n] is wishes[n] else jax.device_put(value, wishes[n])
 
 
 def _entry(target: Target) -> ArrayEntry:
     assert target.entry is not None
     return target.entry
-
-
-def _spread(target: Target, place: Where) -> bool:
-    """Whether a leaf is read in other boxes than the whole."""
-    return target.make in ("jax", "key") and place is not None and not _place.on_one_device(place)
 
 
 def _leaves_host(target: Target, place: Where) -> bool:
@@ -173,7 +177,7 @@ def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
     for n, target in enumerate(targets):
         if target.entry is None:
             continue
-        nbytes = target.entry.nbytes
+        nbytes = _nbytes(target.entry.shape, target.entry.dtype)
         if group and held + nbytes > limit:
             yield group
             group, held = [], 0
@@ -181,6 +185,11 @@ def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
         held += nbytes
     if group:
         yield group
+
+
+@functools.lru_cache(maxsize=1024)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * _dtypes.itemsize(dtype)
 
 
 def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:

@@ -35,7 +35,11 @@ class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def children(self) -> Sequence[Any]:
         """The keys as Python values."""
-        return range(self.keys) if isinstance(self.keys, int) else [_decode_key(k) for k in self.keys]
+        return (
+            range(self.keys)
+            if isinstance(self.keys, int)
+            else [k if type(k) is str else _decode_key(k) for k in self.keys]
+        )
 
 
 Skeleton = Sequence[Node | int]
@@ -245,16 +249,21 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
 def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
     """Nested dicts from paths alone, for selections and for formats that record no tree."""
     root: dict[str, Any] = {}
+    places: dict[str, Any] = {}  # containers by path, for siblings follow one another
     names = list(paths)
     for path, value in zip(names, values, strict=True):
         if names == [""]:
             return value
-        *parents, last = split(path)
-        place = root
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                break
+        parent, inside, last = path.rpartition("/")
+        place = places.get(parent) if inside else root
+        if place is None:
+            place = root
+            for name in split(parent):
+                place = place.setdefault(name, {})
+                if not isinstance(place, dict):
+                    break
+            places[parent] = place
+        (last,) = split(last)
         if not isinstance(place, dict) or isinstance(place.get(last), dict):
             raise UnsupportedError(
                 f"{path}: a leaf and a part of the path of another leaf, so there is no tree of both; restore with a "

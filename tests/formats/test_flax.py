@@ -31,8 +31,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
-from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
-from treering.formats import statedict_write
+from treering.errors import (
+    CorruptError,
+    ExistsError,
+    MismatchError,
+    NotFoundError,
+    TreeringError,
+    UnsafeError,
+    UnsupportedError,
+)
+from treering.formats import msgpack as msgpack_scanner
+from treering.formats import runs, statedict_write
 from treering.stores.disk import Disk
 
 REAL = Path(__file__).parent.parent / "real" / "flax"
@@ -93,14 +102,15 @@ def check_both_ways(tmp_path: Path, tree: Any) -> Any:
 
 
 class Counting(Disk):
-    """Counts the bytes that are read."""
+    """Counts the bytes that are read, and the calls."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.calls = 0
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         done = super().read(fd, buffer, offset)
         self.count += done
+        self.calls += 1
         return done
 
 
@@ -352,6 +362,46 @@ def test_opening_reads_only_structure_and_a_slice_only_itself(tmp_path: Path, us
     assert 4_000 < disk.count < 5_000
     disk.count = 0
     assert not ckpt["other"][-3:].any() and disk.count == 6
+
+
+def test_small_arrays_are_read_together_and_large_ones_leapt_over(tmp_path: Path, use_disk: Any) -> None:
+    small = {f"l{n:03d}": np.full(100, n, np.float32) for n in reversed(range(500))}  # not in the order of templates
+    large = {f"l{n:03d}": np.full((100, 100), n, np.float64) for n in range(100)}
+    both = {key: {"small": small[key], "large": large[key]} for key in large}
+    for name, tree in (("small", small), ("large", large), ("both", both)):
+        (tmp_path / f"{name}.msgpack").write_bytes(serialization.to_bytes(tree))
+    disk = use_disk(Counting())
+    for like in (None, small):
+        disk.calls = disk.count = 0
+        found = tr.restore(tmp_path / "small.msgpack", like=like)
+        assert_equal({key: found[key] for key in small}, small)
+        assert disk.calls < 30 and disk.count < 3 * 500 * 400
+    disk.count = 0
+    ckpt = tr.open(tmp_path / "large.msgpack")
+    assert disk.count < 400_000  # most of it to find out what file it is
+    assert_equal(ckpt.restore(), large)
+    ckpt = tr.open(tmp_path / "both.msgpack")
+    disk.count = 0
+    like = {key: {"small": small[key]} for key in large}
+    assert_equal(ckpt.restore(like=like, extra="ignore"), like)
+    assert disk.count == 100 * 400
+
+
+def test_small_arrays_own_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_SMALL", 64), ("_BETWEEN", 48), ("_TOGETHER", 128)):
+        monkeypatch.setattr(runs, name, value)
+    draw = np.random.default_rng(0)
+    sizes = [*range(14, 19), *draw.integers(0, 20, 40).tolist()]  # 16 floats are the most that is small
+    tree = {f"l{n:02d}": draw.random(size, np.float32) for n, size in enumerate(sizes)}
+    path = tmp_path / "x.msgpack"
+    path.write_bytes(serialization.to_bytes(tree))
+    backwards = dict(reversed(tree.items()))
+    for found in (tr.restore(path), tr.restore(path, like=backwards)):
+        assert_equal({key: found[key] for key in tree}, tree)
+        for key, array in found.items():
+            assert array.flags.writeable and (array.base is None or array.base.nbytes < 200), key
+            array += 1
+        assert_equal({key: found[key] - 1 for key in tree}, {key: (array + 1) - 1 for key, array in tree.items()})
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,6 +710,27 @@ def test_damage_anywhere(tmp_path: Path) -> None:
         path.write_bytes(bad)
         seen.add(outcome(path))
     assert seen == {"fine", "CorruptError", "UnsupportedError"}
+
+
+def test_arrays_that_begin_alike_are_tested_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"a": {"x": np.int8([1, 2]), "y": np.int8([3, 4]), "z": np.int8([5, 6])}, "b": np.int8([7, 8]), "c": 1.5}
+    data = serialization.to_bytes(tree)
+    path = tmp_path / "x.msgpack"
+
+    def all_of(data: bytes) -> list[Any]:
+        path.write_bytes(data)
+        try:
+            found = tr.restore(path)
+        except TreeringError as error:
+            return [type(error), str(error)]
+        return [repr(found)]
+
+    files = [data, data.replace(b"\xa1y", b"\xa1x"), data.replace(b"\xa1y", b"\xa1\xff"), *damaged(data)]
+    quickly = [all_of(one) for one in files]
+    monkeypatch.setattr(msgpack_scanner, "_MOST_KNOWN", 0)
+    for one, found in zip(files, quickly, strict=True):
+        assert all_of(one) == found, one
+    assert "key 'x' twice" in quickly[1][1] and "UTF-8" in quickly[2][1]
 
 
 def test_damage_to_large_arrays(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ class EquinoxReader(ForeignReader):
             run = file, offset, math.prod(shape) * record.stored.itemsize
             dtype = _dtypes.to_numpy(record.dtype)
             if record.columns and len(shape) > 1:
-                arrays[name] = _Columns(Runs([run], shape[::-1], record.stored, dtype))
+                arrays[name] = _Columns(Runs.of([run], shape[::-1], record.stored, dtype))
             else:
-                arrays[name] = Runs([run], shape, record.stored, dtype)
+                arrays[name] = Runs.of([run], shape, record.stored, dtype)
             if not record.told:
                 untold.append(name)
         self.untold = frozenset(untold)

@@ -7,6 +7,7 @@ What their loaders call ``state_params`` or ``trainstate_params`` is ``at="param
 of its own, ``streaming_params``, and ``flax_params`` a file of the format "flax".
 """
 
+import itertools
 import os
 import re
 import stat
@@ -20,7 +21,7 @@ from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import new_file
 from . import Reader
-from .msgpack import BIN, DEPTH, LIST, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
+from .msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
 
 if TYPE_CHECKING:
     from .statedict import Leaves
@@ -49,10 +50,10 @@ class FJFormer:
             return str(error)
         if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
             return _PICKLE
-        kinds = list(tokens(data))
-        count = kinds[1][1] if kinds[:1] == [(LIST, 2)] and len(kinds) > 1 and kinds[1][0] == LIST else 0
-        keys, rest = kinds[2 : 2 + count], kinds[2 + count :]
-        if count and all(kind == STR for kind, _ in keys) and (not rest or rest[0][0] == BIN):
+        kinds = tokens(data)  # of which no more are looked at than needed: other files are full of them
+        first, second = itertools.islice(itertools.chain(kinds, [(NEVER, 0)] * 2), 2)
+        count = second[1] if first == (LIST, 2) and second[0] == LIST else 0
+        if count and all(kind == STR for kind, _ in itertools.islice(kinds, count)) and next(kinds, (BIN, 0))[0] == BIN:
             return None
         return "it does not begin like a stream, with the key and the bytes of a leaf"
 

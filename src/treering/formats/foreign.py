@@ -1,5 +1,6 @@
 """What readers of other libraries' formats have in common: a catalogue, and arrays that read boxes of themselves."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from .._sharding import Box, in_slices
 from .._tree import Skeleton
 from ..errors import CorruptError
 from . import Problem
-from .runs import mapped_once
+from .runs import Small, mapped_once
 
 _SLICE = 64 << 20  # bytes of an array that are checked at a time
 
@@ -69,16 +70,28 @@ class ForeignReader:
         return None
 
     def maps(self, wish: bool | None) -> bool:
-        return self._immutable and all(one.can_map() for one in self._arrays.values()) if wish is None else wish
+        return self._immutable and self._can_map if wish is None else wish
+
+    @functools.cached_property
+    def _can_map(self) -> bool:
+        return all(array.can_map() for array in self._arrays.values())
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
     ) -> list[np.ndarray]:
+        found: list[Any] = [None] * len(wanted)
+        free = map is None and self._immutable
+        every = self._can_map if free else bool(map)
+        small = Small()
         with mapped_once():
-            return [self._arrays[entry.path].read(box, self._maps(entry, map)) for entry, box in wanted]
-
-    def _maps(self, entry: ArrayEntry, wish: bool | None) -> bool:
-        return self._immutable and self._arrays[entry.path].can_map() if wish is None else wish
+            for n, (entry, box) in enumerate(wanted):
+                array = self._arrays[entry.path]
+                mapped = every or (free and array.can_map())
+                if mapped or not small.take(array, box, n):
+                    found[n] = array.read(box, mapped)
+        for n, array in small.read():
+            found[n] = array
+        return found
 
     def problems(self) -> Iterator[Problem]:
         for path, entry in self.entries.items():

@@ -7,7 +7,7 @@ that the structure of a file of any size is known after a few reads of a few kil
 import stat
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,24 +18,36 @@ if TYPE_CHECKING:
     from .runs import File
 
 _HEAD = 9  # bytes of a value that say what it is, at most
-_WINDOW = 8 << 10  # bytes that are read at a time
+_WINDOW = 1 << 10  # bytes that are read at a time where they lie apart
+_MOST_AHEAD = 256 << 10  # bytes that are read at a time where they lie close together
+_NEAR = 4 << 10  # bytes that take no longer to read than to leap over
 DEPTH = 1000  # containers within one another
 _MOST_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
+_MOST_KNOWN = 1 << 10  # ways in which extensions begin
+_LONGEST_KNOWN = 64  # bytes of such a beginning
+_AHEAD = 32 + _LONGEST_KNOWN  # bytes of a short key and such a beginning
 _TEXT = 256 << 20  # bytes of text and small bins of one file that are held in memory
 
 
-class Raw(NamedTuple):
-    """A bin: bytes of the file."""
+class Raw(msgspec.Struct, frozen=True, gc=False):
+    """A bin: bytes of the file, or of the payload of the extension that it is in."""
 
     offset: int
     size: int
 
 
-class Ext(NamedTuple):
-    """An extension: its type, and the value in its payload where that is MessagePack again, else where it lies."""
+class Extension(msgspec.Struct, frozen=True, eq=False):
+    """What an extension says: its type, and the value in its payload where that is MessagePack again."""
 
     code: int
-    payload: Any
+    value: Any
+
+
+class Ext(msgspec.Struct, frozen=True):
+    """An extension in its place: `at` is where its payload lies. Those that begin alike share what they say."""
+
+    says: Extension
+    at: int
 
 
 VALUE, STR, BIN, LIST, MAP, EXT, NEVER = range(7)
@@ -66,76 +78,149 @@ class Scanner:
     Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. What does not fit the file raises
     `CorruptError`, and what would take unreasonable time or memory `UnsafeError`. `nested`: the types of extensions
     whose payload is MessagePack again.
+
+    A model has thousands of arrays and few shapes, so most extensions begin with the same bytes as an earlier one, up
+    to the bin with which they end. These are not taken apart again.
     """
 
     def __init__(self, file: "File", nested: tuple[int, ...] = ()):
         self.file = file
         self._nested = nested
-        self._window, self._base = b"", 0
+        self._window, self._base, self._ahead = b"", 0, _WINDOW
         self._values, self._text = _MOST_VALUES, _TEXT
+        self._known: dict[bytes, tuple[Extension, int, int]] = {}  # by how it begins: where payload and value end
+        self._lengths: list[int] = []  # of these beginnings
 
     def value(self, at: int, end: int) -> tuple[Any, int]:
         """The value at an offset and the offset behind it, which is at most `end`."""
-        return self._value(at, end, self._nested)
+        return self._value(at, end, 0)
 
     def whole(self, at: int, end: int) -> Any:
         """The value that fills a range."""
-        return self._whole(at, end, self._nested)
+        return self._whole(at, end, 0)
 
     def bytes(self, raw: Raw) -> bytes:
         """What a bin holds."""
         self._use_text(raw.size)
         return self.file.read(raw.offset, raw.size)
 
-    def _whole(self, at: int, end: int, nested: tuple[int, ...]) -> Any:
-        value, behind = self._value(at, end, nested)
+    def _whole(self, at: int, end: int, payload: int) -> Any:
+        value, behind = self._value(at, end, payload)
         if behind != end:
             raise CorruptError(f"{self.file.path}: expected a value that ends at byte {end}, found one up to {behind}")
         return value
 
-    def _value(self, at: int, end: int, nested: tuple[int, ...]) -> tuple[Any, int]:
+    def _value(self, at: int, end: int, payload: int) -> tuple[Any, int]:
+        """The same; `payload` is where that of the extension begins in which the value is, 0 for none."""
         stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
         while True:
-            kind, value, code, at = self._head(at, end)
-            if kind in (STR, BIN, EXT):
-                self._check(at + value, end)
-            if kind == STR:
-                value, at = self._str(at, value, end), at + value
-            elif kind == BIN:
-                value, at = Raw(at, value), at + value
-            elif kind == EXT:
-                inner = self._whole(at, at + value, ()) if code in nested else Raw(at, value)
-                value, at = Ext(code, inner), at + value
-            elif kind in (LIST, MAP):
-                count, value = value, [] if kind == LIST else {}
-                inner = 2 * count if kind == MAP else count
-                self._check(at + inner, end)  # a byte each at least
-                self._values -= inner
-                if self._values < 0:
-                    raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant")
-                if len(stack) == DEPTH:
-                    raise UnsafeError(f"{self.file.path}: containers are nested more than {DEPTH} deep")
-                if count:
-                    stack.append([value, count, _NO_KEY])
-                    continue
-            while stack:
-                frame = stack[-1]
-                container, _, key = frame
-                if type(container) is list:
-                    container.append(value)
-                elif key is _NO_KEY:
-                    frame[2] = self._key(value, container)
-                    break
-                else:
-                    container[key] = value
-                    frame[2] = _NO_KEY
-                frame[1] -= 1
-                if frame[1]:
-                    break
-                value = container
-                stack.pop()
+            value, missing, at = self._one(at, end, payload)
+            if len(stack) == DEPTH and type(value) in (dict, list):
+                raise UnsafeError(f"{self.file.path}: containers are nested more than {DEPTH} deep")
+            if missing:
+                stack.append([value, missing, _NO_KEY])
+            elif stack:
+                self._put(stack[-1], value, payload)
             else:
                 return value, at
+            while True:
+                frame = stack[-1]
+                if frame[2] is _NO_KEY and not payload and type(frame[0]) is dict:
+                    at = self._alike(frame, at, end)
+                if frame[1]:
+                    break
+                value = stack.pop()[0]
+                if not stack:
+                    return value, at
+                self._put(stack[-1], value, payload)
+
+    def _one(self, at: int, end: int, payload: int) -> tuple[Any, int, int]:
+        """A value, how many it still has to get where it is a container, and the offset behind it."""
+        begin = at
+        kind, value, code, at = self._head(at, end)
+        if kind == VALUE:
+            return value, 0, at
+        if kind in (LIST, MAP):
+            inner = 2 * value if kind == MAP else value
+            self._check(at + inner, end)  # a byte each at least
+            self._values -= inner
+            if self._values < 0:
+                raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant")
+            return {} if kind == MAP else [], value, at
+        behind = at + value
+        self._check(behind, end)
+        if kind == STR:
+            return self._str(at, value, end), 0, behind
+        if kind == BIN:
+            return Raw(at - payload, value), 0, behind
+        if payload or code not in self._nested:
+            return Ext(Extension(code, None), at), 0, behind
+        says = Extension(code, self._whole(at, behind, at))
+        self._remember(says, begin, at, behind)
+        return Ext(says, at), 0, behind
+
+    def _put(self, frame: list[Any], value: Any, payload: int) -> None:
+        """Puts a value into a container, or keeps it as the key of the next."""
+        container, _, key = frame
+        if type(container) is list:
+            container.append(value)
+        elif key is _NO_KEY:
+            frame[2] = self._key(value, container, payload)
+            return
+        else:
+            container[key] = value
+            frame[2] = _NO_KEY
+        frame[1] -= 1
+
+    def _remember(self, says: Extension, begin: int, at: int, behind: int) -> None:
+        """Keeps how an extension begins, when it is a list that ends with a bin."""
+        last = says.value[-1] if type(says.value) is list and says.value else None
+        if type(last) is not Raw or len(self._known) == _MOST_KNOWN:
+            return
+        place, length = begin - self._base, at + last.offset - begin
+        if 0 <= place <= len(self._window) - length and length <= _LONGEST_KNOWN:
+            self._known[self._window[place : place + length]] = says, at - begin, behind - begin
+            if length not in self._lengths:
+                self._lengths.append(length)
+
+    def _alike(self, frame: list[Any], at: int, end: int) -> int:
+        """Takes entries of a map as long as they are extensions that begin like earlier ones; where the rest begins.
+
+        What is not as it should be is left there, and so is whatever is longer than usual.
+        """
+        container, missing, _ = frame
+        known, lengths, text = self._known, self._lengths, 0
+        window, base, last = self._window, self._base, len(self._window) - _AHEAD
+        while missing and known:
+            place = at - base
+            if not 0 <= place <= last:
+                if at == end:
+                    break
+                place = self._find(at, min(_AHEAD, end - at), end)
+                window, base, last = self._window, self._base, len(self._window) - _AHEAD
+            first = window[place]
+            if first & 0xE0 != 0xA0:  # no text of less than 32 bytes
+                break
+            begin, found = place + 1 + (first & 31), None
+            for length in lengths:
+                found = known.get(window[begin : begin + length])
+                if found is not None:
+                    break
+            if found is None:
+                break
+            try:
+                key = window[place + 1 : begin].decode()
+            except UnicodeDecodeError:
+                break
+            says, inner, size = found
+            begin += base
+            if key in container or begin + size > end:
+                break
+            container[key] = Ext(says, begin + inner)
+            missing, at, text = missing - 1, begin + size, text + len(key)
+        self._use_text(text)
+        frame[1] = missing
+        return at
 
     def _head(self, at: int, end: int) -> tuple[int, Any, int, int]:
         """The kind, the value or size, the type of an extension, and the offset behind."""
@@ -158,7 +243,9 @@ class Scanner:
         place = at - self._base
         if place < 0 or place + size > len(self._window) or at + size > end:
             self._check(at + size, end)
-            self._window = self.file.read(at, max(size, min(_WINDOW, self.file.size - at)))
+            near = 0 <= place <= len(self._window) + _NEAR
+            self._ahead = min(4 * self._ahead, _MOST_AHEAD) if near else _WINDOW
+            self._window = self.file.read(at, max(size, min(self._ahead, self.file.size - at)))
             self._base, place = at, 0
         return place
 
@@ -170,9 +257,9 @@ class Scanner:
         except UnicodeDecodeError:
             raise CorruptError(f"{self.file.path}: the text at byte {at} is not UTF-8") from None
 
-    def _key(self, key: Any, container: dict[Any, Any]) -> Any:
+    def _key(self, key: Any, container: dict[Any, Any], payload: int) -> Any:
         if type(key) is Raw:
-            key = self.bytes(key)
+            key = self.bytes(Raw(payload + key.offset, key.size))
         if type(key) not in (str, int, bool, float, bytes):
             raise CorruptError(f"{self.file.path}: expected a key, found {named(key)}")
         if key in container:

@@ -84,7 +84,7 @@ FORMAT = Safetensors()
 
 def path_of(key: str) -> str:
     """The path of a tensor."""
-    return key.replace("~", "~0") if re.search("~(?![01])", key) else key
+    return key.replace("~", "~0") if "~" in key and re.search("~(?![01])", key) else key
 
 
 def key_of(path: str) -> str:

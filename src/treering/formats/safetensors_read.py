@@ -1,10 +1,8 @@
 """Reading safetensors files, single or in shards with an index."""
 
-import math
 import os
 import stat
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,18 +10,19 @@ import numpy as np
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry, decode_float
-from .._sharding import Box, slices, whole
+from .._collector import paused
+from .._sharding import Box
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk, read_file
 from . import Reader
 from .foreign import ForeignReader, Stored
-from .runs import File, Runs, check_shape, mapped_once
+from .runs import File, Layout, Runs, layout
 from .safetensors import Header, check_side_by_side, decode_header, header_size
 from .safetensors_files import path_of, read_beside
 
 _NAMES = {code: name for name, (code, _) in _dtypes.SAFETENSORS.items()}
-_BITS = {code: 8 * size for code, size in _dtypes.SAFETENSORS.values()} | {"F4": 4}
-_NAMES["F4"] = "float4_e2m1fn"
+_NIBBLES = "float4_e2m1fn"
+_NAMES["F4"] = _NIBBLES
 
 
 class _Opened(NamedTuple):
@@ -37,8 +36,9 @@ class _Index(msgspec.Struct):
 
 def open_file(disk: Disk, path: str, main: str) -> Reader:
     """A single file."""
-    found = _open(disk, main)
-    return _Reader(path, [found], ((key, found) for key in found.header.tensors))
+    with paused():
+        found = _open(disk, main)
+        return _reader(path, [found], ((key, found) for key in found.header.tensors))
 
 
 def open_shards(disk: Disk, path: str, index: str) -> Reader:
@@ -62,7 +62,8 @@ def open_shards(disk: Disk, path: str, index: str) -> Reader:
     tensors = [(key, files[name]) for key, name in weights.items()]
     # What no index names is there all the same; of several files that have a key, the index says which one counts.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
-    return _Reader(path, list(files.values()), tensors)
+    with paused():
+        return _reader(path, list(files.values()), tensors)
 
 
 def _open(disk: Disk, path: str) -> _Opened:
@@ -71,31 +72,6 @@ def _open(disk: Disk, path: str) -> _Opened:
     header = decode_header(file.read(0, size), path)
     check_side_by_side(header, file.size, path)
     return _Opened(file, header)
-
-
-class _Place(NamedTuple):
-    """Where an array lies; `plain` says that its bytes are an array as they lie there."""
-
-    file: File
-    offset: int
-    nbytes: int
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    plain: bool
-
-
-class _Arrays(dict[str, Stored]):
-    """The arrays as they are read where they are no views."""
-
-    def __init__(self, places: Mapping[str, _Place]):
-        self._places = places
-
-    def __missing__(self, path: str) -> Stored:
-        place = self._places[path]
-        run = place.file, place.offset, place.nbytes
-        if place.dtype.name == "float4_e2m1fn":
-            return _Nibbles(Runs([run], (*place.shape[:-1], place.shape[-1] // 2), np.uint8))
-        return Runs([run], place.shape, place.dtype.newbyteorder("<"), place.dtype)
 
 
 class _Nibbles:
@@ -112,59 +88,49 @@ class _Nibbles:
         pairs = self._runs.read((*box[:-1], (start // 2, -(-stop // 2))), False)
         both = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
         own = both[..., start % 2 : start % 2 + stop - start]
-        return np.ascontiguousarray(own).view(_dtypes.to_numpy("float4_e2m1fn"))
+        return np.ascontiguousarray(own).view(_dtypes.to_numpy(_NIBBLES))
 
 
-class _Reader(ForeignReader):
-    """Arrays that may be mapped are views of one mapping of their file for each call."""
-
-    def __init__(self, path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened]]):
-        entries: list[Entry] = []
-        self._places: dict[str, _Place] = {}
-        for key, found in tensors:
-            place = _place(key, found)
-            entry = ArrayEntry(path_of(key), "numpy", _NAMES[found.header.tensors[key].dtype], place.shape)
-            entries.append(entry)
-            self._places[entry.path] = place
-        beside = read_beside({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
-        super().__init__(
-            "safetensors",
-            path,
-            entries,
-            _Arrays(self._places),
-            step=beside.step,
-            metrics={name: decode_float(value) for name, value in beside.metrics.items()},
-            metadata=beside.metadata,
-            nbytes=sum(found.file.size for found in files),
-        )
-
-    def maps(self, wish: bool | None) -> bool:
-        return all(place.plain and place.file.local for place in self._places.values()) if wish is None else wish
-
-    def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
-    ) -> list[np.ndarray]:
-        with mapped_once():
-            return [self._read(entry.path, box, map) for entry, box in wanted]
-
-    def _read(self, path: str, box: Box, wish: bool | None) -> np.ndarray:
-        place = self._places[path]
-        if not (place.plain and place.nbytes and (place.file.local if wish is None else wish)):
-            return self._arrays[path].read(box, False)
-        array = np.ndarray(place.shape, place.dtype, place.file.mapped(), place.offset)
-        return array if box == whole(place.shape) else array[slices(box, whole(place.shape))]
+def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened]]) -> Reader:
+    """Arrays may be mapped without being asked to: these files are not rewritten in place."""
+    entries: list[Entry] = []
+    arrays: dict[str, Stored] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
+    for key, found in tensors:
+        tensor = found.header.tensors[key]
+        begin, end = tensor.data_offsets
+        kind = kinds.get((tensor.dtype, tensor.shape))
+        if kind is None:
+            kind = kinds[tensor.dtype, tensor.shape] = _kind(tensor.dtype, tensor.shape, f"{found.file.path}: {key!r}")
+        dtype, about = kind
+        if about.nbytes != end - begin:
+            raise UnsafeError(
+                f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(tensor.shape)}"
+            )
+        place = path_of(key)
+        entries.append(ArrayEntry(place, "numpy", dtype, tensor.shape))
+        runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
+        arrays[place] = _Nibbles(runs) if dtype == _NIBBLES else runs
+    beside = read_beside({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
+    return ForeignReader(
+        "safetensors",
+        path,
+        entries,
+        arrays,
+        step=beside.step,
+        metrics={name: decode_float(value) for name, value in beside.metrics.items()},
+        metadata=beside.metadata,
+        nbytes=sum(found.file.size for found in files),
+        immutable=True,
+    )
 
 
-def _place(key: str, found: _Opened) -> _Place:
-    """Where a tensor lies. Raises `UnsafeError` when that has not the size of its shape."""
-    tensor = found.header.tensors[key]
-    shape, (begin, end), bits = tensor.shape, tensor.data_offsets, _BITS.get(tensor.dtype)
-    if bits is None or (bits < 8 and (not shape or shape[-1] % 2)):
-        raise UnsupportedError(f"{found.file.path}: {key!r} is {tensor.dtype}{list(shape)}, which cannot be read here")
-    if bits * math.prod(shape) != 8 * (end - begin):
-        raise UnsafeError(f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(shape)}")
-    if begin == end or len(shape) > 8:
-        check_shape(shape, found.file.path)
-    offset, dtype = found.header.size + begin, _dtypes.to_numpy(_NAMES[tensor.dtype])
-    plain = bits >= 8 and offset % dtype.alignment == 0 and sys.byteorder == "little"
-    return _Place(found.file, offset, end - begin, dtype, shape, plain)
+def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, Layout]:
+    """The dtype of a tensor, and the layout in which it lies there: bytes where two elements share one."""
+    dtype = _NAMES.get(code)
+    if dtype is None or (dtype == _NIBBLES and (not shape or shape[-1] % 2)):
+        raise UnsupportedError(f"{name} is {code}{list(shape)}, which cannot be read here")
+    if dtype == _NIBBLES:
+        return dtype, layout((*shape[:-1], shape[-1] // 2), np.uint8, None, name)
+    stored = _dtypes.to_numpy(dtype)
+    return dtype, layout(shape, stored.newbyteorder("<"), stored, name)

@@ -7,17 +7,17 @@ where they are larger than Flax puts into one extension, maps of several of thes
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
-from .._paths import join, key_text
+from .._paths import key_texts
 from .._tree import LEAF, Node, Skeleton, encode_key
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from .foreign import Stored
-from .msgpack import Ext, Raw, Scanner, named
-from .runs import File, Runs
+from .msgpack import Ext, Extension, Raw, Scanner, named
+from .runs import File, Layout, Runs, layout
 
 CHUNKED = "__msgpack_chunked_array__"
 PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lies elsewhere
@@ -60,6 +60,7 @@ class StateDict:
     ):
         self._file, self._find = file, find
         self._seen_as = {} if seen_as is None else seen_as
+        self._kinds: dict[Extension, _Kind] = {}
         self._room = _PATHS
         self._scanner = Scanner(file, (ARRAY, COMPLEX, SCALAR))
 
@@ -79,60 +80,75 @@ class StateDict:
         entries: list[Entry] = []
         arrays: dict[str, Stored] = {}
         skeleton: list[Node | int] = []
-        stack: list[tuple[str, bool, Any]] = [(at or "", at is None, tree)]
-        while stack:
-            path, root, value = stack.pop()
-            self._room -= len(path)
+        pending: list[Iterator[tuple[str, Any]]] = [iter([(at or "", tree)])]
+        while pending:
+            for path, value in pending[-1]:
+                try:
+                    leaf = self._leaf(path, value)
+                    if leaf is None:
+                        node, names, children = _container(value)
+                        prefix = "" if at is None and not skeleton else f"{path}/"
+                        self._room -= sum(map(len, names)) + len(prefix) * len(names)
+                        skeleton.append(node)
+                        break
+                except TreeringError as error:
+                    raise type(error)(f"{self._file.path}: {path or '(root)'}: {error}") from None
+                entry, stored = leaf
+                skeleton.append(LEAF)
+                entries.append(entry)
+                if stored is not None:
+                    arrays[path] = stored
+            else:
+                pending.pop()
+                continue
             if self._room < 0:
                 raise UnsafeError(f"{self._file.path}: paths of more than {_PATHS} characters together")
-            try:
-                leaf = self._leaf(path, value)
-                if leaf is None:
-                    node, names, children = _container(value)
-                    skeleton.append(node)
-                    below = [
-                        (join(path, name, root=root), False, child) for name, child in zip(names, children, strict=True)
-                    ]
-                    stack += reversed(below)
-                    continue
-            except TreeringError as error:
-                raise type(error)(f"{self._file.path}: {path or '(root)'}: {error}") from None
-            entry, stored = leaf
-            skeleton.append(LEAF)
-            entries.append(entry)
-            if stored is not None:
-                arrays[path] = stored
+            pending.append(zip([prefix + name for name in names], children, strict=True))
         return Leaves(entries, arrays, skeleton)
 
     def _leaf(self, path: str, value: Any) -> tuple[Entry, Stored | None] | None:
         """The entry of a leaf and, of an array, where it lies; None for a container."""
         if type(value) is Ext:
-            if value.code == COMPLEX:
-                return ValueEntry(path, *encode(_complex(value.payload))), None
-            if value.code not in (ARRAY, SCALAR):
-                raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {value.code}")
-            dtype, shape, raw = _array(value.payload)
-            scalar = value.code == SCALAR and not shape
-            return self._entry(path, dtype, shape, [raw], "numpy-scalar" if scalar else "numpy")
+            if value.says.code == COMPLEX:
+                return ValueEntry(path, *encode(_complex(value.says.value))), None
+            kind = self._kinds.get(value.says)
+            if kind is None:
+                kind = self._kinds[value.says] = self._kind(value.says)
+            run = self._file, value.at + kind.offset, kind.layout.nbytes
+            return ArrayEntry(path, kind.type, kind.dtype, kind.layout.shape), Runs((run,), kind.layout)
         if type(value) is dict and CHUNKED in value:
-            return self._entry(path, *_chunked(value), "numpy")
+            dtype, shape, runs = _chunked(value)
+            dtype, about = self._layout(dtype, shape, sum(size for _, size in runs))
+            return ArrayEntry(path, "numpy", dtype, shape), Runs(tuple((self._file, *run) for run in runs), about)
         if type(value) in (dict, str) and (found := self._find(path, value)):
             return ArrayEntry(path, "numpy", found.dtype, found.shape), found.stored
         if type(value) in (dict, list):
             return None
         return ValueEntry(path, *encode(self._scanner.bytes(value) if type(value) is Raw else value)), None
 
-    def _entry(
-        self, path: str, dtype: str, shape: tuple[int, ...], raws: Sequence[Raw], kind: Any
-    ) -> tuple[ArrayEntry, Stored]:
-        itemsize = _dtypes.itemsize(dtype)
-        expected, found = math.prod(shape) * itemsize, sum(raw.size for raw in raws)
+    def _kind(self, says: Extension) -> "_Kind":
+        if says.code not in (ARRAY, SCALAR):
+            raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {says.code}")
+        dtype, shape, raw = _array(says.value)
+        dtype, about = self._layout(dtype, shape, raw.size)
+        return _Kind("numpy-scalar" if says.code == SCALAR and not shape else "numpy", dtype, about, raw.offset)
+
+    def _layout(self, dtype: str, shape: tuple[int, ...], found: int) -> tuple[str, Layout]:
+        """The dtype as it is seen and the layout of an array for which so many bytes were found."""
+        expected = math.prod(shape) * _dtypes.itemsize(dtype)
         if expected != found:
             raise CorruptError(f"expected {expected} bytes of {dtype}{list(shape)}, found {found}")
         seen = self._seen_as.get(dtype, dtype)
-        runs = [(self._file, raw.offset, raw.size) for raw in raws]
-        stored = Runs(runs, shape, _dtypes.to_numpy(dtype), _dtypes.to_numpy(seen))
-        return ArrayEntry(path, kind, seen, shape), stored
+        return seen, layout(shape, _dtypes.to_numpy(dtype), _dtypes.to_numpy(seen), self._file.path)
+
+
+class _Kind(NamedTuple):
+    """What extensions that begin alike are: `offset` is where the array begins in the payload."""
+
+    type: Literal["numpy", "numpy-scalar"]
+    dtype: str
+    layout: Layout
+    offset: int
 
 
 def _array(payload: Any) -> tuple[str, tuple[int, ...], Raw]:
@@ -158,16 +174,17 @@ def _dtype(name: str) -> str:
     return name
 
 
-def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[Raw]]:
-    """dtype, shape and bytes of an array that is cut up."""
+def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
+    """dtype and shape of an array that is cut up, and the offsets and sizes of its bytes."""
     sizes, chunks = numbered(value.get("shape")), numbered(value.get("chunks"))
-    if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.code == ARRAY for chunk in chunks):
+    if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.says.code == ARRAY for chunk in chunks):
         raise CorruptError("expected the shape and the chunks of a large array, each numbered from 0")
-    parts = [_array(chunk.payload) for chunk in chunks]
+    parts = [_array(chunk.says.value) for chunk in chunks]
     dtype = parts[0][0]
     if any(part[0] != dtype for part in parts):
         raise CorruptError(f"expected chunks of one dtype, found {', '.join(sorted({part[0] for part in parts}))}")
-    return dtype, _shape(sizes), [raw for _, _, raw in parts]
+    runs = [(chunk.at + raw.offset, raw.size) for chunk, (_, _, raw) in zip(chunks, parts, strict=True)]
+    return dtype, _shape(sizes), runs
 
 
 def _complex(payload: Any) -> complex:
@@ -189,11 +206,12 @@ def _container(value: Any) -> tuple[Node, Sequence[str], Sequence[Any]]:
             and all(type(part) is str for part in [value["name"], *fields])
         ):
             return Node("namedtuple", value["name"], fields), _texts(fields), values
-    return Node("dict", "", [encode_key(key) for key in value]), _texts(value), list(value.values())
+    keys = list(value) if set(map(type, value)) == {str} else [encode_key(key) for key in value]
+    return Node("dict", "", keys), _texts(list(value)), list(value.values())
 
 
-def _texts(keys: Iterable[Any]) -> list[str]:
-    texts = [key_text(key) for key in keys]
+def _texts(keys: list[Any]) -> list[str]:
+    texts = key_texts(keys)
     if len(set(texts)) != len(texts):
         raise CorruptError("two keys of a map read the same")
     return texts

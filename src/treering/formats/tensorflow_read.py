@@ -157,7 +157,7 @@ def _runs(bundle: _Bundle, tensor: Tensor) -> Runs:
     dtype = _dtypes.to_numpy(DTYPES[tensor.dtype])
     stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes' have no other byte order
     run = bundle.file(tensor), tensor.offset, tensor.size
-    return Runs([run], tensor.shape, stored.newbyteorder("<" if bundle.header.order == "little" else ">"), dtype)
+    return Runs.of([run], tensor.shape, stored.newbyteorder("<" if bundle.header.order == "little" else ">"), dtype)
 
 
 def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
