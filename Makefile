@@ -3,7 +3,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test quick lint docs bench lowest clean
+FUZZ_SECONDS ?= 120
+
+.PHONY: demo test quick lint docs bench damage fuzz lowest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -26,12 +28,21 @@ docs: $(VENV)/test
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write docs/benchmarks.md
 
+# Every attack and a few thousand flipped bits, counted.
+damage: $(VENV)/test
+	PYTHONPATH=tests $(RUN) -m attacks --write docs/reliability.md
+
+# Readers under a coverage-guided fuzzer, one after another. What it finds lies in .fuzz; crashes end it.
+fuzz: $(VENV)/test $(VENV)/fuzz
+	for target in manifest header flax stream records table block zarr; do \
+	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
+
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
 	.venv-lowest/bin/python -m pytest -m "not slow and not peers"
 
 clean:
-	rm -rf $(VENV) .venv-lowest
+	rm -rf $(VENV) .venv-lowest .fuzz
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -19,6 +19,16 @@ def outcome(path: Path) -> str:
     return "fine"
 
 
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Flips a bit of a file, in place."""
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
 def damaged(data: bytes) -> Iterator[bytes]:
     """A file cut off anywhere, with any byte changed, with bytes taken out and put in."""
     yield from (data[:size] for size in range(len(data)))

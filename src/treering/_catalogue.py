@@ -136,6 +136,6 @@ def decode(kind: str, value: Any) -> Any:
             return base64.b64decode(value, validate=True)
         if kind in NO_ARRAY:
             return None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError, struct.error):
         pass
     raise CorruptError(f"expected a value of type {kind}, found {value!r:.100}")

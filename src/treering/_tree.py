@@ -81,7 +81,7 @@ def walk(tree: Any) -> Walk:
     try:
         leaves, treedef = jax.tree.flatten(tree)
         names = _known.get(treedef)
-    except RecursionError:
+    except (RecursionError, SystemError):  # which JAX makes of the former somewhere below
         raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
     except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
         return _walk(tree)

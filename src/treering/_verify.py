@@ -60,8 +60,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def _verify_one(path: str, below: str) -> tuple[int, list[Problem]]:
     check_known(path)
+    format = formats.detect(stores.DISK, path)
     try:
-        reader = formats.detect(stores.DISK, path).open(stores.DISK, path)
+        reader = format.open(stores.DISK, path)
     except CorruptError as error:
-        return 0, [Problem(os.path.join(below, MANIFEST), (), None, str(error))]
+        file = os.path.join(below, MANIFEST) if format.name == "treering" else path
+        return 0, [Problem(file, (), None, str(error))]
     return reader.nbytes, [p._replace(file=os.path.join(below, p.file)) for p in reader.problems()]

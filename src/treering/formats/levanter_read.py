@@ -11,7 +11,6 @@ from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 from . import zarr
 from .levanter import read_about
-from .orbax_tree import DATABASE
 from .statedict import check_apart
 from .zarr_leaves import ZarrReader, folder_size
 from .zarr_metadata import FILES
@@ -53,7 +52,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
         prefix = stack.pop()
         place = os.path.join(path, prefix)
         names = disk.list(place)
-        if DATABASE in names:
+        if zarr.DATABASE in names:
             folder = zarr.Folder(place, ocdbt=True)
             yield folder, prefix, folder.list()
             continue

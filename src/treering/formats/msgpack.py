@@ -22,11 +22,11 @@ _WINDOW = 1 << 10  # bytes that are read at a time where they lie apart
 _MOST_AHEAD = 256 << 10  # bytes that are read at a time where they lie close together
 _NEAR = 4 << 10  # bytes that take no longer to read than to leap over
 DEPTH = 1000  # containers within one another
-_MOST_VALUES = 1 << 22  # in one file; the largest trees of models have a few hundred thousand
+_MOST_VALUES = 1 << 20  # in one file; the largest trees of models have a few hundred thousand
 _MOST_KNOWN = 1 << 10  # ways in which extensions begin
 _LONGEST_KNOWN = 64  # bytes of such a beginning
 _AHEAD = 32 + _LONGEST_KNOWN  # bytes of a short key and such a beginning
-_TEXT = 256 << 20  # bytes of text and small bins of one file that are held in memory
+_TEXT = 64 << 20  # bytes of text and small bins of one file that are held in memory
 
 
 class Raw(msgspec.Struct, frozen=True, gc=False):

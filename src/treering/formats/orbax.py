@@ -107,6 +107,8 @@ def read_json(disk: Disk, path: str) -> Any:
     """The contents of a JSON file, in which there may be NaN. Raises `CorruptError`."""
     try:
         return json.loads(read_file(disk, path))
+    except FileNotFoundError:
+        raise CorruptError(f"{path}: expected a file of JSON, found nothing") from None
     except RecursionError:
         raise UnsafeError(f"{path}: nested deeper than can be meant") from None
     except ValueError as error:

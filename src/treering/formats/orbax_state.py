@@ -6,7 +6,7 @@ from typing import Any
 from ..stores.disk import Disk
 from . import zarr
 from .orbax import PLACEHOLDER, STATE
-from .orbax_tree import DATABASE, Tree
+from .orbax_tree import Tree
 from .runs import File
 from .statedict import Elsewhere, StateDict, check_inside
 
@@ -14,7 +14,7 @@ from .statedict import Elsewhere, StateDict, check_inside
 def read_state(disk: Disk, folder: str, at: str | None) -> Tree:
     """The tree in a folder, as it lies at a path or (None) as the root. Raises `CorruptError`."""
     file = File(disk, os.path.join(folder, STATE))
-    ocdbt = disk.stat(os.path.join(folder, DATABASE)) is not None
+    ocdbt = disk.stat(os.path.join(folder, zarr.DATABASE)) is not None
     arrays = zarr.Folder(folder, ocdbt=ocdbt)
 
     def find(path: str, value: Any) -> Elsewhere | None:

@@ -21,7 +21,6 @@ SEQUENCE, DICT = 1, 2  # kinds of keys: the latter of attributes as well
 STRINGS = "_strings.json"
 ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
 KEY = "random_key_impl"
-DATABASE = "manifest.ocdbt"
 LEVELS = 1000
 _EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
 _EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # of which class, is not recorded
@@ -195,7 +194,7 @@ def _check(places: Sequence[_Place]) -> None:
 def _open(disk: Disk, folder: str, places: Sequence[_Place], about: _About) -> list[zarr.Array]:
     if not places:
         return []
-    manifest = os.path.join(folder, DATABASE)
+    manifest = os.path.join(folder, zarr.DATABASE)
     there = disk.stat(manifest) is not None
     ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
     if ocdbt and not there:

@@ -75,7 +75,7 @@ class File:
 def check_shape(shape: tuple[int, ...], name: str) -> None:
     """Raises `UnsafeError` for what is the shape of no array, be it an empty one."""
     if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MOST:
-        raise UnsafeError(f"{name}: no array can have the shape {list(shape)}")
+        raise UnsafeError(f"{name}: no array can have the shape {list(shape)!s:.200}")
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):

@@ -45,6 +45,8 @@ def open_shards(disk: Disk, path: str, index: str) -> Reader:
     """The files beside an index."""
     try:
         weights = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+    except FileNotFoundError:
+        raise CorruptError(f"{index}: expected an index of safetensors files, found nothing") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{index}: not an index of safetensors files: {error}") from None
     files: dict[str, _Opened] = {}

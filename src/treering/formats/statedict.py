@@ -22,7 +22,7 @@ from .runs import File, Layout, Runs, layout
 CHUNKED = "__msgpack_chunked_array__"
 PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lies elsewhere
 ARRAY, COMPLEX, SCALAR = 1, 2, 3  # types of extensions
-_PATHS = 256 << 20  # characters of all paths of one file
+_PATHS = 64 << 20  # characters of all paths of one file
 _AXES = 64  # of a NumPy array, at most
 _LONGEST = 255  # bytes of a file's name
 _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
@@ -92,7 +92,7 @@ class StateDict:
                         skeleton.append(node)
                         break
                 except TreeringError as error:
-                    raise type(error)(f"{self._file.path}: {path or '(root)'}: {error}") from None
+                    raise type(error)(f"{self._file.path}: {path[:200] or '(root)'}: {error}") from None
                 entry, stored = leaf
                 skeleton.append(LEAF)
                 entries.append(entry)

@@ -177,5 +177,7 @@ def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
     whole_crc = crc32c(b"".join(texts), crc32c(checksum, crc))
     if int.from_bytes(checksum, bundle.header.order) != masked(crc) or masked(whole_crc) != tensor.crc or cursor.left():
         raise CorruptError(f"{bundle.file(tensor).path}: the bytes of {name} are not what was saved")
+    if not count:  # of which there may be any number of rows
+        return
     for index, text in zip(itertools.product(*map(range, tensor.shape)), texts, strict=True):
         yield ValueEntry("/".join([name, *map(str, index)]), *encode(text))

@@ -17,7 +17,8 @@ FOOTER = 48
 MAGIC = bytes.fromhex("57fb808b247547db")
 _TRAILER = 5  # bytes after a block: how it is compressed, and a checksum
 _KEY = 1 << 16  # bytes of a key
-_GROWTH = 64  # bytes that keys may take for each byte of the file, once what they have in common is filled in
+_MOST = 64 << 20  # bytes of a block; TensorFlow's have 256 KiB
+_GROWTH = 64  # bytes that keys may take for each byte of the blocks, once what they have in common is filled in
 _STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
 
 
@@ -27,7 +28,7 @@ def items(file: File) -> Iterator[tuple[bytes, bytes]]:
         raise CorruptError(f"{file.path}: expected a table that ends in its magic number; it is cut short or no table")
     cursor = Cursor(file.read(file.size - FOOTER, FOOTER), file.path)
     _block(file, cursor.varint(), cursor.varint())  # of the names of further blocks, of which there are none
-    last, keys = b"", 0
+    last, keys, nbytes = b"", 0, 0
     handles = _entries(_block(file, cursor.varint(), cursor.varint()), file.path)
     end = 0
     for _, handle in handles:
@@ -36,10 +37,11 @@ def items(file: File) -> Iterator[tuple[bytes, bytes]]:
         if offset < end:
             raise UnsafeError(f"{file.path}: the blocks of the table overlap")
         end = offset + size + _TRAILER
+        nbytes += size
         for key, value in _entries(_block(file, offset, size), file.path):
             keys += len(key)
-            if keys > _GROWTH * file.size:
-                raise UnsafeError(f"{file.path}: keys of more than {_GROWTH} times the size of the file")
+            if keys > _GROWTH * nbytes:
+                raise UnsafeError(f"{file.path}: keys of more than {_GROWTH} times the size of their blocks")
             if key <= last and last:
                 raise CorruptError(f"{file.path}: the key {key!r:.100} comes after {last!r:.100}")
             last = key
@@ -48,6 +50,8 @@ def items(file: File) -> Iterator[tuple[bytes, bytes]]:
 
 def _block(file: File, offset: int, size: int) -> bytes:
     """The contents of a block."""
+    if size > _MOST:
+        raise UnsafeError(f"{file.path}: a block of {size} bytes, which cannot be meant")
     data = file.read(offset, size + _TRAILER)
     stored = int.from_bytes(data[-4:], "little")
     if masked(crc32c(data[:-4])) != stored:

@@ -8,6 +8,7 @@ them; so sizes are checked first, against the files where that can be done.
 import itertools
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ _DATABASE = {
     "assume_config": True,
     "target_data_file_size": 1 << 31,
 }
+DATABASE = "manifest.ocdbt"
 _GZIP = {"id": "gzip", "level": 1}
 
 
@@ -50,6 +52,8 @@ class Folder:
         import tensorstore as ts
 
         self.path, self.ocdbt = path, ocdbt
+        if ocdbt and options is None:
+            self._check_database()
         self.context = ts.Context(_CONTEXT)
         spec: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
         if ocdbt:
@@ -57,6 +61,15 @@ class Folder:
         with errors(path):
             self.keys = ts.KvStore.open(spec, context=self.context).result()
         self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
+
+    def _check_database(self) -> None:
+        """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
+        manifest = os.path.join(self.path, DATABASE)
+        if (size := _check_file(manifest).st_size) > _MOST_METADATA:
+            raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
+        for place, _, names in os.walk(self.path):
+            for name in names:
+                _check_file(os.path.join(place, name))
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
@@ -90,6 +103,9 @@ class Folder:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         if there.st_size > _MOST_METADATA:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be meant as an array's metadata")
+        folder = os.path.realpath(self.path)
+        if os.path.commonpath([folder, os.path.realpath(os.path.dirname(path))]) != folder:
+            raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
         return read_file(stores.DISK, path)
 
 
@@ -105,6 +121,11 @@ class Array:
         self.path = os.path.join(folder.path, name)
         self._layout = zarr_metadata.parse(metadata, driver, self.path)
         self.shape, self.dtype = self._layout.shape, self._layout.dtype
+
+    @property
+    def cells(self) -> int:
+        """How many parts there are that are read at a time."""
+        return math.prod(-(-n // cell) for n, cell in zip(self.shape, self._layout.cells, strict=True))
 
     def can_map(self) -> bool:
         return False
@@ -192,12 +213,10 @@ class Array:
                     self._check_blosc(found.value, key)
 
     def _check_file(self, path: str) -> None:
-        there = stores.DISK.stat(path)
         nbytes = self._layout.chunk_bytes
-        if there is None:
-            if self.filled:
-                return
-            raise CorruptError(f"{path}: expected a chunk, found nothing")
+        if self.filled and stores.DISK.stat(path) is None:
+            return
+        there = _check_file(path)
         if self._layout.plain and there.st_size != nbytes:
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
         if there.st_size > 2 * nbytes + _MOST_METADATA:
@@ -333,6 +352,15 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
     for first in axes[0]:
         for rest in _indices(axes[1:]):
             yield (first, *rest)
+
+
+def _check_file(path: str) -> os.stat_result:
+    there = stores.DISK.stat(path)
+    if there is None:
+        raise CorruptError(f"{path}: expected a chunk, found nothing")
+    if not stat.S_ISREG(there.st_mode):
+        raise CorruptError(f"{path}: expected a file, found a folder, a pipe or a device")
+    return there
 
 
 def _below(name: str) -> str:

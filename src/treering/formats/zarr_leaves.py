@@ -18,6 +18,7 @@ from .foreign import ForeignReader, Stored
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
+_FEW = 1 << 18  # chunks, of which each takes time even when it is left out
 _LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
 
 
@@ -45,6 +46,8 @@ class ZarrReader(ForeignReader):
                     raise UnsafeError(
                         f"{path}: {name} claims {size} elements, but all files are {nbytes} bytes together"
                     )
+                if array.filled and array.cells > _FEW + nbytes:
+                    raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, which cannot all be left out")
 
     def maps(self, wish: bool | None) -> bool:
         return False

@@ -9,12 +9,13 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import UnsafeError
+from ..errors import CorruptError, UnsafeError
 
 try:
     import fcntl
@@ -27,12 +28,14 @@ PAGE = 4096
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 _MOST = 2 << 30
+_FEW = 16 << 20  # bytes that are read whatever they are
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
 
 
@@ -54,7 +57,9 @@ class Disk:
         """The names in a directory, sorted; none when it does not exist."""
         try:
             return sorted(os.listdir(path))
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _NOTHING:
+                raise
             return []
 
     def make_dir(self, path: str) -> None:
@@ -197,10 +202,29 @@ class Disk:
     # Reading
 
     def open(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        """A file open for reading. Raises `CorruptError` for what is none: a pipe would keep us waiting for ever."""
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
+        try:
+            fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise no_file from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise no_file
+        return fd
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def has_holes(self, fd: int) -> bool:
+        """Whether a file has parts that were never written and read as zeros; False where that cannot be told."""
+        try:
+            return os.lseek(fd, 0, os.SEEK_HOLE) < self.size(fd)
+        except (AttributeError, OSError):
+            return False
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Reads into the buffer until it is full or the file ends; returns the number of bytes."""
@@ -270,9 +294,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def read_file(disk: Disk, path: str) -> bytes:
-    """A whole file of at most 2 GiB; no manifest comes near that."""
+    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none."""
     with opened(disk, path) as fd:
-        if disk.size(fd) > _MOST:
+        if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))
         return bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])

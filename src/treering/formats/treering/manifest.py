@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import re
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -12,10 +13,12 @@ from ..._catalogue import ArrayEntry, ValueEntry
 from ..._sharding import Box
 from ..._tree import Node
 from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ..safetensors import unique
 
 FORMAT = "treering"
 VERSION = 1
 BLOCK = 1 << 20  # bytes of an array file's buffer per checksum
+_NAME = re.compile("[^\0\ud800-\udfff]{1,255}", re.DOTALL)
 _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 
 
@@ -113,7 +116,7 @@ def decode(data: bytes, name: str) -> Manifest:
     """Parses the file. Raises `CorruptError`, or `UnsupportedError` for a later version."""
     check(data, name)
     try:
-        top = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+        top = json.loads(data, object_pairs_hook=unique, parse_constant=_refuse, parse_float=_finite)
         _check_common(msgspec.convert(top, Summary), name)  # first: of a later version the rest may look otherwise
         manifest = msgspec.convert(top, Manifest)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -142,20 +145,15 @@ def _check_common(summary: Summary, name: str) -> None:
             "wrote it, upgrade treering to read it"
         )
     for file in summary.files:
-        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or "\0" in file.name:
-            raise UnsafeError(f"{name}: {file.name!r} is not the name of a file beside the manifest")
+        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or not _NAME.fullmatch(file.name):
+            raise UnsafeError(f"{name}: {file.name!r:.100} is not the name of a file beside the manifest")
+    if len({file.name for file in summary.files}) != len(summary.files):
+        raise CorruptError(f"{name}: one array file is listed twice")
 
 
 def file_names(data: bytes) -> list[str]:
     """The names of the array files."""
     return [file.name for file in summarize(data, "manifest").files]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return result
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -57,6 +57,8 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow):
                 _check_row(row, name)
+            else:
+                row.decode()
         _check_tree(self._manifest.tree, len(self._manifest.leaves), name)
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
@@ -121,6 +123,7 @@ class Reader:
 
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage."""
+        unread: set[int] = set()
         for number, listed in enumerate(self._manifest.files):
             try:
                 file = self._file(number)
@@ -129,6 +132,7 @@ class Reader:
                 bad = file.bad_blocks([(0, listed.size - listed.header)])
             except (CorruptError, UnsupportedError, OSError) as error:
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
+                unread.add(number)
                 continue
             for block in bad:
                 yield Problem(listed.name, file.leaves(block), block, "the bytes are not those that were saved")
@@ -136,7 +140,7 @@ class Reader:
             if isinstance(found, CorruptError):
                 yield Problem(name, (), None, str(found))
         for row in self._manifest.leaves:
-            if isinstance(row, ArrayRow):
+            if isinstance(row, ArrayRow) and not unread.intersection(self._files_of(row)):
                 try:
                     self._parts(row, whole(row.shape), None)
                 except CorruptError as error:
@@ -242,7 +246,17 @@ class Reader:
 
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
-        return tuple(row.path for row in rows if row.where == number)
+        return tuple(row.path for row in rows if number in self._files_of(row))
+
+    def _files_of(self, row: ArrayRow) -> set[int]:
+        """The files that a leaf lies in; none when the manifest contradicts itself about that."""
+        try:
+            row = self._resolve(row)
+            if isinstance(row.where, int):
+                return {row.where}
+            return {number for number, _, _ in self._pieces(row, whole(row.shape))}
+        except CorruptError:
+            return set()
 
 
 def _assemble(
@@ -275,10 +289,8 @@ def _assemble(
 def _check_row(row: ArrayRow, name: str) -> None:
     size = 1
     for length in row.shape:
-        if length < 0:
-            size = _MOST
         size *= length or 1
-    if size >= _MOST or len(row.shape) > 64 or (row.impl and not row.shape):
+    if size >= _MOST or min(row.shape, default=0) < 0 or len(row.shape) > 64 or (row.impl and not row.shape):
         raise CorruptError(f"{name}: {row.path!r} cannot have the shape {list(row.shape)}")
     if isinstance(row.where, tuple) and min(row.where) < 0:
         raise CorruptError(f"{name}: {row.path!r} has no place {row.where}")
@@ -292,6 +304,8 @@ def _check_tree(tree: Skeleton, leaves: int, name: str) -> None:
         places -= 1
         if isinstance(node, Node):
             places += node.count()
+            if node.names() and len(set(node.children())) != node.count():
+                raise CorruptError(f"{name}: a container of the tree has one key twice")
         elif node == LEAF:
             leaves -= 1
         else:

@@ -1,0 +1,24 @@
+"""Names of leaves that lead out, in checkpoints that are otherwise legal: converting to formats of folders must not follow."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from . import OUTSIDE, add
+
+_NAMES = (
+    f"../{OUTSIDE}/evil", "/tmp/evil", "..", ".", "a/../../../evil", "a//b", "a\0b", "\\..\\evil", "", "~", "a/", "c:evil",
+    "metadata.json", ".zarray", "d/evil", "x" * 300, "/".join("a" * 400), "\n", "%2e%2e/evil", "treering.json",
+)  # fmt: skip
+
+
+def _named(name: str, folder: Path) -> Path:
+    path = folder / "x.safetensors"
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    text = json.dumps({name: entry}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(16)))
+    return path
+
+
+for name in _NAMES:
+    add("names", f"a leaf called {name!r:.40}", "is written elsewhere", partial(_named, name), "harmless")

@@ -1,0 +1,28 @@
+"""Every attack of the corpus, in processes of their own, ended when they hang. `python -m attacks` measures them."""
+
+from pathlib import Path
+
+import pytest
+
+from attacks import load
+from attacks.runner import run
+
+FORMATS = sorted({name.split("/")[0] for name in load()})
+QUICK = 16  # one of so many is tried in `make quick`
+
+
+def check(names: list[str], folder: Path) -> None:
+    trials = run(names, folder)
+    assert [trial.name for trial in trials] == names
+    wrong = [f"{trial.name}: {problem}" for trial in trials for problem in trial.wrong]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_attack_succeeds(format: str, tmp_path: Path) -> None:
+    check([name for name in load() if name.split("/")[0] == format], tmp_path / "x")
+
+
+def test_a_sample_of_the_attacks(tmp_path: Path) -> None:
+    check(list(load())[::QUICK], tmp_path / "x")

@@ -1,0 +1,190 @@
+"""Attacks tried in a process of their own, one after another: `python -m attacks.trial FOLDER NAME...`.
+
+Each prints a line when it begins and one, JSON, when it is over. Whoever reads them ends the process when nothing
+comes for too long.
+"""
+
+import gc
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import treering as tr
+from treering.errors import TreeringError
+
+from . import CANARY, OUTSIDE, Attack, load, subjects
+
+_ROOM = 40 << 30  # bytes of addresses, so that a machine does not suffer from what fails here
+
+
+class Trial(NamedTuple):
+    """What came of an attack: what is wrong (nothing is right), by operation what it did, seconds and bytes."""
+
+    name: str
+    wrong: list[str]
+    outcomes: dict[str, str]
+    seconds: float
+    nbytes: int
+
+
+def attempt(name: str, attack: Attack, folder: Path) -> Trial:
+    """Tries everything on what an attack has laid out."""
+    inside, outside = folder / "inside", folder / OUTSIDE
+    inside.mkdir(parents=True)
+    outside.mkdir()
+    (outside / "canary").write_bytes(CANARY * 64)
+    path = attack.make(inside)
+    before = _listing(folder)
+    wrong: list[str] = []
+    outcomes: dict[str, str] = {}
+    slowest, largest = 0.0, 0
+    destinations = {f"convert to {name}": folder / "converted" / f"x{suffix}" for name, suffix in _DESTINATIONS.items()}
+    if not name.startswith("names/"):
+        destinations = {"convert": folder / "converted" / "x"}
+    operations: dict[str, Callable[[], Any]] = {
+        "open": lambda: str(tr.open(path)),
+        "restore": lambda: restored(path),
+        "verify": lambda: tr.verify(path),
+        **{what: lambda to=to, what=what: converted(path, to, what.split()[-1]) for what, to in destinations.items()},
+    }
+    for what, operation in operations.items():
+        (folder / "converted").mkdir()
+        memory, begun = _Memory(), time.perf_counter()
+        try:
+            found = operation()
+            outcomes[what] = "fine"
+            if what == "verify" and not found.ok:
+                outcomes[what] = "problems"
+            if _has_canary(found, folder / "converted"):
+                wrong.append(f"{what}: what lies outside came back")
+            if what == "restore" and attack.verdict == "right" and not _is_tree(found):
+                wrong.append(f"{what}: something else came back: {found!r:.300}")
+        except TreeringError as error:
+            outcomes[what] = type(error).__name__
+            if len(str(error)) > 20_000 or _text(CANARY) in str(error):
+                wrong.append(f"{what}: a message of {len(str(error))} characters, or with what lies outside")
+            if os.listdir(folder / "converted"):
+                wrong.append(f"{what}: left {os.listdir(folder / 'converted')} behind")
+        except Exception as error:
+            outcomes[what] = type(error).__name__
+            wrong.append(f"{what}: {type(error).__name__}: {error!s:.300}")
+        slowest = max(slowest, time.perf_counter() - begun)
+        largest = max(largest, memory.taken())
+        shutil.rmtree(folder / "converted")
+    if attack.verdict == "unread" and outcomes["restore"] == "fine":
+        wrong.append("restore: it was taken")
+    if attack.verdict == "refused":
+        wrong += [f"{what}: it was taken" for what in ("restore", "verify") if outcomes[what] == "fine"]
+        wrong += ["convert: it was taken"] if outcomes.get("convert") == "fine" else []
+    if (after := _listing(folder)) != before:
+        wrong.append(f"files have changed: {sorted(set(after.items()) ^ set(before.items()))}")
+    return Trial(name, wrong, outcomes, slowest, largest)
+
+
+_DESTINATIONS = {
+    "treering": "",
+    "safetensors": ".safetensors",
+    "flax": ".msgpack",
+    "fjformer": "",
+    "equinox": ".eqx",
+    "orbax": "",
+    "t5x": "",
+    "levanter": "",
+}
+
+
+def restored(path: Path) -> Any:
+    """All of a checkpoint."""
+    return tr.restore(path, subjects.template() if tr.open(path).format == "equinox" else None)
+
+
+def converted(path: Path, to: Path, format: str) -> None:
+    """Makes a copy in another format."""
+    options = {} if format == "convert" else {"format": format}
+    tr.convert(path, to, **options)
+
+
+def _is_tree(found: Any) -> bool:
+    expected = subjects.tree()
+    for path in (["target"], []):
+        for key in path if isinstance(found, dict) and path[0:1] == list(found) else ():
+            found = found[key]
+    same = jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=False)
+    return same and all(np.asarray(a).tobytes() == b.tobytes() for a, b in pairs)
+
+
+def _has_canary(found: Any, folder: Path) -> bool:
+    """Whether the canary is in what came back, in memory or in a file."""
+    small = [leaf.tobytes() for leaf in _leaves(found) if isinstance(leaf, np.ndarray) and leaf.nbytes < 1 << 20]
+    texts = [
+        leaf if isinstance(leaf, bytes) else leaf.encode() for leaf in _leaves(found) if isinstance(leaf, str | bytes)
+    ]
+    written = [Path(base) / name for base, _, names in os.walk(folder) for name in names]
+    small += [file.read_bytes() for file in written if file.stat().st_size < 1 << 20]
+    return any(CANARY in data for data in small + texts)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """The leaves of containers however deep."""
+    found, stack = [], [tree]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, dict | list | tuple):
+            stack += one.values() if isinstance(one, dict) else one
+        else:
+            found.append(one)
+    return found
+
+
+def _listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Kind and size of everything below a folder, links as such."""
+    found = (Path(base) / name for base, folders, names in os.walk(folder) for name in folders + names)
+    return {str(path): ((there := path.lstat()).st_mode, there.st_size) for path in found}
+
+
+def _text(data: bytes) -> str:
+    return data.decode()
+
+
+class _Memory:
+    """How much memory the process takes more than at this moment, at most."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak is from now on
+        self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        return max(_status("VmHWM") - self._before, 0)
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    corpus = load()
+    resource.setrlimit(resource.RLIMIT_AS, (_ROOM, _ROOM))
+    gc.freeze()  # what has been imported is no garbage
+    for n, name in enumerate(names):
+        print(json.dumps([name]), flush=True)
+        trial = attempt(name, corpus[name], folder / str(n))
+        print(json.dumps(trial), flush=True)
+        shutil.rmtree(folder / str(n), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

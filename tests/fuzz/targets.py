@@ -1,0 +1,99 @@
+"""What is fuzzed: readers of bytes from which nothing but a `TreeringError` may come."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treering import stores
+from treering._sharding import whole
+from treering.errors import TreeringError
+from treering.formats import equinox, fjformer, flax, safetensors, tensorflow_table, zarr_metadata
+from treering.formats.runs import File
+from treering.formats.safetensors_files import read_beside
+from treering.formats.safetensors_read import open_file
+from treering.formats.tensorflow_index import read_header, read_tensor
+from treering.formats.treering import manifest
+from treering.formats.treering.read import Reader
+
+CORPUS = Path(__file__).parent / "corpus"
+_MOST = 1 << 16  # elements of an array that is read
+
+
+def _all_of(reader: Any) -> None:
+    """Reads the values and the small arrays of an open checkpoint."""
+    for entry in reader.entries.values():
+        if not hasattr(entry, "shape"):
+            entry.decode()
+        elif np.prod(entry.shape, dtype=object) <= _MOST:
+            reader.read([(entry, whole(entry.shape))], map=False)
+
+
+def _of_file(open: Callable[[str], Any]) -> Callable[[bytes, Path], None]:
+    def target(data: bytes, folder: Path) -> None:
+        path = folder / "x.eqx"  # the suffix by which Equinox's files without records are known
+        path.write_bytes(data)
+        _all_of(open(str(path)))
+
+    return target
+
+
+def _manifest(data: bytes, folder: Path) -> None:
+    """The manifest with a checksum that fits, and no array files."""
+    (folder / "treering.json").write_bytes(data + b',"xxh3":"' + manifest.xxh3(data).encode() + b'"}\n')
+    manifest.summarize((folder / "treering.json").read_bytes(), "manifest").created_seconds()
+    reader = Reader(stores.DISK, str(folder))
+    for problem in reader.problems():
+        str(problem)
+    _all_of(reader)
+
+
+def _header(data: bytes, folder: Path) -> None:
+    """The header of a safetensors file, with the length that fits."""
+    header = safetensors.decode_header(len(data).to_bytes(8, "little") + data, "x")
+    safetensors.check_side_by_side(header, header.size + 64, "x")
+    read_beside(header.metadata)
+    path = folder / "x.safetensors"
+    path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
+    _all_of(open_file(stores.DISK, str(path), str(path)))
+
+
+def _table(data: bytes, folder: Path) -> None:
+    path = folder / "x.index"
+    path.write_bytes(data)
+    for key, value in tensorflow_table.items(File(stores.DISK, str(path))):
+        (read_tensor if key else read_header)(value, "x")
+
+
+def _block(data: bytes, folder: Path) -> None:
+    """The contents of a block of a table, and of the messages in it, without checksums."""
+    half = len(data) // 2
+    for part in (data, tensorflow_table._decompressed(data[:half], "x")):
+        for key, value in tensorflow_table._entries(part, "x"):
+            (read_tensor if key else read_header)(value, "x")
+
+
+def _zarr(data: bytes, folder: Path) -> None:
+    zarr_metadata.parse(data, "zarr" if b'"zarr_format":2' in data else "zarr3", "x")
+
+
+TARGETS: dict[str, Callable[[bytes, Path], None]] = {
+    "manifest": _manifest,
+    "header": _header,
+    "flax": _of_file(lambda path: flax.FORMAT.open(stores.DISK, path)),
+    "stream": _of_file(lambda path: fjformer.FORMAT.open(stores.DISK, path)),
+    "records": _of_file(lambda path: equinox.FORMAT.open(stores.DISK, path)),
+    "table": _table,
+    "block": _block,
+    "zarr": _zarr,
+}
+"""What is fuzzed, by name: readers of bytes that are given a folder to put them into."""
+
+
+def one(target: str, data: bytes, folder: Path) -> None:
+    """Reads some bytes. Raises whatever is a bug."""
+    try:
+        TARGETS[target](data, folder)
+    except TreeringError:
+        pass
