@@ -5,7 +5,7 @@ export JAX_PLATFORMS ?= cpu
 
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test quick lint docs bench damage fuzz lowest clean
+.PHONY: demo test quick lint docs bench damage fuzz torture-kills lowest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -40,6 +40,10 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
 	.venv-lowest/bin/python -m pytest -m "not slow and not peers"
+
+# SIGKILL and errors at every point, by strace; thousands of saves in one process.
+torture-kills: $(VENV)/test
+	$(RUN) -m tests.torture.kills --write docs/reliability.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .fuzz

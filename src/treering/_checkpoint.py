@@ -195,10 +195,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     are), `UnsupportedError` when a later release wrote it.
     """
     place = absolute(path)
-    steps = _places(place, step)
-    if steps is None:
-        return _use_current(place, lambda ckpt: ckpt)
-    return latest_good(place, steps, lambda ckpt: ckpt, fallback=step is None)[1]
+    return _use(place, step, lambda ckpt: ckpt, fallback=step is None)
 
 
 def open_one(path: str) -> Checkpoint:
@@ -272,6 +269,7 @@ def latest_good(
     meanwhile is passed over.
     """
     first: CorruptError | None = None
+    deleted = 0
     for step, path in places:
         try:
             return step, everywhere(functools.partial(_use_current, path, use))
@@ -285,6 +283,9 @@ def latest_good(
             if not fallback or stores.DISK.stat(os.path.join(path, MANIFEST)):
                 raise
             _log.warning("step %d was deleted meanwhile, taking an earlier one", step)
+            deleted += 1
+    if deleted and not first:
+        raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
     raise first or NotFoundError(f"{run}: expected a step, found none")
 
 
@@ -341,7 +342,6 @@ def restore(
     Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
     """
     place = absolute(path)
-    steps = _places(place, step)
 
     def use(ckpt: Checkpoint) -> Any:
         return ckpt.restore(
@@ -358,7 +358,24 @@ def restore(
             progress=progress,
         )
 
-    if steps is None:
-        return _use_current(place, use)
     # Processes that fell back by themselves could each end with another step in one array.
-    return latest_good(place, steps, use, fallback=step is None and not _processes.several())[1]
+    fallback = step is None and not _processes.several()
+    return _use(place, step, use, fallback=fallback)
+
+
+def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
+    """What `use` makes of a checkpoint, or of a run's step."""
+
+    def attempt() -> T:
+        steps = _places(place, step)
+        return _use_current(place, use) if steps is None else latest_good(place, steps, use, fallback=fallback)[1]
+
+    return attempt() if step is not None else listed_again(attempt)
+
+
+def listed_again(attempt: Callable[[], T]) -> T:
+    """The result of an attempt that lists a run; again where newer steps have taken the place of all it knew of."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(ReplacedError):
+            return attempt()
+    return attempt()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from . import _agreement, _processes, _run, _save, stores
-from ._checkpoint import Checkpoint, index, latest_good, open_one
+from ._checkpoint import Checkpoint, index, latest_good, listed_again, open_one
 from ._history import History
 from ._paths import absolute
-from ._pending import PendingSave, SaveReport
+from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
 from ._upkeep import Upkeep
@@ -190,6 +190,10 @@ class Checkpointer:
             return over, None
         if not force and self._when_busy == "skip" and over < len(self._pending):
             return over, None
+        with as_save_error(self._root):
+            return over, self._place_for(step, on_exists, over)
+
+    def _place_for(self, step: int, on_exists: str, over: int) -> tuple[str, bool] | None:
         if self._gone_back:
             assert self._restored is not None
             self._set_aside_after(self._restored)
@@ -201,13 +205,13 @@ class Checkpointer:
             if overwrite and local.pinned(stores.DISK, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
             if not overwrite and on_exists == "skip":
-                return over, None
+                return None
             if not overwrite:
                 raise ExistsError(
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
-        return over, (path, overwrite)
+        return path, overwrite
 
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
@@ -251,7 +255,7 @@ class Checkpointer:
         self.wait()
         if step is not None:
             return open_one(self._existing(step))
-        return latest_good(self._root, self._newest_first(), lambda ckpt: ckpt)[1]
+        return listed_again(lambda: latest_good(self._root, self._newest_first(), lambda ckpt: ckpt)[1])
 
     def restore(self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: Any) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
@@ -266,15 +270,21 @@ class Checkpointer:
         self.wait()
         with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
             call.doing("restoring")
-            places = call.tell(lambda: self._newest_first() if step is None else [(index(step), self._existing(step))])
-            self._restored, (_, tree) = latest_good(
-                self._root,
-                places,
-                lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
-                fallback=fallback and step is None,
-                damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
-                everywhere=lambda attempt: _agreement.everywhere(call, attempt),
-            )
+
+            def attempt() -> tuple[int, tuple[str, Any]]:
+                places = call.tell(
+                    lambda: self._newest_first() if step is None else [(index(step), self._existing(step))]
+                )
+                return latest_good(
+                    self._root,
+                    places,
+                    lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
+                    fallback=fallback and step is None,
+                    damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
+                    everywhere=lambda attempt: _agreement.everywhere(call, attempt),
+                )
+
+            self._restored, (_, tree) = attempt() if step is not None else listed_again(attempt)
             call.close()
         self._upkeep.restored = self._restored
         self._gone_back = step is not None

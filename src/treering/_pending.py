@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from . import _processes
@@ -150,7 +150,7 @@ class PendingSave:
         seconds = time.perf_counter() - self._begun
         self._returned.wait()  # it has handed everything over, and is about to
         nbytes, *parts = written
-        self._report = SaveReport(self.path, self.step, nbytes, self._stall, seconds, *parts)
+        self._report = SaveReport(self.path, self.step, nbytes, self._stall, max(seconds, self._stall), *parts)
         return self._report
 
     def _seen(self) -> None:
@@ -174,6 +174,16 @@ def _as_save_error(error: BaseException, path: str) -> BaseException:
         traceback.clear_frames(part.__traceback__)
         part = part.__cause__
     return error
+
+
+@contextlib.contextmanager
+def as_save_error(path: str) -> Iterator[None]:
+    """What goes wrong within the block is raised as callers of a save get it."""
+    try:
+        yield
+    except Exception as error:
+        wrapped = _as_save_error(error, path)
+        raise wrapped from wrapped.__cause__
 
 
 def alive() -> "list[PendingSave]":

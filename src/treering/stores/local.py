@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
@@ -31,6 +32,7 @@ _TRIES = 50  # at making a file, while others tidy up
 
 Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
 _log = logging.getLogger("treering")
+_alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
 
 
 def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
@@ -63,6 +65,7 @@ class Files:
         self.made = list(made)  # directories that are to go again if nothing comes of the save
         self.committed = False
         self._open: dict[str, int] = {}
+        _alive.add(self)
 
     @classmethod
     def join(cls, disk: Disk, path: str, token: str, made: Sequence[str]) -> "Files":
@@ -91,10 +94,10 @@ class Files:
 
     def close(self) -> None:
         """Lets go of the files, and of their locks."""
-        for fd in self._open.values():
+        while self._open:  # each is forgotten before it is closed: a fork in between must not close another's
+            fd = self._open.pop(next(iter(self._open)))
             with contextlib.suppress(OSError):
                 self.disk.close(fd)
-        self._open.clear()
 
     def abort(self) -> None:
         """Removes the files, and the directories that were made for them unless others have files there."""
@@ -156,12 +159,12 @@ class Transaction(Files):
         try:
             self.disk.sync_dir(self.path)
         except OSError as error:
-            if not self._overwrite:
+            if not self._overwrite and self._gone():
                 raise
             self.committed = True
             raise SaveError(
                 f"{self.path}: the new checkpoint is in place, but the disk failed to make that durable ({error}); "
-                "after a power cut it may be the old one again"
+                f"after a power cut it may be {'the old one again' if self._overwrite else 'gone'}"
             ) from error
         self.committed = True
         with _logged(self.path):
@@ -174,18 +177,24 @@ class Transaction(Files):
 
     def abort(self) -> None:
         """Removes everything this save wrote; nothing once it is committed, or is in place and cannot be taken back."""
-        if not self.committed and self._in_place():
-            try:
-                if self._overwrite:
-                    raise OSError("the old checkpoint is not there any more")
-                self.disk.unlink(self._manifest)  # it is not durable
-                self.disk.sync_dir(self.path)
-            except OSError:
-                self.committed = self._in_place()
+        self.committed = self.committed or not self._gone()
         if self.committed:
             self.close()
         else:
             super().abort()
+
+    def _gone(self) -> bool:
+        """Whether nothing of this save is in place, or no longer: what replaced nothing can be taken back."""
+        if not self._in_place():
+            return True
+        if self._overwrite:
+            return False
+        try:
+            self.disk.unlink(self._manifest)  # it is not durable
+            self.disk.sync_dir(self.path)
+        except OSError:
+            return not self._in_place()
+        return True
 
     def _in_place(self) -> bool:
         fd = self._open.get(self._temporary)
@@ -316,3 +325,13 @@ def pin(disk: Disk, path: str, wanted: bool) -> None:
     elif not wanted and pinned(disk, path):
         disk.unlink(mark)
     disk.sync_dir(path)
+
+
+def _let_go_after_fork() -> None:
+    """A forked child shares the locks of its parent's saves: it must not hold them for as long as it lives."""
+    for files in list(_alive):
+        files.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_after_fork)

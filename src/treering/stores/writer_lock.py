@@ -41,8 +41,23 @@ class WriterLock:
 
     def _acquire(self) -> None:
         path = os.path.join(self._run, NAME)
+        made: list[str] = []
+        try:
+            fd = self._locked(path, made)
+        except BaseException:
+            _remove_empty(self._disk, made)
+            raise
+        self._fd = fd
+        self._close = weakref.finalize(self, _give_back, self._disk, fd, path, made)
+        _held.add(self)
+        with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
+            self._disk.truncate(fd, 0)
+            self._disk.write(fd, memoryview(_word()), 0)
+
+    def _locked(self, path: str, made: list[str]) -> int:
+        """The open file, locked; the directories that were missing are added to `made`."""
         while True:
-            make_dirs(self._disk, self._run, [])
+            make_dirs(self._disk, self._run, made)
             fd = self._disk.open_shared(path)
             try:
                 if self._disk.lock(fd) is False:
@@ -51,17 +66,14 @@ class WriterLock:
                         "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
                     )
                 if self._disk.same_file(fd, path):  # or the one before has removed it by now
-                    break
-            except BaseException:
+                    return fd
+            except ExistsError:
                 self._disk.close(fd)
                 raise
+            except BaseException:
+                _give_back(self._disk, fd, path, [])
+                raise
             self._disk.close(fd)
-        self._fd = fd
-        self._close = weakref.finalize(self, _give_back, self._disk, fd, path)
-        _held.add(self)
-        with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
-            self._disk.truncate(fd, 0)
-            self._disk.write(fd, memoryview(_word()), 0)
 
     def release(self) -> None:
         """Gives the lock back."""
@@ -74,10 +86,19 @@ class WriterLock:
             self._disk.close(self._fd)
 
 
-def _give_back(disk: Disk, fd: int, path: str) -> None:
+def _give_back(disk: Disk, fd: int, path: str, made: list[str]) -> None:
     with contextlib.suppress(OSError):
         disk.unlink(path)
-    disk.close(fd)
+    with contextlib.suppress(OSError):
+        disk.close(fd)
+    _remove_empty(disk, made)
+
+
+def _remove_empty(disk: Disk, made: list[str]) -> None:
+    """Takes away the directories that were made for a run in which nothing has been saved."""
+    with contextlib.suppress(OSError):
+        for directory in reversed(made):
+            disk.remove_dir(directory)
 
 
 def _word() -> bytes:

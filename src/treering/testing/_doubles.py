@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from .._sharding import Box, extent
 from .._tree import LEAF, Node
 from ..formats import Reader
 from ..formats.foreign import ForeignReader
-from ..stores.disk import Disk
+from ..stores.disk import PAGE, Disk
 
 _LOOKING = ("stat", "list", "lock", "same_file", "close", "open", "size", "read", "map", "populate", "is_local")
+_ANSWERS = {"lock": None, "is_local": False}  # what those say that turn errors into answers
 
 
 class QuickDisk(Disk):
@@ -136,32 +137,80 @@ class ForbiddenDisk(QuickDisk):
         raise PermissionError(errno.EACCES, "injected: permission denied", path)
 
 
-class FailingDisk(QuickDisk):
-    """Counts the operations that change something, and makes one of them fail: the one with the number `at`, from 1."""
+class SteppedDisk(QuickDisk):
+    """Counts its operations, and goes through `step` with each; with `looking` also those that change nothing."""
 
-    def __init__(self, at: int = 0):
-        self.at, self.count = at, 0
+    def __init__(self, *, looking: bool = False):
+        self.count, self._looking = 0, looking
         self._counting = threading.Lock()
 
-    def step(self) -> None:
-        """Called before each operation."""
+    def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What becomes of the operation with this number, from 1."""
+        return operation(*args)
+
+
+def _stepped(name: str) -> Callable[..., Any]:
+    def operation(self: SteppedDisk, *args: Any) -> Any:
+        real = getattr(super(SteppedDisk, self), name)
+        if name in _LOOKING and not self._looking:
+            return real(*args)
         with self._counting:
             self.count += 1
-            if self.count == self.at:
-                raise OSError(errno.EIO, "injected: an error of the disk")
-
-
-def _failing(name: str) -> Callable[..., Any]:
-    def operation(self: FailingDisk, *args: Any, **options: Any) -> Any:
-        self.step()
-        return getattr(QuickDisk, name)(self, *args, **options)
+            number = self.count
+        return self.step(number, name, real, args)
 
     return operation
 
 
 for _name, _value in vars(Disk).items():
-    if not _name.startswith("_") and callable(_value) and _name not in _LOOKING:
-        setattr(FailingDisk, _name, _failing(_name))
+    if not _name.startswith("_") and callable(_value):
+        setattr(SteppedDisk, _name, _stepped(_name))
+
+
+class FailingDisk(SteppedDisk):
+    """Makes one operation fail: the one with the number `at`. With `lasting`, all after it fail as well.
+
+    `failed` names those that did, and `log` has all of them with their first argument.
+    """
+
+    def __init__(self, at: int = 0, code: int = errno.EIO, *, lasting: bool = False, looking: bool = False):
+        super().__init__(looking=looking)
+        self.at, self.code, self._lasting = at, code, lasting
+        self.failed: list[str] = []
+        self.log: list[tuple[str, Any]] = []
+
+    def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self.log.append((name, args[0] if isinstance(args[0], str | int) else None))  # and not a mapping
+        if number != self.at and not (self._lasting and number > self.at > 0):
+            return operation(*args)
+        self.failed.append(name)
+        if name in _ANSWERS:
+            return _ANSWERS[name]
+        if name == "close":  # the system lets go of the file all the same
+            operation(*args)
+        raise OSError(self.code, f"injected: {os.strerror(self.code)}")
+
+
+class SignallingDisk(SteppedDisk):
+    """Sends its own process a signal at the operation with the number `at`: before it, after it, or half way through.
+
+    Only writes can be half done.
+    """
+
+    def __init__(self, at: int, when: Literal["before", "within", "after"], number: int):
+        super().__init__(looking=True)
+        self._at, self._when, self._number = at, when, number
+
+    def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if number != self._at:
+            return operation(*args)
+        if self._when == "after":
+            operation(*args)
+        elif self._when == "within" and name == "write":
+            fd, data, offset = args
+            operation(fd, data[: len(data) // PAGE // 2 * PAGE], offset)
+        os.kill(os.getpid(), self._number)
+        return None if self._when == "after" else operation(*args)
 
 
 def interrupted(reader: Reader, at: int, action: Callable[[], Any]) -> Any:

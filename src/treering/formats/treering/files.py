@@ -1,6 +1,7 @@
 """An array file that is open: its blocks checked, its bytes in memory."""
 
 import bisect
+import contextlib
 import math
 import mmap
 import os
@@ -88,7 +89,7 @@ class ArrayFile:
         self.size = listed.size
         self._disk = disk
         self._fd = disk.open(self.path)
-        self._close = weakref.finalize(self, disk.close, self._fd)
+        self._close = weakref.finalize(self, _let_go, disk, self._fd)
         size = disk.size(self._fd)
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
@@ -213,6 +214,11 @@ class ArrayFile:
             f"{self.path}: {len(blocks)} of {len(self._good)} blocks are not what was saved (block {blocks[0]} first); "
             f"damaged leaves: {few(tuple(touched))}; restore an earlier step or a copy of this one"
         )
+
+
+def _let_go(disk: Disk, fd: int) -> None:
+    with contextlib.suppress(OSError):  # of a file that was only read; nobody could be told
+        disk.close(fd)
 
 
 def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:

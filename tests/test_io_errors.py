@@ -1,0 +1,258 @@
+"""Errors of the disk wherever a save, overwrite, delete or restore touches it, and disks that are really full."""
+
+import errno
+import gc
+import itertools
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import treering as tr
+from torture.scenarios import SCENARIOS, Scenario, assert_is, tree
+from treering.testing._doubles import FailingDisk, QuickDisk, SteppedDisk
+
+CODES = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EINTR]
+
+
+def listing(path: pathlib.Path) -> list[str]:
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
+
+
+def assert_no_more_descriptors(before: int) -> None:
+    if descriptors() > before:
+        gc.collect()  # slow, and hardly ever needed
+        assert descriptors() <= before
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def each_operation(
+    scenario: Scenario, tmp_path: pathlib.Path, use_disk: Any, code: Callable[[int], int], lasting: bool
+) -> Iterator[tuple[pathlib.Path, FailingDisk, Exception | None]]:
+    """Performs a scenario with an error at its first operation, its second, …: where, the disk, what was raised."""
+    use_disk(QuickDisk())
+    scenario.prepare(tmp_path / "before")
+    (tmp_path / "before").mkdir(exist_ok=True)
+    for at in itertools.count(1):
+        place = tmp_path / "place"
+        shutil.copytree(tmp_path / "before", place)
+        disk = use_disk(FailingDisk(at, code(at), lasting=lasting, looking=True))
+        error: Exception | None = None
+        try:
+            scenario.act(place)
+        except (tr.errors.TreeringError, OSError) as raised:
+            error = raised
+        use_disk(QuickDisk())
+        yield place, disk, error
+        shutil.rmtree(place)
+        if not disk.failed:
+            return
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name.startswith("step"))) for name in SCENARIOS]
+)
+def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
+    tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool
+) -> None:
+    scenario = SCENARIOS[name]
+    before, errors = None, 0
+    for place, disk, error in each_operation(scenario, tmp_path, use_disk, lambda at: CODES[at % 5], lasting):
+        where = f"operation {disk.at}, {disk.failed[:1]}: {error!r}"
+        before = before or (listing(tmp_path / "before"), descriptors())
+        found = scenario.look(place)
+        if error is None:
+            assert found != "old", where
+        else:
+            errors += 1
+            assert os.strerror(disk.code) in str(error), where
+            # What is only looked at by the caller of a run passes through, as it does while reading.
+            assert isinstance(error, tr.errors.SaveError) or "run" in os.listdir(place) or not before[0], where
+            if found == "old":
+                assert lasting or listing(place) == before[0], where
+            else:
+                assert "in place" in str(error) or name == "delete", where
+        if "sync" in disk.failed:  # what the kernel could not write, it has forgotten
+            after = [operation for operation, _ in disk.log[disk.at :]]
+            assert not {"sync", "link", "rename"} & set(after), where
+        assert_no_more_descriptors(before[1])
+        scenario.go_on(place)
+    assert errors >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["save_async", "overwrite"])
+def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, name: str, code: int) -> None:
+    scenario = SCENARIOS[name]
+    for place, disk, error in each_operation(scenario, tmp_path, use_disk, lambda at: code, False):
+        new = scenario.look(place) == "new"
+        assert new == (error is None or "in place" in str(error)), f"operation {disk.at}, {disk.failed}: {error!r}"
+        assert error is None or (isinstance(error, tr.errors.SaveError) and os.strerror(code) in str(error))
+
+
+def test_a_new_checkpoint_that_can_neither_be_made_durable_nor_taken_back(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    class Broken(QuickDisk):
+        def sync_dir(self, path: str) -> None:
+            if os.path.exists(f"{path}/treering.json"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def unlink(self, path: str) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    use_disk(Broken())
+    with pytest.raises(tr.errors.SaveError, match=r"is in place, .* after a power cut it may be gone"):
+        tr.save(tmp_path / "c", tree(1))
+    assert_is(tr.restore(tmp_path / "c"), 1)
+
+
+# Reading
+
+
+class ShortDisk(SteppedDisk):
+    """One of its files ends early: at the read with the number `at`."""
+
+    def __init__(self, at: int):
+        super().__init__(looking=True)
+        self.at, self.shortened = at, False
+
+    def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name != "read":
+            self.count -= 1  # only reads count
+            return operation(*args)
+        fd, buffer, offset = args
+        if number != self.at:
+            return operation(*args)
+        self.shortened = True
+        return operation(fd, buffer[: len(buffer) // 2], offset)
+
+
+READS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "mapped": lambda run: tr.restore(run),
+    "copied": lambda run: tr.restore(run, mmap=False),
+    "little memory": lambda run: tr.restore(run, mmap=False, memory_limit=1000),
+    "opened": lambda run: tr.open(run).restore(),
+    "Checkpointer": lambda run: tr.Checkpointer(run).restore(),
+}
+
+
+@pytest.mark.parametrize("double", ["error", "short"])
+@pytest.mark.parametrize("name", READS)
+def test_what_cannot_be_read_is_never_returned(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, name: str, double: str
+) -> None:
+    caplog.set_level(logging.CRITICAL, "treering")  # records of damage are kept to the end, and hold the error
+    use_disk(QuickDisk())
+    for step in (1, 4):
+        tr.save(tmp_path / f"step-{step}", tree(step))
+    READS[name](tmp_path)
+    gc.collect()
+    before, raised = descriptors(), 0
+    for at in itertools.count(1):
+        disk = use_disk(FailingDisk(at, CODES[at % 5], looking=True) if double == "error" else ShortDisk(at))
+        try:
+            found = READS[name](tmp_path)
+        except (tr.errors.TreeringError, OSError) as error:
+            raised += 1
+            assert double == "short" or os.strerror(disk.code) in str(error)  # noqa: PT017
+            del error
+        else:
+            # A file that ends early is damage, and the step before it is taken; what cannot be read is not.
+            assert_is(found, 1 if double == "short" and found["n"] == 1 else 4)
+            del found
+        assert_no_more_descriptors(before)
+        if not (disk.failed if double == "error" else disk.shortened):
+            break
+    assert raised >= (5 if double == "error" else name == "opened")
+
+
+def test_a_verification_reports_what_it_cannot_read(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    tr.save(tmp_path / "c", tree(4))
+    for at in itertools.count(1):
+        disk = use_disk(FailingDisk(at, errno.EIO, looking=True))
+        try:
+            report = tr.verify(tmp_path / "c")
+        except OSError as error:
+            assert os.strerror(errno.EIO) in str(error)  # noqa: PT017
+            continue
+        if not disk.failed:
+            break
+        assert not report.ok or disk.failed[0] in ("close", "is_local"), f"operation {at}, {disk.failed}"
+    assert at > 5
+
+
+# Full disks
+
+FULL = """
+    import errno, os, resource, signal, sys, pathlib
+    import numpy as np
+    import treering as tr
+    from treering import stores
+    place, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    class Careless(stores.Disk):
+        def preallocate(self, fd, size): ...  # so that it is full in the middle of writing
+
+    def listing():
+        return sorted(str(p.relative_to(place)) for p in place.rglob("*"))
+
+    small, large = {"x": np.zeros(1000)}, {"x": np.ones(2 << 20)}
+    tr.save(place / "c", small)
+    with tr.Checkpointer(place / "run", keep=tr.keep.last(1)) as ckpts:
+        ckpts.save(1, small)
+    before = listing()
+
+    def step():
+        with tr.Checkpointer(place / "run") as ckpts:
+            ckpts.save(2, large).result()
+
+    if kind == "limit":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
+    for disk in (stores.Disk(), Careless()):
+        stores.DISK = disk
+        for save in (
+            lambda: tr.save(place / "new/one", large),
+            lambda: tr.save(place / "c", large, overwrite=True),
+            lambda: tr.save_async(place / "c", large, overwrite=True).result(),
+            step,
+        ):
+            try:
+                save()
+            except tr.errors.SaveError as error:
+                print(error.__cause__.errno)
+            assert listing() == before, listing()
+            assert tr.verify(place / "c").ok and tr.verify(place / "run").ok and tr.steps(place / "run") == [1]
+    tr.save(place / "c", {"x": np.full(1000, 2.0)}, overwrite=True)
+    assert tr.restore(place / "c")["x"][0] == 2 and len(os.listdir(place / "c")) == 2
+    """
+
+
+def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
+    """A file system of 8 MiB where one may be mounted; elsewhere the system's limit on the size of a file."""
+    script = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
+    mount = f"mount -t tmpfs -o size=8m tmpfs {tmp_path}"
+    can_mount = (
+        shutil.which("unshare") and not subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False).returncode
+    )
+    if can_mount:
+        command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *script, "mount"]
+    else:
+        command = [*script, "limit"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = errno.ENOSPC if can_mount else errno.EFBIG
+    assert done.stdout.split() == [str(expected)] * 8
