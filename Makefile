@@ -5,7 +5,7 @@ export JAX_PLATFORMS ?= cpu
 
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test quick lint docs bench damage fuzz torture-kills lowest clean
+.PHONY: demo test quick lint docs bench torture torture-kills damage fuzz lowest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -16,6 +16,10 @@ test: $(VENV)/test
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow"
+
+# What crashes can leave on the disk: takes some ten minutes on two cores.
+torture: $(VENV)/test
+	$(RUN) -m treering.testing.torture --write docs/reliability.md
 
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .

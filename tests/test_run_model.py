@@ -1,5 +1,6 @@
 """A run against a model of it: whatever is done to it in whatever order, its steps are those that the model has."""
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -29,16 +30,23 @@ class Step:
 
 
 class Run(RuleBasedStateMachine):
+    ckpts: Any
+
     def __init__(self) -> None:
         super().__init__()
         stores.DISK = QuickDisk()
         self.place = pathlib.Path(tempfile.mkdtemp())
         self.model: dict[int, Step] = {}
         self.versions = 0
+        self.ckpts = None
         self.restart()
 
     @rule()
     def restart(self) -> None:
+        if self.ckpts:
+            with contextlib.suppress(tr.errors.SaveError):
+                self.ckpts.close()
+        self.gone_back = False  # to an earlier step, whose successors the next save sets aside
         self.ckpts = tr.Checkpointer(self.place / "run", keep=KEEP)
         self.restored: int | None = None
         self.aside: set[int] = set()
@@ -104,10 +112,31 @@ class Run(RuleBasedStateMachine):
         found = self.ckpts.restore()
         self._assert_version(found, self.model[max(good)].version)
         assert self.ckpts.restored_step == max(good)
-        self.restored = max(good)
+        self.restored, self.gone_back = max(good), False
         self.aside = {step for step in self.model if step > self.restored}
         self.marked |= self.aside
 
+    @precondition(lambda self: any(not step.damaged for step in self.model.values()))
+    @rule(data=st.data())
+    def restore_one(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        if self.model[step].damaged:
+            with pytest.raises(tr.errors.CorruptError):
+                self.ckpts.restore(step=step)
+            self.marked.add(step)
+        else:
+            self._assert_version(self.ckpts.restore(step=step), self.model[step].version)
+            self.restored, self.gone_back = step, True
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        self.ckpts.rewind(step)
+        self.model = {n: one for n, one in self.model.items() if n <= step}
+        self.gone_back = False
+
+    @precondition(lambda self: not self.gone_back)
     @rule(at=st.integers(1, 60), ahead=st.integers(1, 3), loss=st.integers(0, 9))
     def crash(self, at: int, ahead: int, loss: int) -> None:
         """From some operation on nothing reaches the disk any more, and another job goes on."""
@@ -153,6 +182,9 @@ class Run(RuleBasedStateMachine):
 
     def _saved(self, loss: float) -> None:
         """What the run has after a save: the step, and of the others those that are wanted, or are not counted."""
+        if self.gone_back:
+            self.model = {n: one for n, one in self.model.items() if n <= self.restored}
+            self.gone_back = False
         self.model[self.step] = Step(self.versions, loss)
         self.aside.discard(self.step)
         self.marked.discard(self.step)

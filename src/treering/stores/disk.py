@@ -216,6 +216,10 @@ class Disk:
             raise no_file
         return fd
 
+    def open_dir(self, path: str) -> int:
+        """A directory, open to be locked."""
+        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0))
+
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
@@ -291,6 +295,28 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
+    """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
+
+    The name of the one that is there already is made durable, too: who made it may have been killed before that.
+    """
+    parent = os.path.dirname(path)
+    if there := disk.stat(path):
+        above = disk.stat(parent)
+        if above and above.st_dev == there.st_dev:  # or else something is mounted here, which nobody has to sync
+            try:
+                disk.sync_dir(parent)
+            except OSError as error:  # where names cannot be synced, or we may not look, we have made none
+                if error.errno not in {*_UNSUPPORTED, errno.EACCES, errno.EPERM}:
+                    raise
+        return
+    make_dirs(disk, parent, made)
+    with contextlib.suppress(FileExistsError):
+        disk.make_dir(path)
+        made.append(path)
+    disk.sync_dir(parent)
 
 
 def read_file(disk: Disk, path: str) -> bytes:

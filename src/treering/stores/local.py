@@ -20,7 +20,7 @@ import xxhash
 
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from .buffers import aligned
-from .disk import Disk, opened, read_file
+from .disk import Disk, make_dirs, opened, read_file
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
@@ -127,7 +127,7 @@ class Transaction(Files):
         try:
             for attempt in range(_TRIES):
                 try:
-                    make_dirs(disk, path, self.made)
+                    self._make_dir()
                     self.create(name)
                     break
                 except FileNotFoundError:  # somebody tidied the empty directory away
@@ -209,17 +209,13 @@ class Transaction(Files):
         self.disk.truncate(fd, len(data))
         self.disk.sync(fd)
 
-
-def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
-    """Makes a directory and its parents, durably; those that were missing are added to `made`, outermost first."""
-    parent = os.path.dirname(path)
-    if disk.stat(path):
-        return
-    make_dirs(disk, parent, made)
-    with contextlib.suppress(FileExistsError):
-        disk.make_dir(path)
-        made.append(path)
-    disk.sync_dir(parent)
+    def _make_dir(self) -> None:
+        """The directory; its name is made durable by the commit, and those above it are durable before."""
+        if self.disk.stat(self.path) is None:
+            make_dirs(self.disk, os.path.dirname(self.path), self.made)
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_dir(self.path)
+                self.made.append(self.path)
 
 
 def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) -> None:
@@ -260,8 +256,6 @@ def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
                     disk.unlink(file)
     except (CorruptError, UnsupportedError):
         return  # what a damaged checkpoint, or one of a later version, consists of is not ours to guess
-    if synced:
-        disk.sync_dir(path)
 
 
 def _in_a_living_save(disk: Disk, path: str, name: str) -> bool:
@@ -302,7 +296,7 @@ def withdraw(disk: Disk, path: str, named: Named) -> Callable[[], None]:
         disk.unlink(manifest)
 
     def remove() -> None:
-        if disk.stat(path):
+        with contextlib.suppress(FileNotFoundError):  # and has removed the directory as well
             disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
         for name in names:
             with contextlib.suppress(FileNotFoundError):

@@ -1,21 +1,26 @@
 """Files and directories of other formats, which appear under their name as a whole or not at all.
 
 They are written beside their place under a temporary name, ``.name.7f3a9c.tmp``, synced, and put in place in one
-step. An old one is never removed before the new one is durable.
+step. An old one is never removed before the new one is durable. What has a temporary name is locked while its writer
+lives; what killed writers have left is removed by the next one, when its own is durable.
 """
 
 import contextlib
 import errno
+import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
 
-from ..errors import ExistsError
+from ..errors import ExistsError, SaveError
 from .buffers import aligned, round_up
-from .disk import Disk
+from .disk import Disk, make_dirs
 
 _BUFFER = 4 << 20
+_TRIES = 50  # at making a file or directory, while others tidy up
+_log = logging.getLogger("treering")
 
 
 def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> None:
@@ -51,12 +56,20 @@ class Appended:
             if self._filled == _BUFFER:
                 self._flush()
 
-    def close(self) -> None:
-        """Makes the file durable."""
+    def sync(self) -> None:
+        """Makes the file durable; nothing can be written any more."""
         self._flush()
         self._disk.truncate(self._fd, self.size)
         self._disk.sync(self._fd)
+
+    def close(self) -> None:
+        """Makes the file durable and lets go of it."""
+        self.sync()
         self.discard()
+
+    def lock(self) -> bool:
+        """Keeps others from removing the file before it is let go; False when they have begun to."""
+        return _lock(self._disk, self._fd, self.path)
 
     def discard(self) -> None:
         """Lets go of the file as it is."""
@@ -75,25 +88,33 @@ class Appended:
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
     """A file to be written within a `with` block; at its end it is in place, after an error it never was."""
     check_free(disk, path, overwrite=overwrite, directory=False)
-    temporary = _temporary(path)
     with _parents(disk, path):
-        file = None
+        file = _new_file(disk, path)
         try:
-            file = Appended(disk, temporary)
             yield file
-            file.close()
+            file.sync()
             if overwrite:
-                disk.rename(temporary, path)
+                disk.rename(file.path, path)
             else:
-                _publish(disk, path, lambda: disk.link(temporary, path))
-        except BaseException:
-            if file:
-                file.discard()
-            raise
+                _publish(path, lambda: disk.link(file.path, path))
         finally:
             with contextlib.suppress(OSError):
-                disk.unlink(temporary)
-        _make_durable(disk, path, None if overwrite else disk.unlink)
+                disk.unlink(file.path)
+            file.discard()
+        try:
+            disk.sync_dir(os.path.dirname(path))
+        except BaseException as error:
+            if overwrite and isinstance(error, OSError):
+                raise SaveError(
+                    f"{path}: the new one is in place, but the disk failed to make that durable ({error}); "
+                    "after a power cut it may be the old one again"
+                ) from error
+            if not overwrite:
+                with contextlib.suppress(OSError):
+                    disk.unlink(path)
+                    disk.sync_dir(os.path.dirname(path))
+            raise
+    _clean(disk, path)
 
 
 @contextlib.contextmanager
@@ -104,38 +125,116 @@ def new_directory(disk: Disk, path: str, *, overwrite: bool) -> Iterator[str]:
     one in one step where the system can, else in two, between which a crash leaves it beside its place.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
-    temporary = _temporary(path)
+    parent = os.path.dirname(path)
     with _parents(disk, path):
+        temporary, fd = _new_directory(disk, path)
+        settled = True  # what has the temporary name would not be in place after a power cut
         try:
-            disk.make_dir(temporary)
             yield temporary
             _sync_tree(disk, temporary)
-            if overwrite and disk.stat(path):
+            replaces = overwrite and disk.stat(path) is not None
+            if replaces:
                 _change_places(disk, temporary, path)
             else:
-                _publish(disk, path, lambda: disk.rename_new(temporary, path))
+                _publish(path, lambda: disk.rename_new(temporary, path))
+            settled = False
+            try:
+                disk.sync_dir(parent)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _change_places(disk, temporary, path) if replaces else disk.rename_new(path, temporary)
+                    disk.sync_dir(parent)
+                    settled = True
+                raise
+            settled = True
         finally:
-            remove_tree(disk, temporary)  # by now the old one, if all went well
-        _make_durable(disk, path, None if overwrite else lambda made: remove_tree(disk, made))
+            if settled:
+                remove_tree(disk, temporary)  # by now the old one, if all went well
+            if fd is not None:
+                disk.close(fd)
+    _clean(disk, path)
 
 
-def _publish(disk: Disk, path: str, put: Callable[[], None]) -> None:
+def _new_file(disk: Disk, path: str) -> Appended:
+    """A locked file under a temporary name."""
+    for _ in range(_TRIES):
+        file = Appended(disk, _temporary(path))
+        if file.lock():
+            return file
+        file.discard()
+    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
+
+
+def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
+    """A directory under a temporary name, and what holds its lock."""
+    for _ in range(_TRIES):
+        temporary = _temporary(path)
+        disk.make_dir(temporary)
+        try:
+            fd = disk.open_dir(temporary)
+        except FileNotFoundError:
+            continue
+        except PermissionError:  # Windows opens no directories
+            return temporary, None
+        except BaseException:
+            disk.remove_dir(temporary)
+            raise
+        if _lock(disk, fd, temporary):
+            return temporary, fd
+        disk.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
+
+
+def _lock(disk: Disk, fd: int, path: str) -> bool:
+    """Locks what is open, where there are locks; False when somebody who tidies up was faster."""
+    return disk.lock(fd) is not False and disk.same_file(fd, path)
+
+
+def _clean(disk: Disk, path: str) -> None:
+    """Removes what killed writers have left beside a path; to be called when what lies there is durable.
+
+    It may be all that there was of the checkpoint, where two directories do not change places in one step.
+    """
+    directory, name = os.path.split(path)
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{6}}\.tmp")
+    try:
+        for left in filter(ours.fullmatch, disk.list(directory)):
+            left_over = os.path.join(directory, left)
+            with contextlib.suppress(FileNotFoundError):
+                _remove_unlocked(disk, left_over)
+    except OSError as error:
+        _log.warning("%s: tidying up failed: %s", path, error)
+
+
+def _remove_unlocked(disk: Disk, path: str) -> None:
+    """Removes a file or directory unless its writer lives, or nobody can tell."""
+    fd = disk.open_dir(path) if _is_dir(disk, path) else disk.open(path)
+    try:
+        if disk.lock(fd) is True:
+            _remove(disk, path)
+    finally:
+        disk.close(fd)
+
+
+def _remove(disk: Disk, path: str) -> None:
+    if _is_dir(disk, path):
+        remove_tree(disk, path)
+    else:
+        disk.unlink(path)
+
+
+def _is_dir(disk: Disk, path: str) -> bool:
+    found = disk.stat(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _publish(path: str, put: Callable[[], None]) -> None:
     try:
         put()
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
             raise
         raise ExistsError(f"{path}: another writer put something there first; it is untouched") from None
-
-
-def _make_durable(disk: Disk, path: str, take_back: Callable[[str], None] | None) -> None:
-    try:
-        disk.sync_dir(os.path.dirname(path))
-    except BaseException:
-        if take_back:
-            with contextlib.suppress(OSError):
-                take_back(path)
-        raise
 
 
 def _change_places(disk: Disk, new: str, old: str) -> None:
@@ -187,18 +286,9 @@ def _temporary(path: str) -> str:
 @contextlib.contextmanager
 def _parents(disk: Disk, path: str) -> Iterator[None]:
     """Makes the parents of a path that are missing, and takes them away again after an error."""
-    missing: list[str] = []
-    parent = os.path.dirname(path)
-    while disk.stat(parent) is None:
-        missing.append(parent)
-        parent = os.path.dirname(parent)
     made: list[str] = []
     try:
-        for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                disk.make_dir(directory)
-                made.append(directory)
-            disk.sync_dir(os.path.dirname(directory))
+        make_dirs(disk, os.path.dirname(path), made)
         yield
     except BaseException:
         with contextlib.suppress(OSError):

@@ -9,8 +9,7 @@ import weakref
 import msgspec
 
 from ..errors import ExistsError, SaveError
-from .disk import Disk
-from .local import make_dirs
+from .disk import Disk, make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _MOST = 4096  # bytes of it that are read

@@ -19,7 +19,10 @@ from ..formats import Reader
 from ..formats.foreign import ForeignReader
 from ..stores.disk import PAGE, Disk
 
-_LOOKING = ("stat", "list", "lock", "same_file", "close", "open", "size", "read", "map", "populate", "is_local")
+_LOOKING = (
+    *("stat", "list", "lock", "same_file", "close", "open", "open_dir"),
+    *("size", "has_holes", "read", "map", "populate", "is_local"),
+)
 _ANSWERS = {"lock": None, "is_local": False}  # what those say that turn errors into answers
 
 

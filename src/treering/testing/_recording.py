@@ -1,0 +1,337 @@
+"""A disk that writes down all that changes, in one order, while it really happens."""
+
+import contextlib
+import errno
+import functools
+import inspect
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType
+from typing import NamedTuple
+
+from ..stores.disk import Disk
+
+ROOT = 0  # the number of the scratch folder; every file and folder has one, whatever its name
+View = str  # what somebody who looks at the disk sees, in words: "old", "steps 1 2"
+Tree = dict[str, bytes | None]  # contents of files by path below the scratch folder; None: a folder
+
+
+class Name(NamedTuple):
+    """From now on this name in a folder is that of `inode`; None: nothing has it."""
+
+    folder: int
+    name: str
+    inode: int | None
+
+
+class Op(NamedTuple):
+    """One operation. `names` change in one step; `data` is what is written at an offset, `size` a file's new size.
+
+    An operation "expect" changes nothing: from there on, one of `views` has to be seen after a crash. `site` is the
+    line of the library that asked for it.
+    """
+
+    kind: str
+    path: str
+    names: tuple[Name, ...] = ()
+    inode: int = -1
+    offset: int = 0
+    data: bytes = b""
+    size: int = 0
+    views: frozenset[View] = frozenset()
+    site: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path}" + (f" at {self.offset}" if self.kind == "write" else "")
+
+
+class Inodes:
+    """Files and folders by number."""
+
+    def __init__(self) -> None:
+        self.folders: dict[int, dict[str, int]] = {ROOT: {}}
+        self.files: dict[int, bytes] = {}
+
+    def find(self, path: str) -> int | None:
+        """The number of what lies at a relative path, None when nothing does."""
+        inode = ROOT
+        for part in path.split("/") if path else ():
+            inode = self.folders.get(inode, {}).get(part, -1)
+            if inode < 0:
+                return None
+        return inode
+
+    def tree(self) -> Tree:
+        """All that has a name."""
+        return tree_of(self.folders, self.files)
+
+    def change(self, op: Op) -> None:
+        """Does an operation."""
+        for folder, name, inode in op.names:
+            if inode is None:
+                self.folders[folder].pop(name, None)
+            else:
+                self.folders[folder][name] = inode
+        if op.kind in ("write", "truncate", "preallocate"):
+            self.files[op.inode] = changed(self.files[op.inode], op)
+
+
+def tree_of(folders: Mapping[int, Mapping[str, int]], files: Mapping[int, bytes]) -> Tree:
+    """Contents by path, of what can be reached from the scratch folder."""
+    found: Tree = {}
+    stack = [("", ROOT)]
+    while stack:
+        path, folder = stack.pop()
+        for name, inode in folders[folder].items():
+            inner = path + name
+            found[inner] = files.get(inode)
+            if inode in folders:
+                stack.append((inner + "/", inode))
+    return found
+
+
+def changed(content: bytes, op: Op) -> bytes:
+    """A file's content after an operation on it."""
+    if op.kind == "truncate":
+        return content[: op.size].ljust(op.size, b"\0")
+    if op.kind == "preallocate":
+        return content.ljust(op.size, b"\0")
+    return content[: op.offset].ljust(op.offset, b"\0") + op.data + content[op.offset + len(op.data) :]
+
+
+class RecordingDisk(Disk):
+    """Does everything in a scratch folder, one operation at a time, and keeps the log of what has changed.
+
+    What others write there without it, such as TensorStore, is found when it is listed or opened, and counts as
+    written then. With `fail_at` the operation with that number, from 1, fails; with `kill` so do all that come after
+    it, as if the process were dead: until `revive`.
+    """
+
+    def __init__(self, root: str, *, fail_at: int = 0, kill: bool = False):
+        self.root, self.log = root, list[Op]()
+        self.tried: list[str] = []  # what was asked for, whether it worked or not
+        self._fail_at, self._kill, self._dead = fail_at, kill, False
+        self._lock = threading.RLock()
+        self._open: dict[int, int] = {}  # by file descriptor
+        self._numbers = iter(range(1, 1 << 60))
+        self._live = Inodes()
+        for op in self._found("", ROOT):
+            self._live.change(op)
+        self.base = Inodes()  # what was there before, durably
+        self.base.folders = {inode: dict(names) for inode, names in self._live.folders.items()}
+        self.base.files = dict(self._live.files)
+
+    def expect(self, *views: View) -> None:
+        """From here on, one of these has to be seen after a crash."""
+        with self._lock:
+            self.log.append(Op("expect", " or ".join(views), views=frozenset(views)))
+
+    def revive(self) -> None:
+        """The next process: nothing fails any more. The dead one's files have been closed, which always works."""
+        with self._lock:
+            self._fail_at, self._dead = 0, False
+
+    def check(self) -> None:
+        """Raises `AssertionError` unless the log explains what is there."""
+        there = Inodes()
+        numbers, self._numbers = self._numbers, iter(range(1, 1 << 60))
+        for op in self._found("", ROOT, there):
+            there.change(op)
+        self._numbers = numbers
+        found, expected = there.tree(), self._live.tree()
+        wrong = {path for path in {**expected, **found} if expected.get(path, 0) != found.get(path, 0)}
+        assert not wrong, f"the log does not explain {sorted(wrong)}"
+
+    # Operations
+
+    def make_dir(self, path: str) -> None:
+        with self._step():
+            super().make_dir(path)
+            number = next(self._numbers)
+            self._live.folders[number] = {}
+            self._note("make_dir", path, names=[self._name(path, number)])
+
+    def remove_dir(self, path: str) -> None:
+        with self._step():
+            super().remove_dir(path)
+            self._note("remove_dir", path, names=[self._name(path, None)])
+
+    def link(self, old: str, new: str) -> None:
+        with self._step():
+            super().link(old, new)
+            self._note("link", new, names=[self._name(new, self._at(old))])
+
+    def rename(self, old: str, new: str) -> None:
+        with self._step():
+            super().rename(old, new)
+            self._note("rename", new, names=[self._name(old, None), self._name(new, self._at(old))])
+
+    def rename_new(self, old: str, new: str) -> None:
+        with self._step():
+            super().rename_new(old, new)
+            self._note("rename_new", new, names=[self._name(old, None), self._name(new, self._at(old))])
+
+    def exchange(self, a: str, b: str) -> bool:
+        with self._step():
+            if not super().exchange(a, b):
+                return False
+            self._note("exchange", b, names=[self._name(a, self._at(b)), self._name(b, self._at(a))])
+            return True
+
+    def unlink(self, path: str) -> None:
+        with self._step():
+            super().unlink(path)
+            self._note("unlink", path, names=[self._name(path, None)])
+
+    def sync_dir(self, path: str) -> None:
+        with self._step("sync_dir"):
+            super().sync_dir(path)
+            if self._inside(path):
+                self._note("sync_dir", path, inode=self._at(path))
+
+    def create(self, path: str, mode: int = 0o444) -> int:
+        with self._step():
+            fd = super().create(path, mode)
+            number = self._open[fd] = next(self._numbers)
+            self._live.files[number] = b""
+            self._note("create", path, names=[self._name(path, number)])
+            return fd
+
+    def preallocate(self, fd: int, size: int) -> None:
+        with self._step():
+            super().preallocate(fd, size)
+            if self.size(fd) == size:
+                self._note("preallocate", self._path(fd), inode=self._open[fd], size=size)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        with self._step():
+            super().write(fd, data, offset)
+            self._note("write", self._path(fd), inode=self._open[fd], offset=offset, data=bytes(data))
+
+    def truncate(self, fd: int, size: int) -> None:
+        with self._step():
+            super().truncate(fd, size)
+            self._note("truncate", self._path(fd), inode=self._open[fd], size=size)
+
+    def sync(self, fd: int) -> None:
+        with self._step():
+            super().sync(fd)
+            if fd in self._open:
+                self._note("sync", self._path(fd), inode=self._open[fd])
+
+    def open_shared(self, path: str) -> int:
+        with self._step():
+            new = not os.path.exists(path)
+            fd = super().open_shared(path)
+            number = self._open[fd] = next(self._numbers) if new else self._at(path)
+            if new:
+                self._live.files[number] = b""
+                self._note("create", path, names=[self._name(path, number)])
+            return fd
+
+    def open(self, path: str) -> int:
+        with self._lock:
+            self._discover(os.path.dirname(path))
+            fd = super().open(path)
+            if self._inside(path):
+                self._open[fd] = self._at(path)
+            return fd
+
+    def close(self, fd: int) -> None:
+        with self._lock:
+            self._open.pop(fd, None)
+            super().close(fd)
+
+    def list(self, path: str) -> list[str]:
+        with self._lock:
+            self._discover(path)
+            return super().list(path)
+
+    # How they are written down
+
+    @contextlib.contextmanager
+    def _step(self, kind: str = "") -> Iterator[None]:
+        with self._lock:
+            if self._dead:
+                raise OSError(errno.EIO, "injected: the process is dead")
+            self.tried.append(kind)
+            if len(self.tried) == self._fail_at:
+                self._dead = self._kill
+                raise OSError(errno.EIO, "injected: an error of the disk")
+            yield
+
+    def _note(self, kind: str, path: str, *, names: Iterable[Name] = (), **about: int | bytes) -> None:
+        relative = os.path.relpath(path, self.root)
+        op = Op(kind, relative, tuple(names), site=_site(), **about)  # type: ignore[arg-type]
+        assert len({name.folder for name in op.names}) <= 1, f"{op}: what concerns two folders is not modelled"
+        self._live.change(op)
+        self.log.append(op)
+
+    def _inside(self, path: str) -> bool:
+        return path == self.root or path.startswith(self.root + "/")
+
+    def _at(self, path: str) -> int:
+        found = self._live.find("" if path == self.root else os.path.relpath(path, self.root))
+        assert found is not None, f"{path} was made by others, and has not been found"
+        return found
+
+    def _name(self, path: str, inode: int | None) -> Name:
+        folder, name = os.path.split(path)
+        return Name(self._at(folder), name, inode)
+
+    def _path(self, fd: int) -> str:
+        return os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+
+    def _discover(self, path: str) -> None:
+        """Writes down what others have made in a folder."""
+        if self._inside(path) and os.path.isdir(path):
+            relative = "" if path == self.root else os.path.relpath(path, self.root)
+            number = self._live.find(relative)
+            if number is not None:
+                for op in self._found(relative, number):
+                    self._live.change(op)
+                    self.log.append(op)
+
+    def _found(self, relative: str, number: int, known: Inodes | None = None) -> Iterator[Op]:
+        """The operations that make what lies in a folder and is not known yet."""
+        known = known or self._live
+        for entry in sorted(os.scandir(os.path.join(self.root, relative)), key=lambda entry: entry.name):
+            path = os.path.join(relative, entry.name)
+            inode = known.folders[number].get(entry.name)
+            folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
+            if inode is None:
+                inode = next(self._numbers)
+                if folder:
+                    known.folders[inode] = {}
+                else:
+                    known.files[inode] = b""
+                yield Op("make_dir" if folder else "create", path, (Name(number, entry.name, inode),))
+                if not folder:
+                    with open(entry.path, "rb") as file:
+                        yield Op("write", path, inode=inode, data=file.read())
+            if folder:
+                yield from self._found(path, inode, known)
+
+
+_HERE = os.path.dirname(__file__)
+
+
+def _site() -> str:
+    """The line of the library that is at work."""
+    frame = sys._getframe(1)
+    while os.path.dirname(frame.f_code.co_filename) == _HERE and frame.f_back:
+        frame = frame.f_back
+    return _source(frame.f_code, frame.f_lineno)
+
+
+@functools.cache
+def _source(code: CodeType, number: int) -> str:
+    """A line with its function, and which of those that read the same it is."""
+    lines, first = inspect.getsourcelines(code)
+    texts = [line.split("  #")[0].strip() for line in lines[: number - first + 1]]
+    again = texts.count(texts[-1])
+    module = os.path.basename(code.co_filename).removesuffix(".py")
+    return f"{module}.{code.co_qualname}: {texts[-1]}" + (f" (no. {again})" if again > 1 else "")

@@ -1,0 +1,306 @@
+"""No crash loses a checkpoint or leaves half of one; and the tests of that would notice."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.formats.treering import manifest
+from treering.stores import local, whole
+from treering.stores.disk import Disk
+from treering.testing import crashes
+from treering.testing._crashes import KEPT, LOST, Fate, Model, fates_of
+from treering.testing._recording import RecordingDisk, Tree
+from treering.testing._scenarios import tree
+
+SCENARIOS = crashes.scenarios()
+QUICK = [name for name, one in SCENARIOS.items() if not (one.broken and name.startswith(("orbax", "flax")))]
+MUTATED = [
+    *(name for name in SCENARIOS if (":" not in name and "threads" not in name) or name.startswith("run")),
+    *(name for name in SCENARIOS if name.startswith("safetensors")),
+    "orbax: first save",
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    """A scratch folder, in memory where there is one: thousands of states are made there."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="treering-crashes-", dir=memory) as directory:
+        yield pathlib.Path(directory)
+
+
+# The library
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
+    """Errors come where a directory is synced; `make torture` has them everywhere."""
+    count = crashes.check(SCENARIOS[name], folder, kind="sync_dir", extra=2)
+    assert not count.failures, "\n\n".join(map(str, count.failures))
+    assert count.distinct > 5
+
+
+# Whether a failure would be noticed
+
+
+@pytest.mark.slow
+def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
+    """Without any one of them, or with a step before it, some crash loses something; the exceptions are known."""
+    recordings = (one for name in MUTATED for one in crashes.recorded(SCENARIOS[name], folder))
+    caught = crashes.caught(recordings, folder)
+    assert {name for name, failure in caught.items() if failure is None} == set(crashes.HARMLESS)
+    assert len(caught) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it"),
+    [
+        ("killed, then saved, first save", lambda patch: patch.setattr(local, "clean", lambda *args, **options: None)),
+        (
+            "safetensors: killed, then saved, first save",
+            lambda patch: patch.setattr(whole, "_clean", lambda *args: None),
+        ),
+        ("first save", lambda patch: patch.setattr(RecordingDisk, "sync", Disk.sync)),
+        ("overwriting", lambda patch: patch.setattr(RecordingDisk, "sync_dir", Disk.sync_dir)),
+        ("deleting", lambda patch: patch.setattr(local, "delete", _arrays_first)),
+        ("orbax: overwriting", lambda patch: patch.setattr(whole, "_change_places", _remove_first)),
+        ("flax: overwriting", lambda patch: patch.setattr(RecordingDisk, "rename", _by_copying)),
+    ],
+)
+def test_what_is_wrong_is_found(
+    name: str, break_it: Callable[[Any], None], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    assert crashes.check(SCENARIOS[name], folder).failures
+
+
+def _arrays_first(disk: Disk, path: str, named: Any) -> None:
+    for name in sorted(disk.list(path)):
+        disk.unlink(os.path.join(path, name))
+        disk.sync_dir(path)
+
+
+def _remove_first(disk: Disk, new: str, old: str) -> None:
+    whole.remove_tree(disk, old)
+    disk.rename_new(new, old)
+
+
+def _by_copying(disk: RecordingDisk, old: str, new: str) -> None:
+    data = pathlib.Path(old).read_bytes()
+    disk.unlink(new)
+    fd = disk.create(new)
+    disk.write(fd, memoryview(data), 0)
+    disk.sync(fd)
+    disk.close(fd)
+
+
+def test_a_failure_says_where_and_why(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingDisk, "sync", Disk.sync)
+    (failure,) = crashes.check(SCENARIOS["first save"], folder).failures
+    text = str(failure)
+    assert "first save: something is there in part (CorruptError)" in text
+    assert "lost write a/b/c/" in text and "there is: a/, a/b/, a/b/c/" in text
+
+
+# What is recorded
+
+
+def test_the_log_explains_what_is_there(folder: pathlib.Path) -> None:
+    """All threads of a save, and what others write without the disk's knowledge."""
+    for name in ("first save, three processes", "orbax: overwriting"):
+        (recording,) = crashes.recorded(SCENARIOS[name], folder)
+        assert {"create", "write", "sync", "sync_dir", "expect"} <= {op.kind for op in recording.log}
+    disk = RecordingDisk(str(folder))
+    os.close(disk.create(str(folder / "known")))
+    disk.check()
+    (folder / "unknown").write_bytes(b"x")
+    with pytest.raises(AssertionError, match=r"does not explain .*unknown"):
+        disk.check()
+    disk.list(str(folder))
+    disk.check()
+    (folder / "unknown").write_bytes(b"other")
+    with pytest.raises(AssertionError, match=r"does not explain .*unknown"):
+        disk.check()
+
+
+def test_all_that_changes_the_disk_is_recorded() -> None:
+    looking = {"stat", "lock", "same_file", "size", "has_holes", "open_dir", "read", "map", "populate", "is_local"}
+    operations = {name for name in vars(Disk) if not name.startswith("_")}
+    assert operations - looking <= set(vars(RecordingDisk))
+
+
+# What a crash can leave
+
+
+def _trees(base: pathlib.Path, do: Callable[[RecordingDisk], None]) -> list[Tree]:
+    """All that may be there after some operations, of which all combinations are tried."""
+    disk = RecordingDisk(str(base))
+    do(disk)
+    disk.check()
+    model = Model(disk.base, disk.log)
+    for op in disk.log:
+        model.do(op)
+    found: list[Tree] = []
+    for fates in itertools.product((KEPT, LOST), repeat=len(model.pending)):
+        tree = model.tree(dict(enumerate(fates)))
+        if tree not in found:
+            found.append(tree)
+    return found
+
+
+def _put(disk: RecordingDisk, path: pathlib.Path, data: bytes, *, sync: bool) -> None:
+    fd = disk.create(str(path))
+    disk.write(fd, memoryview(data), 0)
+    if sync:
+        disk.sync(fd)
+    disk.close(fd)
+
+
+def test_what_is_not_synced_may_be_lost(tmp_path: pathlib.Path) -> None:
+    a = tmp_path / "a"
+    (tmp_path / "x").mkdir()
+    assert _trees(tmp_path / "x", lambda disk: _put(disk, tmp_path / "x" / "a", b"1", sync=True)) == [{"a": b"1"}, {}]
+
+    def named(disk: RecordingDisk) -> None:
+        _put(disk, a, b"1", sync=False)
+        disk.sync_dir(str(tmp_path))
+
+    assert _trees(tmp_path, named) == [{"x": None, "x/a": b"1", "a": b"1"}, {"x": None, "x/a": b"1", "a": b""}]
+
+
+def test_a_rename_happens_as_a_whole(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / "b").write_bytes(b"2")
+    found = _trees(tmp_path, lambda disk: disk.rename(str(tmp_path / "a"), str(tmp_path / "b")))
+    assert found == [{"b": b"1"}, {"a": b"1", "b": b"2"}]
+
+
+def test_two_names_are_exchanged_as_a_whole(tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    found = _trees(tmp_path, lambda disk: disk.exchange(str(tmp_path / "a"), str(tmp_path / "b")) and None)
+    assert found == [
+        {"a": None, "a/b": b"", "b": None, "b/a": b""},
+        {"a": None, "a/a": b"", "b": None, "b/b": b""},
+    ]
+
+
+def test_names_in_one_folder_are_lost_in_any_order(tmp_path: pathlib.Path) -> None:
+    for name in "ab":
+        (tmp_path / name).touch()
+
+    def do(disk: RecordingDisk) -> None:
+        for name in "ab":
+            disk.unlink(str(tmp_path / name))
+
+    assert _trees(tmp_path, do) == [{}, {"b": b""}, {"a": b""}, {"a": b"", "b": b""}]
+
+
+def test_a_folder_is_durable_when_its_parent_is_synced(tmp_path: pathlib.Path) -> None:
+    def do(disk: RecordingDisk) -> None:
+        disk.make_dir(str(tmp_path / "a"))
+        _put(disk, tmp_path / "a" / "b", b"1", sync=True)
+        disk.sync_dir(str(tmp_path / "a"))
+
+    assert _trees(tmp_path, do) == [{"a": None, "a/b": b"1"}, {}]
+    assert not (tmp_path / "c").exists()
+
+
+def test_writes_are_lost_torn_and_reordered(tmp_path: pathlib.Path) -> None:
+    disk = RecordingDisk(str(tmp_path))
+    fd = disk.create(str(tmp_path / "a"))
+    disk.preallocate(fd, 8192)
+    disk.write(fd, memoryview(b"1" * 4096), 0)
+    disk.write(fd, memoryview(b"2" * 4096), 4096)
+    disk.truncate(fd, 8000)
+    disk.close(fd)
+    disk.sync_dir(str(tmp_path))
+    model = Model(disk.base, disk.log)
+    for op in disk.log:
+        model.do(op)
+    chosen = list(fates_of(model.pending, random.Random(0), 0))
+    found = {model.tree(fates)["a"] for fates in chosen}
+    one, two, none = b"1" * 4096, b"2" * 3904, b"\0" * 4096
+    assert {one + two, none + two, one + none[:3904], b"", one + b"2" * 4096} <= found
+    assert {b"1" * 512 + none[512:] + two, none[:512] + b"1" * 3584 + two, none[:2048] + b"1" * 2048 + two} <= found
+    assert one + b"2" * 512 + none[: 3904 - 512] in found
+    assert b"\xa5" * 8000 in found
+    alone = [op.kind for op in model.pending].index("write")
+    assert model.tree({alone: Fate("cut", 100)})["a"] == b"1" * 100
+
+
+def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.Path) -> None:
+    """What a living writer has under a temporary name stays; so does what only looks alike."""
+    path, mine = tmp_path / "c.safetensors", tmp_path / ".c.safetensors.mine.tmp"
+    mine.touch()
+    (tmp_path / ".d.safetensors.0a1b2c.tmp").touch()
+    (tmp_path / ".c.safetensors.0a1b2c.tmp").write_bytes(b"left over")
+    (tmp_path / ".c.safetensors.0a1b2d.tmp").mkdir()
+    (tmp_path / ".c.safetensors.0a1b2d.tmp" / "inside").write_bytes(b"left over")
+    kept = {mine.name, ".d.safetensors.0a1b2c.tmp"}
+    with whole.new_file(stores.DISK, str(path), overwrite=True) as file:
+        file.write(b"slow")
+        tr.save(path, tree("new"))
+        assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name, os.path.basename(file.path)}
+        np.testing.assert_array_equal(tr.restore(path)["w"], tree("new")["w"])
+    assert path.read_bytes() == b"slow"
+    assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name}
+
+
+def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "c"
+    options: Any = {"format": "safetensors", "max_shard_size": 100}
+    with whole.new_directory(stores.DISK, str(path), overwrite=True) as folder:
+        tr.save(path, tree("new"), **options)
+        assert os.path.isdir(folder)
+        tr.save(folder + "/inside", tree("old"), **options)
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+    np.testing.assert_array_equal(tr.restore(path / "inside")["w"], tree("old")["w"])
+
+
+def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """Somebody who tidies up has the lock before its writer, and removes it."""
+
+    class Hasty(Disk):
+        taken = 0
+
+        def lock(self, fd: int) -> bool | None:
+            if self.taken < 2:
+                self.taken += 1
+                with contextlib.suppress(OSError):
+                    for name in self.list(str(tmp_path)):
+                        whole._remove(self, str(tmp_path / name))
+                return self.taken == 1 and super().lock(fd)
+            return super().lock(fd)
+
+    for format, name in (("flax", "c.msgpack"), ("orbax", "c")):
+        disk = use_disk(Hasty())
+        tr.save(tmp_path / name, tree("new"), format=format)
+        assert disk.taken == 2
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        whole._remove(disk, str(tmp_path / name))
+
+
+def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
+    """It is gone, directory and all, when its manifest is to be removed."""
+
+    class Slow(Disk):
+        def unlink(self, path: str) -> None:
+            if os.path.basename(path) == local.MANIFEST:
+                local.delete(stores.DISK, os.path.dirname(path), manifest.file_names)
+            super().unlink(path)
+
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    local.delete(Slow(), str(tmp_path / "c"), manifest.file_names)
+    assert not os.listdir(tmp_path)
