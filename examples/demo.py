@@ -5,7 +5,6 @@ peace; the other is killed (SIGKILL) while a checkpoint is half written, and sta
 `make demo`.
 """
 
-import hashlib
 import os
 import pathlib
 import signal
@@ -23,6 +22,7 @@ def train(run: str) -> None:
     import jax
     import jax.numpy as jnp
     import optax
+    from digest import digest
     from model import Transformer, batch, load_text
 
     import treering as tr
@@ -53,10 +53,7 @@ def train(run: str) -> None:
             print("loss", step, float(loss), flush=True)
             ckpts.save(step, state, metrics={"loss": loss})  # ← 3
 
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(eqx.filter(state[0], eqx.is_array)):
-        digest.update(leaf.tobytes())
-    print("digest", digest.hexdigest(), flush=True)
+    print("digest", digest(state[0]), flush=True)
 
 
 def half_written(run: pathlib.Path) -> str | None:

@@ -1,0 +1,38 @@
+"""A process of its own that scores every step of a run of `flax_linen.py`, so that the run keeps the best one.
+
+It only reads the parameters and adds a metric; the training job never waits for it. Kill it and start it again: what
+has its score is not scored again. It ends when the run is finished.
+
+    python examples/evaluator.py runs/linen
+"""
+
+import argparse
+from typing import Any
+
+import jax
+from flax_linen import Net, init, load_data
+
+import treering as tr
+
+
+@jax.jit
+def evaluate(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return ((Net().apply({"params": params}, x) - y) ** 2).mean()
+
+
+def main(run: str) -> None:
+    x, y = load_data(seed=3, n=1000)
+    like = jax.eval_shape(init).params
+    for ckpt in tr.follow(run):  # those that are there, and those that are still to come
+        if "val/loss" in ckpt.metrics:
+            continue
+        loss = evaluate(ckpt.restore(like, at="params"), x, y)
+        tr.record(run, ckpt.step, {"val/loss": loss})
+        print(f"step {ckpt.step} val/loss {loss:.4f}")
+    print("best", tr.Checkpointer(run).best_step("val/loss", "min"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="the directory of the checkpoints; it need not exist yet")
+    main(**vars(parser.parse_args()))
