@@ -73,3 +73,12 @@ def sharded() -> Any:
     return {
         name: jax.device_put(values + n, jax.NamedSharding(mesh, spec)) for n, (name, spec) in enumerate(specs.items())
     }
+
+
+DEEP = {"n": 3, "rng": np.arange(3, dtype=np.uint32), "half": np.float16(1.5), "deep": ({1: b"x", None: 2.5}, [True])}
+
+
+def iterators() -> Any:
+    """Data iterators of two processes, one that has a state in each of them and one with a state for all."""
+    states = [DEEP, {**DEEP, "n": 4}]
+    return {"each": states, "all": [{"global_next_index": 40}], "x": np.arange(8, dtype=np.float32)}

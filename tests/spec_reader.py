@@ -146,4 +146,31 @@ def _value(kind, value):
             return complex(_value("float", real), _value("float", imaginary))
         case ("bytes", str()):
             return base64.b64decode(value, validate=True)
+        case ("iterator", ["each" | "all" as which, [_, *more] as states]) if which == "each" or not more:
+            return [_state(*state) for state in states]
     raise ValueError(f"unknown value: {kind!r}, {value!r}")
+
+
+def _state(kind, value):
+    match kind, value:
+        case "dict", [*items]:
+            return {_state(*key): _state(*item) for key, item in items}
+        case "list" | "tuple", [*items]:
+            return {"list": list, "tuple": tuple}[kind](_state(*item) for item in items)
+        case "array", [bool(is_array), dtype, shape, data]:
+            array = np.frombuffer(base64.b64decode(data, validate=True), getattr(ml_dtypes, dtype, dtype)).reshape(
+                shape
+            )
+            return array if is_array else array[()]
+    return _value(kind, value)
+
+
+def metrics(directory):
+    """Name -> float: the manifest's metrics with those that were found later."""
+    manifest = (directory / "treering.json").read_bytes()
+    found = {name: _value("float", value) for name, value in json.loads(manifest).get("metrics", {}).items()}
+    for path in sorted(directory.glob(f"metrics-{checksum(manifest)}-*.json")):
+        data = path.read_bytes()
+        _check(data[-28:] == b',"xxh3":"%s"}\n' % checksum(data[:-28]).encode(), "the checksum does not match")
+        found |= {name: _value("float", value) for name, value in json.loads(data)["metrics"].items()}
+    return found

@@ -97,7 +97,7 @@ def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
         ckpts.pin(0)
         ckpts.save(3, {"x": 3})
         ckpts.wait()
-        assert ckpts.steps == [0, 3]
+        assert ckpts.steps == [0, 3] and ckpts.pinned == [0]
         with pytest.raises(MismatchError, match="pinned; unpin it first"):
             ckpts.delete(0)
         ckpts.unpin(0)

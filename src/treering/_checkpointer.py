@@ -108,6 +108,11 @@ class Checkpointer:
         return self._preempted
 
     @property
+    def pinned(self) -> list[int]:
+        """The steps that are never deleted, ascending."""
+        return [step for step, path in self._history.committed().items() if local.pinned(stores.DISK, path)]
+
+    @property
     def disk_usage(self) -> dict[int, int]:
         """The good steps and how many bytes each takes on the disk."""
         return {one.step: one.nbytes for one in self._history.good()}

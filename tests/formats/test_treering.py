@@ -62,6 +62,16 @@ def test_golden_files_restore(name: str) -> None:
     assert not tr.diff(found, tree)
 
 
+def test_golden_iterators_and_metrics() -> None:
+    path = GOLDEN / "v1-iterators"
+    expected = golden_trees.iterators()
+    assert tr.verify(path).ok
+    for found in (spec_reader.tree(path), tr.restore(path)):
+        assert repr(found) == repr(expected) and found["each"][0]["rng"].dtype == np.uint32
+    for metrics in (spec_reader.metrics(path), tr.open(path).metrics):
+        assert metrics.pop("nan") != 0 and metrics == {"loss": 0.5, "val/loss": 0.125}
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_what_is_written_now_is_read_by_the_independent_reader(tmp_path: pathlib.Path, name: str) -> None:
     tree = TREES[name]()
