@@ -158,9 +158,8 @@ def _state(kind, value):
         case "list" | "tuple", [*items]:
             return {"list": list, "tuple": tuple}[kind](_state(*item) for item in items)
         case "array", [bool(is_array), dtype, shape, data]:
-            array = np.frombuffer(base64.b64decode(data, validate=True), getattr(ml_dtypes, dtype, dtype)).reshape(
-                shape
-            )
+            kind = getattr(ml_dtypes, dtype, dtype)
+            array = np.frombuffer(base64.b64decode(data, validate=True), kind).reshape(shape)
             return array if is_array else array[()]
     return _value(kind, value)
 

@@ -67,7 +67,10 @@ def test_golden_iterators_and_metrics() -> None:
     expected = golden_trees.iterators()
     assert tr.verify(path).ok
     for found in (spec_reader.tree(path), tr.restore(path)):
-        assert repr(found) == repr(expected) and found["each"][0]["rng"].dtype == np.uint32
+        assert (
+            all(repr(found[name]) == repr(expected[name]) for name in expected)
+            and found["each"][0]["rng"].dtype == np.uint32
+        )
     for metrics in (spec_reader.metrics(path), tr.open(path).metrics):
         assert metrics.pop("nan") != 0 and metrics == {"loss": 0.5, "val/loss": 0.125}
 
