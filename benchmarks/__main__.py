@@ -8,7 +8,20 @@ import shutil
 import tempfile
 import warnings
 
-from . import contestants, memory, opening, operations, planning, processes, reading, sharded, states, table, targets
+from . import (
+    contestants,
+    loop,
+    memory,
+    opening,
+    operations,
+    planning,
+    processes,
+    reading,
+    sharded,
+    states,
+    table,
+    targets,
+)
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _NOTE = (
@@ -17,9 +30,10 @@ _NOTE = (
     "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays. "
     "`sharded` is 1 GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process; `processes` the "
     "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "
-    "process as the floor."
+    "process as the floor. Of the loop, the floor is one thread that writes the same bytes plainly and syncs them, and "
+    "Orbax v0 its CheckpointManager."
 )
-_APART = ["memory", "open", "reading", "sharded", "processes", "planning"]  # each by itself
+_APART = ["memory", "open", "loop", "reading", "sharded", "processes", "planning"]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_APART, *states.STATES]
 
 
@@ -60,6 +74,8 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
         found += memory.rows(directory)
     if "open" in only:
         found += opening.rows(directory, repeats)
+    if "loop" in only:
+        found += loop.rows(directory, repeats)
     if "reading" in only:
         found += reading.rows(directory, repeats)
     if "sharded" in only:

@@ -12,7 +12,7 @@ COLUMNS = {  # of the table, by contestant
     "torch DCP": "torch DCP",
     "its library": "its own library",
 }
-_SCALES = {"s": 1.0, "ms": 1e3, "MiB": 2.0**-20, "": 1.0}  # from seconds, bytes and counts
+_SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MiB": 2.0**-20, "": 1.0}  # from seconds, bytes and counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,6 +70,10 @@ TARGETS = [
     Target("memory over the state, restore", "large", "value", 64),
     Target("JAX and NumPy modules that `import treering` loads", "–", "value", 0),
     Target("open and read a slice", "100,000 leaves", "value", 0.5),
+    Target("lost per step by saving each", "105 MB, 0.2 s", "time", 1.2),
+    Target("lost per step by saving each", "105 MB, 0.2 s", "orbax", 2),
+    Target("a `save` that is skipped", "–", "value", 20),
+    Target("list the steps of a run", "1,000 steps", "value", 100),
     *(
         Target(f"read what {library} wrote", state, "own", 1)
         for library in ("safetensors", "Flax", "Equinox", "Orbax")
