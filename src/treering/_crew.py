@@ -8,6 +8,10 @@ for them; whoever makes a crew must close it.
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
+
+_READERS = 4  # reads in flight
+_INLINE = 4  # jobs; fewer are not worth a thread
 
 
 class Crew:
@@ -63,3 +67,29 @@ class Crew:
     def _work(self) -> None:
         while task := self._tasks.get():
             task()
+
+
+def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
+    """Does all jobs in a few threads. Raises the first error; what is not begun by then is not done."""
+    if len(jobs) <= _INLINE:
+        for job in jobs:
+            work(job)
+        return
+    rest = iter(jobs)
+    turn = threading.Lock()
+
+    def loop() -> None:
+        nonlocal rest
+        while True:
+            with turn:
+                job = next(rest, None)
+            if job is None:
+                return
+            try:
+                work(job)
+            except BaseException:
+                rest = iter(())  # what the others have not begun, nobody needs
+                raise
+
+    with Crew(_READERS, "treering-read") as crew:
+        crew.run(loop)

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._catalogue import ArrayEntry, Entry, ValueEntry
+from .._crew import in_parallel
 from .._dtypes import itemsize
 from .._sharding import Box, in_slices
 from .._tree import Skeleton
 from ..errors import CorruptError
 from . import Problem
-from .runs import Small, mapped_once
+from .runs import Runs, Small, mapped_once
 
 _SLICE = 64 << 20  # bytes of an array that are checked at a time
 
@@ -83,14 +84,20 @@ class ForeignReader:
         free = map is None and self._immutable
         every = self._can_map if free else bool(map)
         small = Small()
+        copied: list[tuple[int, Runs, Box, np.ndarray]] = []  # plain bytes of files, which several threads may read
         with mapped_once():
             for n, (entry, box) in enumerate(wanted):
                 array = self._arrays[entry.path]
                 mapped = every or (free and array.can_map())
-                if mapped or not small.take(array, box, n):
+                if mapped or type(array) is not Runs:
                     found[n] = array.read(box, mapped)
+                elif not small.take(array, box, n):
+                    copied.append((n, array, box, array.room(box)))
         for n, array in small.read():
             found[n] = array
+        in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
+        for n, array, _, memory in copied:
+            found[n] = array.made(memory)
         return found
 
     def problems(self) -> Iterator[Problem]:

@@ -135,13 +135,25 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             file, offset, _ = self.runs[0]
             array = np.ndarray(about.shape, about.dtype, file.mapped(), offset)
             return array if box == about.box else array[(*slices(box, about.box), ...)]
-        out = adoptable(extent(box), about.stored)
-        if out.size and box == about.box:
+        out = self.room(box)
+        self.fill(out, box)
+        return self.made(out)
+
+    def room(self, box: Box) -> np.ndarray:
+        """Memory for a box, as the file has it."""
+        return adoptable(extent(box), self.layout.stored)
+
+    def fill(self, out: np.ndarray, box: Box) -> None:
+        """Reads a box into such memory."""
+        if out.size and box == self.layout.box:
             self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
         elif out.size:
             for part in self._spans(box):
                 self._read_span(part, out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
-        return _native(out, about)
+
+    def made(self, out: np.ndarray) -> np.ndarray:
+        """Such memory, filled, as an array of this machine's byte order."""
+        return _native(out, self.layout)
 
     def _spans(self, box: Box) -> Iterator[Box]:
         """The parts of a box that are read at a time."""

@@ -7,14 +7,14 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..._collector import paused
-from ..._crew import Crew
+from ..._crew import in_parallel
 from ..._paths import few
 from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError
@@ -24,9 +24,7 @@ from .. import safetensors
 from . import manifest
 from .manifest import BLOCK
 
-_READERS = 4  # reads in flight
 _CHUNK = 4 * BLOCK
-_INLINE = 4  # chunks; fewer are not worth a thread
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -219,32 +217,6 @@ class ArrayFile:
 def _let_go(disk: Disk, fd: int) -> None:
     with contextlib.suppress(OSError):  # of a file that was only read; nobody could be told
         disk.close(fd)
-
-
-def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
-    """Does all jobs in a few threads. Raises the first error; what is not begun by then is not done."""
-    if len(jobs) <= _INLINE:
-        for job in jobs:
-            work(job)
-        return
-    rest = iter(jobs)
-    turn = threading.Lock()
-
-    def loop() -> None:
-        nonlocal rest
-        while True:
-            with turn:
-                job = next(rest, None)
-            if job is None:
-                return
-            try:
-                work(job)
-            except BaseException:
-                rest = iter(())  # what the others have not begun, nobody needs
-                raise
-
-    with Crew(_READERS, "treering-read") as crew:
-        crew.run(loop)
 
 
 def _chunks(first: int, last: int) -> list[tuple[int, int]]:

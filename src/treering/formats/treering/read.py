@@ -11,6 +11,7 @@ import numpy as np
 from ... import _dtypes
 from ..._catalogue import ArrayEntry, Entry, decode
 from ..._collector import paused
+from ..._crew import in_parallel
 from ..._sharding import Box, Grid, extent, intersect, whole
 from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
@@ -19,7 +20,7 @@ from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
 from .. import Problem, safetensors
 from . import manifest, metrics
-from .files import ArrayFile, Memory, Part, in_parallel, merge, parts_of
+from .files import ArrayFile, Memory, Part, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
 _ALONE = 16 << 20  # bytes that are not worth more threads than one
