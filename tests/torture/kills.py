@@ -83,9 +83,7 @@ def put(file: Path, text: str) -> None:
 
 
 _VERSIONS = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("treering", "jax", "orbax-checkpoint"))
-_NOTE = f"""### Kills and errors at every point
-
-{_VERSIONS}. A process is killed (SIGKILL) at every operation on the disk (before it,
+_NOTE = f"""{_VERSIONS}. A process is killed (SIGKILL) at every operation on the disk (before it,
 after it, half way through a write) and, with `strace`, at every system call that changes something; and each
 such call is made to fail. Every line of the
 table counts processes of their own. After each, the old state or the new one must be there (a step that is saved while
