@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
 jax.config.update("jax_enable_recoverability", RECOVERABLE)
+exec(BEFORE)
 jax.distributed.initialize(ADDRESS, COUNT, INDEX)
 import jax.numpy as jnp
 import treering as tr
@@ -87,9 +88,11 @@ def run_job(
     recoverable: bool = False,
     expect: dict[int, int | None] | None = None,
     timeout: int = 120,
+    before: str = "",
     **names: Any,
 ) -> list[Result]:
-    """Runs a body in every process of a new job; `names` are further names that it may use.
+    """Runs a body in every process of a new job; `names` are further names that it may use,
+    and `before` is what runs before the job comes together.
 
     Fails unless every process ends with code 0, or with what `expect` says of it (None: anything). Processes of a
     recoverable job end without waiting for one another.
@@ -102,7 +105,7 @@ def run_job(
         (tmp / f"report-{index}.json").unlink(missing_ok=True)
         known = {
             **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
-            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, **names},
+            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, **names},
         }
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
         end = "sys.stdout.flush(); os._exit(0)" if recoverable else "faulthandler.cancel_dump_traceback_later()"

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 import treering as tr
-from treering import stores
+from treering import _history, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.disk import Disk
 
@@ -389,6 +389,36 @@ def test_a_step_that_another_job_repaired_is_good_again(tmp_path: pathlib.Path) 
         with pytest.raises(ExistsError):
             ckpts.save(2, {"x": 3})
         assert ckpts.restore()["x"][0] == 22
+
+
+def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    class Replaced(Disk):
+        again = True
+
+        def stat(self, path: str) -> os.stat_result | None:
+            if self.again and path.endswith(".safetensors"):  # the manifest has been read
+                self.again = False
+                tr.save(os.path.dirname(path), {"x": np.zeros(5)}, overwrite=True)
+            return super().stat(path)
+
+    tr.save(tmp_path / "step-00000001", {"x": np.ones(3)})
+    ckpts = tr.Checkpointer(tmp_path)
+    use_disk(Replaced())
+    assert list(ckpts.disk_usage) == []
+    assert list(ckpts.disk_usage) == [1]
+    with ckpts, pytest.raises(ExistsError, match="step 1 is saved already"):
+        ckpts.save(1, {"x": np.ones(3)})
+
+
+def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_history, "_SETTLED", 0.0)
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
+        for step in range(5):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        assert list(ckpts.disk_usage) == list(ckpts._history._known) == [4]
 
 
 def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:

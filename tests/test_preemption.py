@@ -1,5 +1,6 @@
 """Jobs that are told to stop."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -63,6 +64,15 @@ def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> Non
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
+    assert signal.getsignal(signal.SIGTERM) != before
+    del ckpts
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
@@ -129,9 +139,11 @@ print(state["n"])
 
 
 @pytest.mark.slow
-def test_all_processes_save_the_same_step(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["", "made before the job came together"])
+def test_all_processes_save_the_same_step(tmp_path: pathlib.Path, early: bool) -> None:
+    make = "import treering; ckpts = treering.Checkpointer(TMP + '/run', save_every=1000, save_on_preemption=True)"
     body = """
-with tr.Checkpointer(tmp / "run", save_every=1000, save_on_preemption=True, timeout=20) as ckpts:
+with ckpts:
     for step in range(1, 2000):
         time.sleep(0.02 * (1 + INDEX))
         if step == 20 and INDEX == 1:
@@ -141,7 +153,7 @@ with tr.Checkpointer(tmp / "run", save_every=1000, save_on_preemption=True, time
             break
 report([step, ckpts.steps])
 """
-    results = run_job(tmp_path, body, processes=2)
+    results = run_job(tmp_path, body if early else f"{make}\n{body}", processes=2, before=make if early else "")
     (first, steps), other = (result.report for result in results)
     assert other == [first, steps] and steps == [first] and 20 <= first < 1000
 

@@ -1,9 +1,11 @@
 """A run over its life: going back, the lock, metrics that come later, evaluators, background work."""
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +18,8 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering.errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from treering._pending import PendingSave
+from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.disk import Disk
 
 from .jobs import run_job
@@ -103,6 +106,39 @@ def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
         assert ckpts.restore()["x"][0] == 300
 
 
+def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as first:
+        for step in (1, 2, 3):
+            first.save(step, {"x": step})
+        first.wait()
+        second = tr.Checkpointer(tmp_path)
+        second.restore(step=1)
+        with pytest.raises(ExistsError, match="writes this run"):
+            second.save(2, {"x": 22})
+        assert first.steps == [1, 2, 3]
+    second.save(2, {"x": 22})
+    second.close()
+    assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3]
+
+
+def test_a_save_that_is_refused_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, [1, 2, 3])
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore(step=1)
+        with pytest.raises(UnsupportedError):
+            ckpts.save(2, {"x": object()})
+        with pytest.raises(MismatchError):
+            ckpts.save(2, {"x": 1}, metrics={"loss": "high"})
+        assert ckpts.steps == [1, 2, 3]
+        ckpts.restore()
+        ckpts.save(4, {"x": np.full(3, 4)})
+        ckpts.wait()
+        assert ckpts.steps == [1, 2, 3, 4], "by then nobody goes back any more"
+        ckpts.restore(step=1)
+        ckpts.save(2, {"x": np.full(3, 22)})
+    assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4] and branch(tmp_path, 2) == 22
+
+
 def test_restoring_the_latest_step_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1, 2])
     with tr.Checkpointer(tmp_path) as ckpts:
@@ -179,6 +215,56 @@ print(child, flush=True); os._exit(0)
             assert save_steps(tmp_path, [2]) == [1, 2]
         finally:
             os.kill(child, 9)
+
+
+def test_a_lock_that_belongs_to_another_is_never_removed(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Stale(Disk):
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    run = tmp_path / "run"
+    first = tr.Checkpointer(run)
+    first.save(1, {"x": 1})
+    first.wait()
+    shutil.rmtree(run)
+    second = tr.Checkpointer(run)
+    second.save(1, {"x": 1})
+    second.wait()
+    first.close()
+    for word in (b"", b'{"\xff": 1}'):
+        (run / "writer.lock").write_bytes(word)
+        with pytest.raises(ExistsError, match="another process writes this run"):
+            tr.Checkpointer(run).save(2, {"x": 2})
+    use_disk(Stale())
+    third = tr.Checkpointer(run)
+    stores.DISK = Disk()
+    for _ in range(2):
+        with pytest.raises(ExistsError, match="another process writes this run"):
+            third.save(2, {"x": 2})
+    second.close()
+
+
+def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
+    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(pending: PendingSave) -> None:
+        raise KeyboardInterrupt
+
+    slow = Slow()
+    use_disk(slow)
+    ckpts = tr.Checkpointer(tmp_path)
+    pending = ckpts.save(1, {"x": np.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingSave, "_wait", interrupt)
+        for call in (lambda: ckpts.save(2, {"x": 2}), ckpts.wait, ckpts.close):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    with pytest.raises(ExistsError, match="writes this run"):
+        tr.Checkpointer(tmp_path).save(2, {"x": 2})
+    slow.gate.set()
+    ckpts.close()
+    assert pending and pending.done() and tr.steps(tmp_path) == [1]
+    assert save_steps(tmp_path, [2]) == [1, 2]
 
 
 def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:
@@ -307,14 +393,39 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
     assert len(lines) == 3 and all(line.startswith("saved /") and "GB/s" in line for line in lines)
 
 
-def test_a_hook_that_fails_harms_nobody(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_hook_that_fails_harms_nobody(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
     def hook(report: tr.SaveReport) -> None:
-        raise ZeroDivisionError
+        raise error
 
     with tr.Checkpointer(tmp_path, on_save=hook) as ckpts:
         ckpts.save(1, {"x": 1})
         ckpts.save(2, {"x": 1})
     assert ckpts.steps == [1, 2] and caplog.text.count("on_save failed") == 2
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_hooks(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, signal, threading, treering as tr
+begun, go_on = threading.Event(), threading.Event()
+def hook(report):
+    begun.set(); go_on.wait()
+ckpts = tr.Checkpointer({str(tmp_path)!r}, on_save=hook)
+ckpts.save(1, {{"x": 1}})
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    ckpts.close()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+go_on.set()
+ckpts.close()
+os._exit(os.waitstatus_to_exitcode(status) != 0)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_disk_usage_is_what_is_there(tmp_path: pathlib.Path) -> None:
@@ -383,6 +494,42 @@ def test_wrong_records(tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotFoundError, match="deleted meanwhile"):
         tr.record(tmp_path / "nowhere", 1, {})
     assert len(list((tmp_path / "step-00000001").iterdir())) == 2
+
+
+def test_a_record_that_cannot_be_written_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Full(Disk):
+        def write(self, fd: int, data: memoryview, offset: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_steps(tmp_path, [1])
+    use_disk(Full())
+    with pytest.raises(SaveError, match=r"step-00000001: the metrics cannot be added: .*No space left"):
+        tr.record(tmp_path, 1, {"loss": 1})
+    assert not list(tmp_path.glob("*/metrics*"))
+
+
+def test_a_step_that_is_deleted_before_it_is_marked_or_recorded_is_not_found(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    class Deleting(Disk):
+        looks = 0  # at the manifest, until it is deleted
+
+        def stat(self, path: str) -> os.stat_result | None:
+            if path.endswith("treering.json"):
+                self.looks -= 1
+                if self.looks == 0:
+                    super().unlink(path)
+            return super().stat(path)
+
+    disk = Deleting()
+    use_disk(disk)
+    ckpts = tr.Checkpointer(tmp_path)
+    for use in (lambda: tr.record(tmp_path, 1, {"loss": 1}), lambda: ckpts.pin(1)):
+        save_steps(tmp_path, [1])
+        disk.looks = 2
+        with pytest.raises(NotFoundError, match="deleted meanwhile"):
+            use()
+    assert save_steps(tmp_path, [1]) == [1]
 
 
 def test_damaged_records_do_not_count_and_verify_names_them(
@@ -558,9 +705,9 @@ def events(tmp_path: pathlib.Path) -> Iterator[Any]:
 
     writers: dict[str, Any] = {}
 
-    def write(run: str, tag: str, step: int, value: float, *, as_tensor: bool = False) -> None:
+    def write(run: str, tag: str, step: int, value: float, *, as_tensor: bool = False, job: str = "") -> None:
         folder = str(tmp_path / "logs" / run)
-        writer = writers[folder] = writers.get(folder) or EventFileWriter(folder)
+        writer = writers[folder + job] = writers.get(folder + job) or EventFileWriter(folder, filename_suffix=job)
         if as_tensor:
             one = Summary.Value(tag=tag, tensor=make_tensor_proto(np.float32(value)))
             one.metadata.plugin_data.plugin_name = "scalars"
@@ -594,6 +741,35 @@ def test_metrics_are_found_in_event_files_when_they_arrive(tmp_path: pathlib.Pat
         ckpts.save(47, {"x": 47}, metrics={"eval/acc": 0.1})
         ckpts.wait()
         assert ckpts.steps == [43, 47]
+
+
+def test_two_jobs_may_write_events_into_one_directory(tmp_path: pathlib.Path, events: Any) -> None:
+    with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs") as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"x": step})
+            ckpts.wait()
+            events("", "loss", step, -step)
+            events("", "acc", step, step, job=".eval")
+            assert ckpts.best_step("acc", "max") == step
+            assert ckpts.best_step("loss", "min") == step
+
+
+def test_event_files_that_cannot_be_read_delete_nothing(tmp_path: pathlib.Path, events: Any, caplog: Any) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    events("", "loss", 1, 0.5)
+    (tmp_path / "logs" / "b.tfevents").symlink_to("nowhere")
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(1), tensorboard=tmp_path / "logs") as ckpts:
+        ckpts.save(1, {"x": 1})
+        ckpts.wait()
+        assert ckpts.best_step("loss", "min") == 1
+        with open(tmp_path / "logs" / "c.tfevents", "wb") as file:
+            RecordWriter(file).write(b"no event")
+        ckpts.save(2, {"x": 2})
+        ckpts.wait()
+        assert ckpts.steps == [1, 2] and "c.tfevents: expected TensorBoard's events" in caplog.text
+    with pytest.raises(CorruptError, match=r"c\.tfevents: expected TensorBoard's events"):
+        tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs").best_step("loss", "min")
 
 
 def test_what_was_given_with_a_step_counts_more_than_event_files(tmp_path: pathlib.Path, events: Any) -> None:

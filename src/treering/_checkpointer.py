@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -68,8 +69,8 @@ class Checkpointer:
     ):
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
-        if "/" in prefix or prefix[-1:].isdigit():
-            raise MismatchError(f"prefix={prefix!r}: expected text without '/' that does not end in a digit")
+        if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
+            raise MismatchError(f"prefix={prefix!r}: expected printable text without '/' that does not end in a digit")
         if when_busy not in ("wait", "skip"):
             raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
         if on_save is not None and not callable(on_save):
@@ -84,6 +85,8 @@ class Checkpointer:
         self._gone_back = False  # to an earlier step than the latest; the later ones are of a branch that was left
         self._preempted = self._closed = False
         self._preemption = Preemption() if save_on_preemption else None
+        if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
+            weakref.finalize(self, self._preemption.close).atexit = False
 
     # Steps
 
@@ -169,7 +172,6 @@ class Checkpointer:
                 return None
             self._raise_failed(len(self._pending))
             path, overwrite = admitted
-            self._gone_back = False
             try:
                 wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
                 info = _save.describe(step, metrics, self._metadata)
@@ -178,6 +180,7 @@ class Checkpointer:
                 if several:  # all processes count the same saves
                     self._pending.append(PendingSave._of_failure(path, step, call, error))
                 raise
+        self._gone_back = False
         self._pending.append(pending)
         self._schedule.saved()
         self._preempted = self._preempted or preempted
@@ -199,10 +202,12 @@ class Checkpointer:
             return over, self._place_for(step, on_exists, over)
 
     def _place_for(self, step: int, on_exists: str, over: int) -> tuple[str, bool] | None:
-        if self._gone_back:
-            assert self._restored is not None
-            self._set_aside_after(self._restored)
         committed = self._history.committed()
+        self._upkeep.going_back = None  # of a save that was refused
+        if self._gone_back and (restored := self._restored) is not None:
+            self._check_own_after(restored)
+            committed = {number: path for number, path in committed.items() if number <= restored}
+            self._upkeep.going_back = lambda: self._set_aside_after(restored)
         path = committed.get(step) or self._own_path(step)
         overwrite = on_exists == "overwrite"
         if any(pending.step == step for pending in self._pending[over:]) or step in committed:
@@ -238,9 +243,12 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._upkeep.close()
-            if self._preemption:
-                self._preemption.close()
+            try:
+                if self._over() == len(self._pending):  # or an interrupt ended the wait, and one goes on
+                    self._upkeep.close()
+            finally:
+                if self._preemption:
+                    self._preemption.close()
 
     def __enter__(self) -> Self:
         return self
@@ -349,20 +357,23 @@ class Checkpointer:
 
     def _rewind(self, step: int) -> None:
         self._existing(step)
+        self._check_own_after(step)
         self._upkeep.lock.acquire()
         self._set_aside_after(step)
 
-    def _set_aside_after(self, step: int) -> None:
-        later = [(number, path) for number, path in self._newest_first() if number > step]
+    def _check_own_after(self, step: int) -> None:
         own = self._history.committed()
-        foreign = [path for number, path in later if number not in own]
+        foreign = [path for number, path in self._newest_first() if number > step and number not in own]
         if foreign:
             raise UnsupportedError(
                 f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or go on in another directory"
             )
+
+    def _set_aside_after(self, step: int) -> None:
+        later = [path for number, path in reversed(self._history.committed().items()) if number > step]
         if later:
-            place = _run.set_aside(self._root, [path for _, path in later])
+            place = _run.set_aside(self._root, later)
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
 
     def _finish(self) -> None:
@@ -413,9 +424,9 @@ class Checkpointer:
 
     def _raise_failed(self, over: int) -> None:
         """Waits for the first so many saves and forgets them; raises what the first of them that failed did."""
+        for pending in self._pending[:over]:
+            pending._wait()  # an interrupt here forgets none of them
         ended, self._pending = self._pending[:over], self._pending[over:]
-        for pending in ended:
-            pending._wait()
         for n, pending in enumerate(ended):
             if pending.failed:
                 self._pending = ended[n + 1 :] + self._pending

@@ -44,15 +44,16 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     waiting_since = time.monotonic()
     while True:
         finished = stores.DISK.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
-        found = ((step, path, _mark(path)) for step, path in _run.all_steps(run).items() if step > after)
-        new = next((one for one in found if one[0] not in seen or seen[one[0]] != one[2]), None)
-        if new:
-            step, path, mark = new
+        found = [(step, path, _mark(path)) for step, path in _run.all_steps(run).items() if step > after]
+        new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
+        for step, path, mark in new:
             seen[step] = mark
             if ckpt := _open(step, path):
                 yield ckpt
                 waiting_since = time.monotonic()
-        elif finished or (timeout is not None and time.monotonic() - waiting_since >= timeout):
+        if new:
+            continue
+        if finished or (timeout is not None and time.monotonic() - waiting_since >= timeout):
             return
         else:
             time.sleep(_LOOK if timeout is None else min(_LOOK, timeout))

@@ -43,6 +43,9 @@ class History:
     def good(self, *, foreign: bool = False) -> list[Saved]:
         """The undamaged steps, ascending, on demand with those that another library has left in the directory."""
         own = self.committed()
+        with self._lock:
+            for step in self._known.keys() - own.keys():  # a run of many steps keeps few
+                del self._known[step]
         found = [self._look(step, path) for step, path in own.items()]
         good = [verdict for verdict in found if isinstance(verdict, Saved)]
         if foreign:
@@ -52,7 +55,7 @@ class History:
             good.sort(key=lambda one: one.step)
         if self._events is None:
             return good
-        written = self._events.read()
+        written = self._events.read(one.step for one in good)
         return [dataclasses.replace(one, metrics={**written.get(one.step, {}), **one.metrics}) for one in good]
 
     def is_damaged(self, step: int, path: str) -> bool:
@@ -85,9 +88,12 @@ class History:
                 return known[1]
             if step in self._damaged and self._damaged[step] == _signature(os.path.join(path, MANIFEST)):
                 return "damaged"  # whatever was put beside it since
+        read = _signature(os.path.join(path, MANIFEST))  # asked before: it may be replaced while it is read
         verdict = _read(step, path)
         if verdict == "damaged":
-            self.mark_damaged(step, path)
+            with self._lock:
+                self._known[step] = signature, verdict
+                self._damaged[step] = read
         elif time.time() - signature[1] / 1e9 > _SETTLED:  # or it is looked at again
             with self._lock:
                 self._known[step] = signature, verdict

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _run, stores
+from . import _run, formats, stores
 from ._catalogue import encode_float
 from ._paths import absolute
-from .errors import MismatchError, NotFoundError, UnsupportedError
+from .errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from .formats.treering import manifest, metrics
 from .stores.disk import Disk, read_file
 from .stores.local import MANIFEST
@@ -35,8 +35,8 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
 
     Any job may do so, an evaluator beside the one that trains, whose `keep.best` and `best_step` then know them.
-    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for what is no real scalar, and
-    `UnsupportedError` for a step that another library wrote.
+    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for what is no real scalar,
+    `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
     """
     from ._checkpoint import index
 
@@ -48,7 +48,7 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
 
 def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
-    if not stores.DISK.stat(os.path.join(path, MANIFEST)):
+    if not stores.DISK.stat(os.path.join(path, MANIFEST)) and formats.is_known(stores.DISK, path):
         raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
     try:
         data = read_file(stores.DISK, os.path.join(path, MANIFEST))
@@ -56,6 +56,8 @@ def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
         metrics.write(stores.DISK, path, manifest.xxh3(data), numbers)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
+    except OSError as error:
+        raise SaveError(f"{path}: the metrics cannot be added: {error}") from error
 
 
 def recorded(disk: Disk, path: str, identity: str) -> dict[str, float]:

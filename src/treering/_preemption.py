@@ -31,6 +31,9 @@ class Preemption:
 
     def reached(self) -> bool:
         """Whether to save now; from then on always. With several processes every one asks as often as the others."""
+        if not self._together and _processes.several():  # since this was made; JAX has taken the signal over
+            _check_service()
+            self._together = True
         if self._together and not self._noticed:
             from jax.experimental import multihost_utils
 

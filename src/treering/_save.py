@@ -160,11 +160,11 @@ def start(
     if format.name == "treering" and wish.options:
         raise MismatchError(f"{', '.join(wish.options)}: the native format has no such option")
     work = _work.prepare(call, place, tree, info, wish, format)
-    if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
-        with _pending.as_save_error(place):
+    with _pending.as_save_error(place):
+        if manager and call.index == 0:
+            manager.enter()
+        if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
             check_free(stores.DISK, place, overwrite=wish.overwrite)
-    if manager and call.index == 0:
-        manager.enter()
     pending = PendingSave(place, info.step, work.feed, call, managed=manager is not None)
 
     def write(crew: Crew) -> None:

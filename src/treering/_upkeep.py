@@ -25,12 +25,16 @@ class Upkeep:
         self._history, self._keep, self._on_save = history, keep, on_save
         self.lock = WriterLock(stores.DISK, history.root)
         self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
+        self.going_back: Callable[[], None] | None = None  # what is to be done before the next save
         self._cleaned = False
         self._chores = _Chores()
 
     def enter(self) -> None:
         """Raises `ExistsError` when somebody else writes the run."""
         self.lock.acquire()
+        if self.going_back:
+            self.going_back()
+            self.going_back = None
 
     def before(self) -> None:
         """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
@@ -84,7 +88,7 @@ class _Chores:
     def add(self, what: str, do: Callable[[], object]) -> None:
         with self._lock:
             self._queue.put((what, do))
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
                 thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
                 try:
                     thread.start()
@@ -94,7 +98,7 @@ class _Chores:
 
     def wait(self) -> None:
         """Returns when everything is done."""
-        while thread := self._thread:
+        while (thread := self._thread) and thread.is_alive():
             thread.join()
 
     def _work(self) -> None:
@@ -109,5 +113,5 @@ class _Chores:
         what, do = self._queue.get()
         try:
             do()
-        except Exception:
+        except BaseException:  # a hook's `sys.exit()` as well: what comes after it is still to be done
             _log.exception("%s failed", what)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
-from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
+from ..errors import CorruptError, ExistsError, NotFoundError, SaveError, UnsupportedError
 from .buffers import aligned
 from .disk import Disk, make_dirs, opened, read_file
 
@@ -312,10 +312,16 @@ def pinned(disk: Disk, path: str) -> bool:
 
 
 def pin(disk: Disk, path: str, wanted: bool) -> None:
-    """Sets or removes the mark, durably."""
+    """Sets or removes the mark, durably. Raises `NotFoundError` when the checkpoint is deleted meanwhile."""
     mark = os.path.join(path, PIN)
     if wanted and not pinned(disk, path):
-        disk.close(disk.create(mark))
+        try:
+            disk.close(disk.create(mark))
+            if disk.stat(os.path.join(path, MANIFEST)) is None:  # whoever deletes it has not seen the mark
+                disk.unlink(mark)
+                raise FileNotFoundError
+        except FileNotFoundError:
+            raise NotFoundError(f"{path}: expected a checkpoint to pin, but it was deleted meanwhile") from None
     elif not wanted and pinned(disk, path):
         disk.unlink(mark)
     disk.sync_dir(path)

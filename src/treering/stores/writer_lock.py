@@ -58,19 +58,21 @@ class WriterLock:
         while True:
             make_dirs(self._disk, self._run, made)
             fd = self._disk.open_shared(path)
+            locked: bool | None = False
             try:
-                if self._disk.lock(fd) is False:
+                locked = self._disk.lock(fd)
+                if locked is False:
                     raise ExistsError(
                         f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
                         "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
                     )
                 if self._disk.same_file(fd, path):  # or the one before has removed it by now
                     return fd
-            except ExistsError:
-                self._disk.close(fd)
-                raise
             except BaseException:
-                _give_back(self._disk, fd, path, [])
+                if locked is False:  # the file is another's
+                    self._disk.close(fd)
+                else:
+                    _give_back(self._disk, fd, path, [])
                 raise
             self._disk.close(fd)
 
@@ -87,7 +89,8 @@ class WriterLock:
 
 def _give_back(disk: Disk, fd: int, path: str, made: list[str]) -> None:
     with contextlib.suppress(OSError):
-        disk.unlink(path)
+        if disk.same_file(fd, path):  # or the run was removed and made again, and this is the lock of another
+            disk.unlink(path)
     with contextlib.suppress(OSError):
         disk.close(fd)
     _remove_empty(disk, made)
@@ -106,12 +109,12 @@ def _word() -> bytes:
 
 
 def _holder(disk: Disk, fd: int) -> str:
-    buffer = bytearray(min(disk.size(fd), _MOST))
-    disk.read(fd, memoryview(buffer), 0)
     try:
+        buffer = bytearray(min(disk.size(fd), _MOST))
+        disk.read(fd, memoryview(buffer), 0)
         word = msgspec.json.decode(buffer, type=dict[str, str | int])
         return f"process {word['process']} on {word['host']}, since {word['since']},"
-    except (msgspec.MsgspecError, KeyError):  # it has only just got it
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it has only just got it, or let go of it
         return "another process"
 
 
