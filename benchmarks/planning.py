@@ -128,7 +128,7 @@ def _manifest(walked: Walk, content: Content, shares: Mapping[int, Share], file:
     size, header = len(file.header) + file.nbytes, len(file.header)
     names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
     leaves, layouts = layout.rows(content, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
-    return manifest.encode(
+    return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
