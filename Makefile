@@ -15,7 +15,7 @@ test: $(VENV)/test
 	$(RUN) -m pytest
 
 quick: $(VENV)/test
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" -n 2
 
 # What crashes can leave on the disk: takes some ten minutes on two cores.
 torture: $(VENV)/test

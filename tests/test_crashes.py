@@ -42,7 +42,9 @@ def folder() -> Iterator[pathlib.Path]:
 # The library
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("run: k")) for name in QUICK]
+)
 def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
     """Errors come where a directory is synced; `make torture` has them everywhere."""
     count = crashes.check(SCENARIOS[name], folder, kind="sync_dir", extra=2)

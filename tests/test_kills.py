@@ -11,12 +11,13 @@ from torture.scenarios import SCENARIOS
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name.startswith("step"))) for name in SCENARIOS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("save", "overwrite"))) for name in SCENARIOS]
 )
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str) -> None:
     assert_nothing_wrong(name, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["save", "overwrite"])
 def test_ctrl_c_at_any_operation_leaves_the_old_or_the_new_and_nothing_else(tmp_path: pathlib.Path, name: str) -> None:
     assert_nothing_wrong(name, tmp_path, "--interrupt")
