@@ -49,7 +49,7 @@ def _safetensors(path: str, state: Any) -> tuple[Callable[[], Any], Callable[[],
 
     path += ".safetensors"
     save_file(state, path)
-    return lambda: load_file(path), lambda: tr.restore(path, state)
+    return lambda: load_file(path), lambda: tr.restore(path)  # neither with a template
 
 
 def _flax(path: str, state: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:

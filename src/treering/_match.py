@@ -19,6 +19,7 @@ from .errors import MismatchError
 
 _HINTS = 20  # differences for which the closest name is looked for, which takes milliseconds each
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
+_ARRAYS = ("numpy", "numpy-scalar", "jax")
 _ON_HOST = (np.ndarray, np.generic)  # made once: a union of classes takes longer to make than to ask
 
 
@@ -90,8 +91,16 @@ def match(
     skipped: list[str] = []
     used: set[str] = set()
     known = list(entries)
+    alike: dict[tuple[Any, ...], Target] = {}  # what became of a leaf of some kind, for the thousands like it
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         entry = entries.get(path)
+        kind: tuple[Any, ...] | None = None
+        if type(entry) is ArrayEntry and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
+            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
+            if (like := alike.get(kind)) is not None:
+                used.add(path)
+                targets.append(Target(like.make, entry, like.dtype, like.weak))
+                continue
         if leaf is ...:
             skipped.append(path)
             targets.append(Target("value", value=...))
@@ -110,6 +119,8 @@ def match(
             else:
                 assert entry is not None
                 targets.append(_target(leaf, entry, policy, numbers_are_arrays))
+                if kind is not None and targets[-1].make in _ARRAYS:
+                    alike[kind] = targets[-1]
         except _Difference as difference:
             problems.append(_line(path, *difference.args))
     for path, entry in entries.items():

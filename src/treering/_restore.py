@@ -151,7 +151,10 @@ def _group(
                 in_jax.append(n)
                 items.append(_place.Item(places[n], _entry(target).shape, target.dtype, target.weak, own))
             else:
-                values[n] = _on_host(_cast(next(arrays), target, paths[n]), target)
+                array = next(arrays)
+                if target.make != "numpy" or array.dtype is not target.dtype:
+                    array = _on_host(_cast(array, target, paths[n]), target)
+                values[n] = array
         for n, array in zip(in_jax, _place.put(items), strict=True):
             value = as_key(array, _entry(targets[n])) if targets[n].make == "key" else array
             values[n] = value if places[n] is wishes[n] else jax.device_put(value, wishes[n])
