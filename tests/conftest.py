@@ -16,6 +16,14 @@ from treering import _pending, stores
 from treering.stores.disk import Disk
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow."""
+    for item in items:
+        if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and nobody was left untold of a failure."""
