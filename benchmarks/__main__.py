@@ -10,6 +10,7 @@ import warnings
 
 from . import (
     contestants,
+    converting,
     loop,
     memory,
     opening,
@@ -33,7 +34,7 @@ _NOTE = (
     "process as the floor. Of the loop, the floor is one thread that writes the same bytes plainly and syncs them, and "
     "Orbax v0 its CheckpointManager."
 )
-_APART = ["memory", "open", "loop", "reading", "sharded", "processes", "planning"]  # each by itself
+_APART = ["memory", "open", "loop", "reading", "converting", "sharded", "processes", "planning"]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_APART, *states.STATES]
 
 
@@ -78,6 +79,8 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
         found += loop.rows(directory, repeats)
     if "reading" in only:
         found += reading.rows(directory, repeats)
+    if "converting" in only:
+        found += converting.rows(directory, repeats)
     if "sharded" in only:
         found += sharded.rows(directory, repeats)
     if "processes" in only:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from . import converting
 from .table import Row, markdown
 
 
@@ -79,6 +80,9 @@ TARGETS = [
         for library in ("safetensors", "Flax", "Equinox", "Orbax")
         for state in ("16 × 16 MiB", "2,000 small")
     ),
+    Target("open what Flax wrote", "1 GB, 5,000 leaves", "value", 50),
+    Target("convert Flax to safetensors, durably", "1 GB", "value", 2),
+    *(Target("memory of converting", f"6.4 GB, {a} → {b}", "value", 1536) for a, b in converting.PAIRS),
     Target("durable save", "sharded", "floor", 0.85),
     Target("durable save", "sharded", "orbax", 2.5),
     Target("restore, warm", "sharded", "orbax", 10),
