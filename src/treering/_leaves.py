@@ -162,8 +162,15 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
     return stored, _dtypes.to_text(stored), dtype.name.endswith(("int4", "int2", "int1", "float4_e2m1fn"))
 
 
-@functools.lru_cache(maxsize=512)
 def _on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # which takes longer to look up than to ask
+        (device,) = sharding.device_set
+        return device.platform == "cpu"
+    return _all_on_cpu(sharding)
+
+
+@functools.lru_cache(maxsize=512)
+def _all_on_cpu(sharding: jax.sharding.Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
