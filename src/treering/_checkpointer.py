@@ -371,6 +371,7 @@ class Checkpointer:
             )
 
     def _set_aside_after(self, step: int) -> None:
+        _run.settle_aside(self._root)
         later = [path for number, path in reversed(self._history.committed().items()) if number > step]
         if later:
             place = _run.set_aside(self._root, later)

@@ -77,7 +77,7 @@ def set_aside(run: str, paths: Sequence[str]) -> str:
     Given the newest first, what remains is at every moment what was there at some time.
     """
     disk = stores.DISK
-    last = max((int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name))), default=0)
+    last = max((int(place.rpartition("-")[2]) for place in aside(run)), default=0)
     place = os.path.join(run, f"rewound-{last + 1}")
     disk.make_dir(place)
     disk.sync_dir(run)
@@ -86,6 +86,24 @@ def set_aside(run: str, paths: Sequence[str]) -> str:
     disk.sync_dir(place)
     disk.sync_dir(run)
     return place
+
+
+def aside(run: str) -> list[str]:
+    """The directories of steps that were set aside."""
+    return [os.path.join(run, name) for name in stores.DISK.list(run) if _REWOUND.fullmatch(name)]
+
+
+def settle_aside(run: str) -> None:
+    """Makes durable what a killed job has set aside, and removes the directory of one that has not come so far."""
+    disk = stores.DISK
+    places = aside(run)
+    for place in places:
+        if disk.list(place):
+            disk.sync_dir(place)
+        else:
+            disk.remove_dir(place)
+    if places:
+        disk.sync_dir(run)
 
 
 def mark_finished(run: str) -> None:

@@ -44,9 +44,11 @@ class Upkeep:
         try:
             with contextlib.suppress(FileNotFoundError):
                 stores.DISK.unlink(os.path.join(root, _run.FINISHED))
-            for name in stores.DISK.list(root):
-                if _run.parse(name, self._history.prefix) is not None:
-                    local.clean(stores.DISK, os.path.join(root, name), manifest.file_names, remove_empty=True)
+            for place in (root, *_run.aside(root)):
+                for name in stores.DISK.list(place):
+                    if _run.parse(name, self._history.prefix) is not None:
+                        local.clean(stores.DISK, os.path.join(place, name), manifest.file_names, remove_empty=True)
+            _run.settle_aside(root)
             self._cleaned = True
         except OSError:
             _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
