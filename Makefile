@@ -17,7 +17,7 @@ test: $(VENV)/test
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 2
 
-# What crashes can leave on the disk: takes some ten minutes on two cores.
+# What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test
 	$(RUN) -m treering.testing.torture --write docs/reliability.md
 

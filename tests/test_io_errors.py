@@ -59,9 +59,20 @@ def each_operation(
             return
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+QUICK = {"save": False, "overwrite_async": True, "first step": False, "delete": True}  # and whether it lasts
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name.startswith("step"))) for name in SCENARIOS]
+    ("name", "lasting"),
+    [
+        pytest.param(
+            *(name, lasting),
+            id=f"{name}-{'lasting' if lasting else 'once'}",
+            marks=[pytest.mark.slow] * (QUICK.get(name) != lasting),
+        )
+        for name in SCENARIOS
+        for lasting in (False, True)
+    ],
 )
 def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
     tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool

@@ -6,7 +6,9 @@ The model allows at least what POSIX and the usual file systems (ext4, xfs, btrf
   folder is synced; the one says nothing about the other.
 - Of everything else any part may be durable, in whatever order it was done: each operation is lost, or not, by itself.
   A write may be lost while the file's size is kept (it then holds zeros, or junk), or be torn at some place.
-- One operation on names (`rename`, `link`, an exchange) happens as a whole or not at all.
+- One operation on names (`rename`, `link`, an exchange) happens as a whole or not at all. A rename from one folder into
+  another is durable when both have been synced: of one that was synced alone POSIX says nothing, though the usual
+  file systems log both names in one transaction, which is why it is never half done.
 """
 
 import itertools
@@ -55,6 +57,7 @@ class Model:
         self._folders = {inode: dict(names) for inode, names in base.folders.items()}
         self._files = dict(base.files)
         self.pending: list[Op] = []
+        self._unsynced: dict[int, set[int]] = {}  # of a pending operation on names in two folders, by its id
         for op in log:
             if op.kind == "make_dir" and op.names[0].inode is not None:
                 self._folders.setdefault(op.names[0].inode, {})
@@ -67,7 +70,7 @@ class Model:
         if op.kind == "sync":
             durable = [one for one in self.pending if not one.names and one.inode == op.inode]
         elif op.kind == "sync_dir":
-            durable = [one for one in self.pending if one.names and one.names[0].folder == op.inode]
+            durable = [one for one in self.pending if one.names and self._is_synced(one, op.inode)]
         else:
             self.pending.append(op)
             return
@@ -79,6 +82,14 @@ class Model:
         gone = set(map(id, durable))
         self.pending = [one for one in self.pending if id(one) not in gone]
         self._contents.clear()
+
+    def _is_synced(self, op: Op, folder: int) -> bool:
+        """Whether, with this folder, all are synced in which an operation has changed names."""
+        if len(op.folders) == 1:
+            return folder in op.folders
+        unsynced = self._unsynced.setdefault(id(op), set(op.folders))
+        unsynced.discard(folder)
+        return not unsynced
 
     def tree(self, fates: Mapping[int, Fate]) -> Tree:
         """What is there when these are the fates of the pending operations."""
@@ -106,8 +117,11 @@ class Model:
         return self._contents[key]
 
 
-def crashes(base: Inodes, log: Sequence[Op], *, seed: int = 0, extra: int = 0) -> Iterator[Crash]:
-    """The states after each operation of a log, many of them more than once; `extra` ones at random after each."""
+def crashes(base: Inodes, log: Sequence[Op], *, begin: int = 0, seed: int = 0, extra: int = 0) -> Iterator[Crash]:
+    """The states after each operation of a log, many of them more than once; `extra` ones at random after each.
+
+    Those of the first operations are left out where a crash is to come after `begin` of them at least.
+    """
     chance = random.Random(seed)
     disk, views = Model(base, log), frozenset[View]()
     for after in range(len(log) + 1):
@@ -117,6 +131,8 @@ def crashes(base: Inodes, log: Sequence[Op], *, seed: int = 0, extra: int = 0) -
                 views = op.views
             else:
                 disk.do(op)
+        if after < begin:
+            continue
         for fates in fates_of(disk.pending, chance, extra):
             told = [(op, fates.get(n, LOST)) for n, op in enumerate(disk.pending)]
             yield Crash(after, told, disk.tree(fates), views)
@@ -147,8 +163,8 @@ def fates_of(pending: Sequence[Op], chance: random.Random, extra: int) -> Iterat
         yield {**everything, n: ZEROS}
         yield {**everything, n: JUNK}
         yield {**names, n: KEPT}
-    for folder in {pending[n].names[0].folder for n in names}:
-        inside = [n for n in names if pending[n].names[0].folder == folder]
+    for folder in {folder for n in names for folder in pending[n].folders}:
+        inside = [n for n in names if folder in pending[n].folders]
         for some in _subsets(inside):
             lost = {n: LOST for n in inside if n not in some}
             yield {**everything, **lost}
@@ -178,9 +194,14 @@ def _any(op: Op, chance: random.Random) -> Fate:
 
 
 def _rename(folders: dict[int, dict[str, int]], op: Op) -> None:
+    crosses = (
+        op.names[0].folder != op.names[-1].folder
+    )  # then what came after it in one of the folders may be durable already
+    moved = next((inode for _, _, inode in op.names if inode is not None), None)
     for folder, name, inode in op.names:
         if inode is None:
-            folders[folder].pop(name, None)
+            if not crosses or folders[folder].get(name) == moved:
+                folders[folder].pop(name, None)
         else:
             folders[folder][name] = inode
 

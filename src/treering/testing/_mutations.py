@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..stores import writer_lock
 from ._recording import Op
 
 _SYNCS = ("sync", "sync_dir")
@@ -11,9 +12,6 @@ _PUT = ("link", "rename", "rename_new", "exchange")
 _UNDONE = "only after an error does a removal follow it, and then what is removed is not in place"
 
 HARMLESS = {
-    "unlink before local._remove_leftovers: disk.unlink(file)": (
-        "what goes first is the file of a run's lock, of which only the lock counts"
-    ),
     "without write.write: disk.sync_dir(job.path)": (
         "process 0 syncs the same directory after it; this one is for file systems that several machines share"
     ),
@@ -23,6 +21,12 @@ HARMLESS = {
     "rename before whole._sync_tree: disk.sync_dir(path)": "as the line before",
     "unlink before whole._sync_tree: disk.sync_dir(path)": _UNDONE,
     "unlink before local.Transaction.commit: self.disk.sync_dir(self.path)": _UNDONE,
+    "unlink before write.write: disk.sync_dir(job.path)": (
+        "only after a kill does a removal follow it, and then what is removed is left over"
+    ),
+    "unlink before disk.make_dirs: disk.sync_dir(parent)": (
+        "what goes is the mark of a finished run, whose directory is durable by then"
+    ),
 }
 """Mutations after which nothing can be lost, and why."""
 
@@ -37,7 +41,8 @@ class Mutation(NamedTuple):
 def mutations(log: Sequence[Op], *, broken: bool) -> Iterator[Mutation]:
     """A log without the fsyncs of one line of the library, of every one; and with steps too early.
 
-    Steps are what puts something in a place or takes it away, but for temporary names. The next one comes before an
+    Steps are what puts something in a place or takes it away, but for temporary names and the file of a run's lock, of
+    which only the lock counts. The next one comes before an
     fsync, or one removal before another line's. In a `broken` log, where much is removed that nobody needs, removals
     only come before an fsync of their own directory.
     """
@@ -56,4 +61,4 @@ def mutations(log: Sequence[Op], *, broken: bool) -> Iterator[Mutation]:
 
 
 def _removes(op: Op) -> bool:
-    return op.kind == "unlink" and not op.path.endswith(".tmp")
+    return op.kind == "unlink" and not op.path.endswith((".tmp", writer_lock.NAME))

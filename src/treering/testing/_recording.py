@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple
 
@@ -43,6 +43,11 @@ class Op(NamedTuple):
     size: int = 0
     views: frozenset[View] = frozenset()
     site: str = ""
+
+    @property
+    def folders(self) -> frozenset[int]:
+        """Those in which names change."""
+        return frozenset(name.folder for name in self.names)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path}" + (f" at {self.offset}" if self.kind == "write" else "")
@@ -107,13 +112,13 @@ class RecordingDisk(Disk):
 
     What others write there without it, such as TensorStore, is found when it is listed or opened, and counts as
     written then. With `fail_at` the operation with that number, from 1, fails; with `kill` so do all that come after
-    it, as if the process were dead: until `revive`.
+    it, as if the process were dead: until `revive`. A second number is of an operation of the process after that.
     """
 
-    def __init__(self, root: str, *, fail_at: int = 0, kill: bool = False):
+    def __init__(self, root: str, *, fail_at: Sequence[int] = (), kill: bool = False):
         self.root, self.log = root, list[Op]()
-        self.tried: list[str] = []  # what was asked for, whether it worked or not
-        self._fail_at, self._kill, self._dead = fail_at, kill, False
+        self.tried: list[list[str]] = [[]]  # what each process asked for, whether it worked or not
+        self._fail_at, self._kill, self._dead = list(fail_at), kill, False
         self._lock = threading.RLock()
         self._open: dict[int, int] = {}  # by file descriptor
         self._numbers = iter(range(1, 1 << 60))
@@ -130,9 +135,11 @@ class RecordingDisk(Disk):
             self.log.append(Op("expect", " or ".join(views), views=frozenset(views)))
 
     def revive(self) -> None:
-        """The next process: nothing fails any more. The dead one's files have been closed, which always works."""
+        """The next process. The dead one's files have been closed, which always works."""
         with self._lock:
-            self._fail_at, self._dead = 0, False
+            del self._fail_at[:1]
+            self.tried.append([])
+            self._dead = False
 
     def check(self) -> None:
         """Raises `AssertionError` unless the log explains what is there."""
@@ -257,8 +264,8 @@ class RecordingDisk(Disk):
         with self._lock:
             if self._dead:
                 raise OSError(errno.EIO, "injected: the process is dead")
-            self.tried.append(kind)
-            if len(self.tried) == self._fail_at:
+            self.tried[-1].append(kind)
+            if [len(self.tried[-1])] == self._fail_at[:1]:
                 self._dead = self._kill
                 raise OSError(errno.EIO, "injected: an error of the disk")
             yield
@@ -266,7 +273,6 @@ class RecordingDisk(Disk):
     def _note(self, kind: str, path: str, *, names: Iterable[Name] = (), **about: int | bytes) -> None:
         relative = os.path.relpath(path, self.root)
         op = Op(kind, relative, tuple(names), site=_site(), **about)  # type: ignore[arg-type]
-        assert len({name.folder for name in op.names}) <= 1, f"{op}: what concerns two folders is not modelled"
         self._live.change(op)
         self.log.append(op)
 

@@ -20,14 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import xxhash
+
 from .. import stores
-from ..formats.treering import write
+from ..formats.treering import metrics, write
+from ..stores import writer_lock
 from ..stores.disk import Disk
 from ._crashes import Crash, crashes
 from ._doubles import QuickDisk
 from ._mutations import HARMLESS, mutations
 from ._recording import Inodes, Op, RecordingDisk, Tree
-from ._scenarios import Scenario, scenarios
+from ._scenarios import Scenario
+from ._scenarios_runs import runs
+from ._scenarios_single import foreign, native
+from ._scenarios_together import together
 
 __all__ = [
     "HARMLESS",
@@ -41,6 +47,11 @@ __all__ = [
     "recorded",
     "scenarios",
 ]
+
+
+def scenarios() -> dict[str, Scenario]:
+    """All of them, by name."""
+    return {scenario.name: scenario for scenario in (*native(), *together(), *runs(), *foreign())}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +86,27 @@ class Failure:
 
 @dataclasses.dataclass
 class Count:
-    """How many recordings, operations in them, and states; `distinct` are those that were looked at.
+    """How many recordings, operations in them, and states, and what was looked at.
 
-    States of one scenario with the same files, of which the same is expected, are looked at once.
+    States with the same files, of which the same is expected, count once, wherever they were made.
     """
 
     recordings: int = 0
     operations: int = 0
     states: int = 0
-    distinct: int = 0
+    looked_at: set[int] = dataclasses.field(default_factory=set)  # checksums
     failures: list[Failure] = dataclasses.field(default_factory=list)
+
+    @property
+    def distinct(self) -> int:
+        return len(self.looked_at)
 
     def __add__(self, other: "Count") -> "Count":
         return Count(
             self.recordings + other.recordings,
             self.operations + other.operations,
             self.states + other.states,
-            self.distinct + other.distinct,
+            self.looked_at | other.looked_at,
             self.failures + other.failures,
         )
 
@@ -112,8 +127,11 @@ def check(
     extra: states at random after each operation, by the `seed`.
     """
     total, good = Count(), set[int]()
+    before: Recording | None = None
     for recording in recorded(scenario, folder, kind=kind, part=part):
-        total += examine(recording, folder, seed=seed, extra=extra, most_failures=most_failures, good=good)
+        known = _alike(before, recording)
+        total += examine(recording, folder, begin=known, seed=seed, extra=extra, most_failures=most_failures, good=good)
+        before = recording
         if len(total.failures) >= most_failures:
             break
     return total
@@ -122,57 +140,80 @@ def check(
 def recorded(
     scenario: Scenario, folder: Path, *, kind: str = "", part: tuple[int, int] = (0, 1)
 ) -> Iterator[Recording]:
-    """The recordings of a scenario: one, or one for each operation that fails or kills.
+    """The recordings of a scenario: one, or one for each operation that fails or kills, or two that do.
 
     kind: "sync_dir" for those operations alone: they are what decides.
     part: a number and how many parts there are: (1, 3) is every third recording from the second.
     """
-    whole, tried = _record(scenario, folder, 0)
     number, parts = part
-    if scenario.broken:
-        points = [at for at, one in enumerate(tried, 1) if kind in ("", one)]
-        for at in points[number::parts]:
-            yield _record(scenario, folder, at)[0]
-    elif not number:
-        yield whole
+    if not scenario.broken:
+        if not number:
+            yield _record(scenario, folder)[0]
+        return
+    _, tried = _record(scenario, folder)
+    for first in _points(scenario, tried[0], kind)[number::parts]:
+        once, tried = _record(scenario, folder, first)
+        if scenario.broken != "killed twice":
+            yield once
+            continue
+        for second in _points(scenario, tried[1], kind):
+            yield _record(scenario, folder, first, second)[0]
 
 
-def _record(scenario: Scenario, folder: Path, fail_at: int) -> tuple[Recording, list[str]]:
+def _points(scenario: Scenario, tried: Sequence[str], kind: str) -> list[int]:
+    """The operations that fail or kill; one more where a process that gets to its end is followed by another."""
+    points = [at for at, one in enumerate(tried, 1) if kind in ("", one)]
+    return points if scenario.broken == "failing" else [*points, len(tried) + 1]
+
+
+def _record(scenario: Scenario, folder: Path, *fail_at: int) -> tuple[Recording, list[list[str]]]:
     root = folder / "recorded"
     root.mkdir(parents=True)
     try:
         with _repeatable():
             with _using(QuickDisk()):
                 scenario.prepare(root)
-            disk = RecordingDisk(str(root), fail_at=fail_at, kill=scenario.broken == "killed")
+            disk = RecordingDisk(str(root), fail_at=fail_at, kill=scenario.broken.startswith("killed"))
             with _using(disk):
                 scenario.record(root, disk)
         disk.check()
     finally:
         shutil.rmtree(root)
-    variant = f", {scenario.broken} at operation {fail_at}" if fail_at else ""
+    variant = f", {scenario.broken} at operation {' and '.join(map(str, fail_at))}" if fail_at else ""
     return Recording(scenario, disk.base, disk.log, variant), disk.tried
+
+
+def _alike(a: Recording | None, b: Recording) -> int:
+    """With how many operations both logs begin; crashes in there need to be looked at once."""
+    if a is None or (a.base.folders, a.base.files) != (b.base.folders, b.base.files):
+        return 0
+    pairs = enumerate(zip(a.log, b.log, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(a.log), len(b.log)))
 
 
 def examine(
     recording: Recording,
     folder: Path,
     *,
+    begin: int = 0,
     seed: int = 0,
     extra: int = 0,
     most_failures: int = 1,
     good: set[int] | None = None,
 ) -> Count:
-    """Looks at every crash of a recording; not again at those that are known to be `good`, where it adds others."""
+    """Looks at every crash of a recording, after `begin` operations at least.
+
+    Not again at those that are known to be `good`, where it adds others.
+    """
     count = Count(recordings=1, operations=len(recording.log))
     seen = set[int]() if good is None else good
     with _using(QuickDisk()):
-        for n, crash in enumerate(crashes(recording.base, recording.log, seed=seed, extra=extra)):
+        for n, crash in enumerate(crashes(recording.base, recording.log, begin=begin, seed=seed, extra=extra)):
             count.states += 1
             key = hash((crash.views, frozenset(crash.tree.items())))
             if not crash.views or key in seen:
                 continue
-            count.distinct += 1
+            count.looked_at.add(_checksum(crash))
             if problem := _problem(recording.scenario, crash, folder / f"crash-{n}"):
                 count.failures.append(Failure(recording, crash, *problem))
                 if len(count.failures) >= most_failures:
@@ -213,6 +254,15 @@ def _problem(scenario: Scenario, crash: Crash, root: Path) -> tuple[str, str] | 
     return None
 
 
+def _checksum(crash: Crash) -> int:
+    """The same in every process, as `hash` is not."""
+    state = xxhash.xxh3_64("\0".join(sorted(crash.views)).encode())
+    for path, data in sorted(crash.tree.items()):
+        state.update(f"\0{path}\0{-1 if data is None else len(data)}\0".encode())
+        state.update(data or b"")
+    return state.intdigest()
+
+
 def _make(tree: Tree, root: str) -> None:
     os.mkdir(root)
     for path, data in sorted(tree.items()):
@@ -234,6 +284,8 @@ def _repeatable() -> Iterator[None]:
     with (
         mock.patch.object(secrets, "token_hex", lambda nbytes: f"{next(drawn):0{2 * nbytes}x}"),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
+        mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=lambda: next(drawn))),
+        mock.patch.object(writer_lock, "_word", return_value=b"a process"),
     ):
         yield
 

@@ -1,0 +1,375 @@
+"""A run is being written when the crash comes: steps, what is kept of them, and what lies beside them.
+
+What is seen of a run, in words, is the steps and which save of each it is, "1 2b": with "*" when a step is pinned, and
+"!" when metrics were recorded for it later. "finished" follows when the run is, and "aside 3 4" those set aside.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import keep, stores
+from .._checkpoint import open_checkpoint
+from .._checkpointer import Checkpointer
+from .._metrics import record as record_metrics
+from .._run import FINISHED, steps
+from ..errors import NotFoundError, TreeringError
+from ..formats.treering import manifest, metrics
+from ..stores import local
+from ._recording import RecordingDisk, View
+from ._scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
+from ._scenarios_single import assert_tidy_inside
+
+_RUN, _ASIDE = "runs/gpt", "aside"
+
+
+def runs() -> Iterator[Scenario]:
+    """What a `Checkpointer` does, and `treering.record`."""
+    yield _of_run("run: keeping the last two", _retaining)
+    yield _of_run("run: in the background", _in_background)
+    yield _of_run("run: a step again", _resaving, before=(1, 2))
+    yield _of_run("run: pinning and deleting", _pinning, before=(1, 2))
+    yield _of_run("run: killed, then saved", _killed("1 2"), before=(1, 2), broken="killed")
+    yield _of_run("run: killed first, then saved", _killed(""), broken="killed")
+    yield _of_run("run: rewinding", _rewinding, before=(1, 2, 3, 4))
+    yield _of_run("run: going back", _going_back(0), before=(1, 2, 3, 4))
+    yield _of_run("run: an error of the disk, going back", _failing_to_go_back, before=(1, 2, 3, 4), broken="failing")
+    yield _of_run("run: killed, then going back", _going_back(1), before=(1, 2, 3, 4), broken="killed")
+    yield _of_run("run: killed twice, then going back", _going_back(2), before=(1, 2, 3, 4), broken="killed twice")
+    yield _of_run("run: killed while going back, then rewound", _killed_then_rewound, before=(1, 2, 3), broken="killed")
+    yield _of_run("run: killed while going back, then saved", _killed_going_back, before=(1, 2, 3), broken="killed")
+    yield _of_run("run: recording metrics", _recording, before=(1, 2))
+    yield _of_run("run: an error of the disk, recording metrics", _failing_to_record, before=(1, 2), broken="failing")
+    yield _of_run("run: killed, then recording metrics", _killed_recording, before=(1, 2), broken="killed")
+    yield _of_run("run: finishing and going on", _finishing, before=(1, 2))
+    yield _of_run("run: killed, then finishing", _killed_finishing, before=(1, 2), broken="killed")
+    yield _of_run("run: killed, then pinning", _killed_pinning, before=(1, 2), broken="killed")
+
+
+def _of_run(name: str, record: Record, *, before: Sequence[int] = (), broken: Broken = "") -> Scenario:
+    return Scenario(
+        name=name,
+        record=lambda root, disk: record(root / _RUN, disk),
+        look=lambda root: _look_at(root / _RUN),
+        again=lambda root, seen: _save_again(root / _RUN, seen),
+        prepare=lambda root: _save(root / _RUN, *map(str, before)),
+        broken=broken,
+    )
+
+
+def _step(label: str) -> int:
+    return int(label.rstrip("bcd"))
+
+
+def _save(run: Path, *labels: str, **options: Any) -> None:
+    """Saves steps, "2b" in the place of a "2" that may be there."""
+    with Checkpointer(run, **options) as ckpts:
+        for label in labels:
+            ckpts.save(_step(label), tree(label), on_exists="error" if label.isdigit() else "overwrite")
+
+
+# What must hold
+
+
+def _look_at(run: Path) -> View:
+    ckpts = Checkpointer(run)
+    seen = _labels(run)
+    assert ckpts.steps == steps(run)
+    assert ckpts.latest_step == max(ckpts.steps, default=None)
+    if seen:
+        assert open_checkpoint(run).path == ckpts.path(ckpts.steps[-1])
+    else:
+        with contextlib.suppress(NotFoundError):
+            raise AssertionError(f"{open_checkpoint(run).path}: it is in no list of steps")
+    aside = [label for place in sorted(run.glob("rewound-*")) for label in _labels(place)]
+    return _view(seen, aside, finished=(run / FINISHED).exists())
+
+
+def _labels(run: Path) -> list[str]:
+    ckpts = Checkpointer(run)
+    return [_label(ckpts.path(step), step) for step in steps(run)]
+
+
+def _label(path: str, step: int) -> str:
+    """Which save it is, with its marks. The same files are looked at once: most steps are alike in most states."""
+    files = frozenset((file.name, file.read_bytes()) for file in Path(path).iterdir())
+    key = hash((step, files))
+    if key not in _known:
+        _known[key] = _read_label(path, step)
+    return _known[key]
+
+
+_known: dict[int, str] = {}
+
+
+def _read_label(path: str, step: int) -> str:
+    label = label_at(path, [f"{step}{branch}" for branch in ("", "b", "c", "d")])
+    pinned = "*" if local.pinned(stores.DISK, path) else ""
+    identity = manifest.xxh3(Path(path, local.MANIFEST).read_bytes())
+    found = [content for _, content in metrics.read(stores.DISK, path, identity)]
+    assert all(isinstance(one, dict) for one in found), f"{path}: metrics are there in part"
+    return label + pinned + ("!" if found else "")
+
+
+def _view(seen: Iterable[str], aside: Collection[str] = (), *, finished: bool = False) -> View:
+    words = [*sorted(seen), *["finished"] * finished, *[_ASIDE] * bool(aside), *sorted(aside)]
+    return " ".join(words) or NOTHING
+
+
+def _save_again(run: Path, before: View) -> None:
+    """What was set aside stays there, and a finished run goes on."""
+    _save(run, "99")
+    seen, *aside = before.split(f" {_ASIDE} ")
+    words = [word for word in seen.split() if word not in (NOTHING, "finished")]
+    assert _look_at(run) == _view([*words, "99"], " ".join(aside).split())
+    places = [run, *run.glob("rewound-*")]
+    for place in places:
+        committed = {os.path.basename(Checkpointer(place).path(step)) for step in steps(place)}
+        expected = {*committed, *(one.name for one in places if one.parent == place)}
+        assert set(os.listdir(place)) == expected, f"{sorted(set(os.listdir(place)) ^ expected)} in {place}"
+        assert committed, f"{place} is left over"
+        for name in committed:
+            (place / name / local.PIN).unlink(missing_ok=True)
+            assert_tidy_inside(place / name)
+
+
+def _killed_job(disk: RecordingDisk, job: Callable[[], object]) -> bool:
+    """Whether a job got to its end before it was killed. The next one begins."""
+    try:
+        job()
+    except (TreeringError, OSError):
+        return False
+    finally:
+        disk.revive()
+    return True
+
+
+# Saving and deleting
+
+
+def _retaining(run: Path, disk: RecordingDisk) -> None:
+    """Each step is waited for."""
+    with Checkpointer(run, keep=keep.last(2)) as ckpts:
+        disk.expect(NOTHING)
+        # What is deleted is so durably when the run is closed, in whatever order.
+        before = [NOTHING]
+        for number, after in enumerate((["1"], ["1 2"], ["1 2 3", "2 3"], ["1 2 3 4", "2 3 4", "1 3 4", "3 4"]), 1):
+            disk.expect(*before, *after)
+            pending = ckpts.save(number, tree(str(number)))
+            assert pending is not None
+            pending.result()
+            disk.expect(*after)
+            before = after
+    disk.expect("3 4")
+
+
+def _in_background(run: Path, disk: RecordingDisk) -> None:
+    """Nobody waits before the end."""
+    disk.expect(NOTHING, "1", "1 2", "1 2 3", "2 3", "1 2 3 4", "2 3 4", "1 3 4", "3 4")
+    _save(run, "1", "2", "3", "4", keep=keep.last(2))
+    disk.expect("3 4")
+
+
+def _resaving(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1 2b")
+    _save(run, "2b")
+    disk.expect("1 2b")
+
+
+def _pinning(run: Path, disk: RecordingDisk) -> None:
+    ckpts = Checkpointer(run)
+    disk.expect("1 2", "1* 2")
+    ckpts.pin(1)
+    disk.expect("1* 2", "1* 2 3", "1* 3")
+    _save(run, "3", keep=keep.last(1))
+    disk.expect("1* 3", "1 3")
+    ckpts.unpin(1)
+    disk.expect("1 3", "3")
+    ckpts.delete(1)
+    disk.expect("3")
+
+
+def _killed_pinning(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1* 2")
+    _killed_job(disk, lambda: Checkpointer(run).pin(1))
+    Checkpointer(run).pin(1)
+    disk.expect("1* 2")
+
+
+def _killed(before: str) -> Record:
+    """A job is killed while it saves step 3; the next one saves it again, and may delete the first."""
+
+    def record(run: Path, disk: RecordingDisk) -> None:
+        old = before.split()
+        disk.expect(*(_view([*some, *third]) for some in (old, old[1:]) for third in ([], ["3"], ["3b"])))
+        _killed_job(disk, lambda: _save(run, "3", keep=keep.last(2)))
+        _save(run, "3b", keep=keep.last(2))
+        disk.expect(_view([*old[1:], "3b"]))
+
+    return record
+
+
+# Going back: a state is the steps of the run and those that were set aside
+
+_Steps = tuple[frozenset[str], frozenset[str]]
+
+
+def _set_aside(states: Iterable[_Steps], step: int) -> set[_Steps]:
+    """While all behind a step are moved, of several any may be: a crash can undo one move and not another."""
+    found: set[_Steps] = set()
+    for seen, aside in states:
+        later = [label for label in seen if _step(label) > step]
+        for count in range(len(later) + 1):
+            found |= {(seen - {*some}, aside | {*some}) for some in itertools.combinations(later, count)}
+    return found
+
+
+def _only(states: Iterable[_Steps], step: int) -> set[_Steps]:
+    """Those in which nothing lies behind a step."""
+    return {(seen, aside) for seen, aside in states if max(map(_step, seen)) <= step}
+
+
+def _with(states: Iterable[_Steps], label: str) -> set[_Steps]:
+    return {(seen | {label}, aside) for seen, aside in states}
+
+
+def _views(states: Iterable[_Steps]) -> list[View]:
+    return [_view(seen, aside) for seen, aside in states]
+
+
+def _all_of(labels: str) -> set[_Steps]:
+    return {(frozenset(labels.split()), frozenset[str]())}
+
+
+def _go_back_and_save(run: Path, label: str) -> None:
+    with Checkpointer(run) as ckpts:
+        ckpts.restore(step=2)
+        ckpts.save(3, tree(label))
+
+
+def _rewind(run: Path, step: int) -> None:
+    with Checkpointer(run) as ckpts:
+        ckpts.rewind(step)
+
+
+def _rewinding(run: Path, disk: RecordingDisk) -> None:
+    states = _all_of("1 2 3 4")
+    with Checkpointer(run) as ckpts:
+        disk.expect(*_views(_set_aside(states, 2)))
+        ckpts.rewind(2)
+        states = _only(_set_aside(states, 2), 2)
+        disk.expect(*_views(states))
+        disk.expect(*_views(states | _with(states, "3b")))
+        ckpts.save(3, tree("3b"))
+    states = _with(states, "3b")
+    disk.expect(*_views(states | _set_aside(states, 1)))
+    _rewind(run, 1)
+    disk.expect(*_views(_only(_set_aside(states, 1), 1)))
+
+
+def _going_back(times: int) -> Record:
+    """So many jobs are killed that go back to step 2 and save step 3 anew; then one that is not does the same."""
+
+    def record(run: Path, disk: RecordingDisk) -> None:
+        states = _all_of("1 2 3 4")
+        for label in ("3b", "3c")[:times]:
+            states = _set_aside(states, 2)
+            saved = _with(_only(states, 2), label)
+            disk.expect(*_views(states | saved))
+            done = _killed_job(disk, lambda label=label: _go_back_and_save(run, label))
+            states = saved if done else states | saved
+        states = _set_aside(states, 2)
+        saved = _with(_only(states, 2), "3d")
+        disk.expect(*_views(states | saved))
+        _go_back_and_save(run, "3d")
+        disk.expect(*_views(saved))
+
+    return record
+
+
+def _failing_to_go_back(run: Path, disk: RecordingDisk) -> None:
+    states = _set_aside(_all_of("1 2 3 4"), 2)
+    saved = _with(_only(states, 2), "3b")
+    disk.expect(*_views(states | saved))
+    with contextlib.suppress(TreeringError, OSError):
+        _go_back_and_save(run, "3b")
+        disk.expect(*_views(saved))
+
+
+def _killed_then_rewound(run: Path, disk: RecordingDisk) -> None:
+    """What `rewind` finds moved already is durable when it returns."""
+    states = _set_aside(_all_of("1 2 3"), 1)
+    disk.expect(*_views(states))
+    _killed_job(disk, lambda: _rewind(run, 1))
+    _rewind(run, 1)
+    disk.expect(*_views(_only(states, 1)))
+
+
+def _killed_going_back(run: Path, disk: RecordingDisk) -> None:
+    """The next job knows nothing of it: it goes on from the latest step, and that is the latest from then on."""
+    states = _set_aside(_all_of("1 2 3"), 1)
+    disk.expect(*_views(states))
+    _killed_job(disk, lambda: _rewind(run, 1))
+    found = steps(run)
+    number = found[-1] + 1
+    states |= {(seen | {f"{number}b"}, aside) for seen, aside in states if sorted(map(_step, seen)) == found}
+    disk.expect(*_views(states))
+    _save(run, f"{number}b")
+    disk.expect(*_views(state for state in states if f"{number}b" in state[0]))
+
+
+# Metrics that come later, and the end of a run
+
+
+def _recording(run: Path, disk: RecordingDisk) -> None:
+    """Those of a step that is saved anew are gone with it."""
+    disk.expect("1 2", "1! 2")
+    record_metrics(run, 1, {"loss": 0.5})
+    disk.expect("1! 2")
+    record_metrics(run, 1, {"loss": 0.25, "accuracy": 1.0})
+    disk.expect("1! 2", "1! 2!")
+    record_metrics(run, 2, {"loss": 0.5})
+    disk.expect("1! 2!", "1! 2b")
+    _save(run, "2b")
+    disk.expect("1! 2b")
+
+
+def _failing_to_record(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1! 2")
+    with contextlib.suppress(TreeringError):
+        record_metrics(run, 1, {"loss": 0.5})
+        disk.expect("1! 2")
+
+
+def _killed_recording(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1! 2")
+    done = _killed_job(disk, lambda: record_metrics(run, 1, {"loss": 0.5}))
+    disk.expect("1! 2") if done else None
+    record_metrics(run, 1, {"loss": 0.25})
+    disk.expect("1! 2")
+
+
+def _finishing(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1 2 3", "1 2 3 finished")
+    ckpts = Checkpointer(run)
+    ckpts.save(3, tree("3"))
+    ckpts.finish()
+    disk.expect("1 2 3 finished")
+    disk.expect("1 2 3 finished", "1 2 3", "1 2 3 4")
+    _save(run, "4")
+    disk.expect("1 2 3 4")
+
+
+def _finish(run: Path) -> None:
+    with Checkpointer(run) as ckpts:
+        ckpts.finish()
+
+
+def _killed_finishing(run: Path, disk: RecordingDisk) -> None:
+    disk.expect("1 2", "1 2 finished")
+    _killed_job(disk, lambda: _finish(run))
+    _finish(run)
+    disk.expect("1 2 finished")
