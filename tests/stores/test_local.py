@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import numpy as np
+import pytest
 
 import treering as tr
 from treering import stores
@@ -150,6 +151,26 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
     assert tr.restore(path)["x"][0] == 1
     tr.save(path, {"x": np.full(3, 2)}, overwrite=True)
     assert tr.restore(path)["x"][0] == 2 and len(list(path.iterdir())) == 2
+
+
+def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.Path, use_disk) -> None:
+    """As where a lock is refused by the file system, and nobody removes the file."""
+
+    class Refusing(Disk):
+        tries = 0
+
+        def lock(self, fd: int) -> bool:
+            self.tries += 1
+            return False
+
+        def create(self, path: str, mode: int = 0o444) -> int:
+            self.tries += 1
+            return super().create(path, mode)
+
+    disk = use_disk(Refusing())
+    with pytest.raises(tr.errors.SaveError, match="do locks work here"):
+        tr.save(tmp_path / "c", {"x": np.ones(3)})
+    assert disk.tries < 100  # and not so many times as many
 
 
 def test_a_file_that_was_tidied_away_before_it_was_locked_is_made_again(tmp_path: pathlib.Path, use_disk) -> None:

@@ -6,7 +6,6 @@ commit is through, so whoever gets a file's lock and then finds it in no manifes
 """
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -90,7 +89,7 @@ class Files:
                     return fd
                 self.disk.close(self._open.pop(path))  # a cleaner had it before it was locked
             time.sleep(0.001 * attempt)
-        raise FileNotFoundError(errno.ENOENT, "removed again and again while it was being written", path)
+        raise SaveError(f"{path}: taken or removed by somebody else again and again; do locks work here?")
 
     def close(self) -> None:
         """Lets go of the files, and of their locks."""
