@@ -5,9 +5,11 @@ import signal
 
 import numpy as np
 import pytest
+from jax._src import distributed
 
 import treering as tr
 from jobs import run_job
+from treering import _processes
 
 KILLED = -signal.SIGKILL
 
@@ -280,6 +282,21 @@ tr.save(tmp / "c", tree, timeout=3)
     body = 'tr.save(tmp / "c", {"n": np.arange(7)}, overwrite=True)'
     run_job(tmp_path, body, processes=2)
     assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 2
+
+
+def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it has joined a job of its own since, as those of `torture.peers` do."""
+    monkeypatch.setattr(_processes, "_inherited", None)
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+    monkeypatch.setattr(distributed.global_state, "process_id", 0)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    assert isinstance(_processes.begin("save"), _processes.Together)
+    _processes.forget_after_fork()
+    with pytest.raises(tr.errors.UnsupportedError, match="forked child"):
+        _processes.begin("save")
+    assert isinstance(_processes.begin("save", processes="this"), _processes.Alone)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    assert isinstance(_processes.begin("save"), _processes.Together)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ in the first exchange, and ``0/answer`` what process 0 made of the words.
 
 import collections
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _FAILED = "failed "
 
 _counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
 _over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
-_forked = False
+_inherited: Any = None  # the store of the job that a process was in when this one was forked from it
 
 
 class Call(Protocol):
@@ -97,7 +98,7 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
     job = _job() if processes == "all" else None
-    if job and _forked:
+    if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     return Together(*job, what, timeout) if job else Alone()
 
@@ -114,9 +115,10 @@ def position() -> tuple[int, int]:
 
 
 def forget_after_fork() -> None:
-    """A forked child is no process of the job."""
-    global _forked
-    _forked = True
+    """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
+    global _inherited
+    if distributed := sys.modules.get("jax._src.distributed"):
+        _inherited = distributed.global_state.client
 
 
 def _job() -> tuple[Any, int, int] | None:
