@@ -45,7 +45,8 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 lowest: .venv-lowest/done
 	.venv-lowest/bin/python -m pytest -m "not slow and not peers"
 
-# SIGKILL and errors at every point, by strace; thousands of saves in one process.
+# SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
+# saves in one process: takes some twenty minutes on two cores.
 torture-kills: $(VENV)/test
 	$(RUN) -m tests.torture.kills --write docs/reliability.md
 

@@ -1,9 +1,10 @@
-"""SIGKILL wherever a save, an overwrite or a delete touches the disk: the old or the new one is there, whole."""
+"""SIGKILL wherever a save, an overwrite or a delete touches the disk, and signals at any time: old or new is there."""
 
 import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,20 +15,47 @@ from torture.scenarios import SCENARIOS
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("save", "overwrite"))) for name in SCENARIOS]
 )
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str) -> None:
-    assert_nothing_wrong(name, tmp_path)
+    assert_old_and_new("points", name, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_before_and_after_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path) -> None:
+    """In a run some operations fail as a matter of course, such as a look at what is not there."""
+    assert_old_and_new("points", "first step", tmp_path, "--thorough")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["save", "overwrite"])
 def test_ctrl_c_at_any_operation_leaves_the_old_or_the_new_and_nothing_else(tmp_path: pathlib.Path, name: str) -> None:
-    assert_nothing_wrong(name, tmp_path, "--interrupt")
+    assert_old_and_new("points", name, tmp_path, "--interrupt")
 
 
-def assert_nothing_wrong(name: str, place: pathlib.Path, *options: str) -> None:
-    command = [sys.executable, "-m", "torture.points", name, str(place), *options]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["overwrite", "step and retention", "delete"])
+def test_a_job_of_which_a_process_is_killed_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str) -> None:
+    """And the others do not wait for ever; `make torture-kills` does it to each of up to four, at every point."""
+    outcome = nothing_wrong("peers", str(tmp_path / "a"), "2", "--only", name, "--every", "3")
+    assert outcome["killed"] >= 5 and outcome["found"]["new"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["save_async", "overwrite", "loop that saves on preemption"])
+def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str, number: str) -> None:
+    outcome = nothing_wrong("signals", number, "10", str(tmp_path / "a"), "--only", name)
+    assert sum(outcome["found"].values()) == 10
+
+
+def assert_old_and_new(module: str, *options: object) -> None:
+    outcome = nothing_wrong(module, *options)
+    assert outcome["found"]["old"] and outcome["found"]["new"], "all were on one side of the commit"
+    assert outcome["killed"] >= 15
+
+
+def nothing_wrong(module: str, *options: object) -> Any:
+    command = [sys.executable, "-m", f"torture.{module}", *map(str, options)]
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert not outcome["wrong"], f"{len(outcome['wrong'])} of {outcome['killed']}:\n" + outcome["wrong"][0]
-    assert outcome["found"]["old"] and outcome["found"]["new"], "all were on one side of the commit"
-    assert outcome["killed"] >= 15
+    return outcome

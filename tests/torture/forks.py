@@ -12,8 +12,11 @@ RAISED = 3  # the exit code after an error that was to be expected
 _TIMEOUT = 120  # seconds; far more than any child needs
 
 
-def start(do: Callable[[], object]) -> int:
-    """Forks a child that does something and exits: with 0, `RAISED`, or 1. Returns its process id."""
+def start(do: Callable[[], object], *, quiet: bool = False) -> int:
+    """Forks a child that does something and exits: with 0, `RAISED`, or 1. Returns its process id.
+
+    A quiet one prints nothing.
+    """
     for thread in threading.enumerate():  # those of a save that is over may not have ended yet
         if thread.name.startswith("treering"):
             thread.join()
@@ -22,6 +25,10 @@ def start(do: Callable[[], object]) -> int:
         return child
     code = 1
     try:
+        if quiet:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
         faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
         do()
         code = 0

@@ -18,19 +18,9 @@ from .scenarios import Scenario
 
 # What changes a disk, or says that it is changed. The others are of no interest to what is left behind.
 CALLS = [
-    "openat",
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "link",
-    "rename",
-    "renameat2",
-    "fsync",
-    "ftruncate",
-    "fallocate",
-    "pwrite64",
+    *("openat", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "rename", "renameat", "renameat2"),
+    *("fsync", "fdatasync", "ftruncate", "fallocate", "write", "pwrite64", "close", "flock", "fcntl"),
 ]
-CALLS += ["close", "flock", "fcntl"]
 
 
 def available() -> bool:
@@ -41,15 +31,18 @@ def available() -> bool:
     return done.returncode == 0
 
 
-def everywhere(scenario: Scenario, directory: Path, *, error: str | None = None) -> Outcome:
-    """Kills at each call of each kind in turn, or makes it fail. The calls are counted by thread, as strace does."""
+def everywhere(scenario: Scenario, directory: Path, *, error: str | None = None, most: int | None = None) -> Outcome:
+    """Kills at each call of each kind in turn, or makes it fail. The calls are counted by thread, as strace does.
+
+    Of more than `most` of a kind it takes so many, evenly spread.
+    """
     found: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     stores.DISK = stores.Disk()
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(exist_ok=True)
     for call, count in _counted(scenario, directory).items():
-        for at in range(1, count + 1):
+        for at in _spread(count, most or count):
             place = directory / "place"
             shutil.copytree(directory / "before", place)
             inject = f"inject={call}:{f'error={error}' if error else 'signal=KILL'}:when={at}"
@@ -71,6 +64,13 @@ def everywhere(scenario: Scenario, directory: Path, *, error: str | None = None)
             shutil.rmtree(place)
     found.pop("survived", 0)
     return Outcome(sum(found.values()), dict(found), wrong)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers from 1 to `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(1, count + 1))
+    return [1 + round(n * (count - 1) / (most - 1)) for n in range(most)]
 
 
 def _counted(scenario: Scenario, directory: Path) -> dict[str, int]:

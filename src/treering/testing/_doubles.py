@@ -208,12 +208,15 @@ class SignallingDisk(SteppedDisk):
         if number != self._at:
             return operation(*args)
         if self._when == "after":
-            operation(*args)
-        elif self._when == "within" and name == "write":
+            try:
+                return operation(*args)
+            finally:  # also of one that fails, as a look at what is not there
+                os.kill(os.getpid(), self._number)
+        if self._when == "within" and name == "write":
             fd, data, offset = args
             operation(fd, data[: len(data) // PAGE // 2 * PAGE], offset)
         os.kill(os.getpid(), self._number)
-        return None if self._when == "after" else operation(*args)
+        return operation(*args)
 
 
 def interrupted(reader: Reader, at: int, action: Callable[[], Any]) -> Any:
