@@ -1,5 +1,7 @@
 """What several test modules need."""
 
+import hashlib
+import json
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +52,43 @@ def assert_survives_plainly(tmp_path: Path, tree: Any) -> None:
     for restored, plain in every_way(tmp_path, tree, tree, None):
         assert_same(restored, tree)
         assert_same(plain, tree)
+
+
+REAL = Path(__file__).parent / "real"
+
+
+def described(library: str) -> dict[str, dict[str, Any]]:
+    """What the library's own reader found in the checkpoints in `real/`, each with its leaves by their paths."""
+    return json.loads((REAL / library / "expected.json").read_text())
+
+
+def assert_described(path: Path, leaves: dict[str, Any]) -> None:
+    """Asserts that a checkpoint has these leaves and no others, listed and restored."""
+    ckpt = tr.open(path)
+    assert set(ckpt) == set(leaves)
+    restored = jax.tree_util.tree_leaves_with_path(tr.restore(path), is_leaf=lambda leaf: leaf is None)
+    found = {"/".join(str(key.key) for key in keys): leaf for keys, leaf in restored}
+    assert set(found) == set(leaves)
+    for place, about in leaves.items():
+        if not isinstance(about, dict):  # None and Python's numbers
+            assert (type(found[place]), found[place]) == (type(about), about) and ckpt[place] == about
+            continue
+        assert (ckpt[place].dtype.name, list(ckpt[place].shape)) == (about["dtype"], about["shape"]), place
+        for array in (np.asarray(found[place]), ckpt[place][...]):
+            assert (array.dtype.name, list(array.shape)) == (about["dtype"], about["shape"]), place
+            assert hashlib.sha256(array.tobytes()).hexdigest() == about["sha256"], place
+
+
+def assert_read_as_by(library: str, name: str, tmp_path: Path, *, format: str) -> None:
+    """Asserts that a checkpoint of `real/` is read as its library reads it, converted to our format and back too."""
+    path, leaves = REAL / library / name, described(library)[name]
+    assert tr.open(path).format == format and tr.verify(path).ok
+    assert_described(path, leaves)
+    tr.convert(path, tmp_path / "ours")
+    assert_described(tmp_path / "ours", leaves)
+    tr.convert(tmp_path / "ours", tmp_path / "back", format=format)
+    assert tr.open(tmp_path / "back").format == format
+    assert_described(tmp_path / "back", leaves)
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -88,6 +88,7 @@ class TestT5X(FormatConformance):
     values = TestFlax.values
     keys = False
     beside = ()
+    numbers_are_arrays = True
     most_memory = 256 << 20  # two chunks of 64 MiB, before and after compression
 
     def small(self) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Streams of FJFormer and EasyLM.
 
-Neither library is installed here: `save` and `load` below stand in for them. They are written from the description of
-the format alone, with the MessagePack package and Flax that both libraries use.
+Neither library is among the test dependencies. Small files that both wrote lie in `real/fjformer`, with what their own
+readers find in them; `check.py` there has both read what is written here. Where a test needs others, `save` and `load`
+below stand in for them, with the MessagePack package and Flax that both libraries use.
 """
 
+import io
 import math
 import os
 import pickle
@@ -23,7 +25,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from helpers import assert_same
+from helpers import REAL, assert_described, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
@@ -59,6 +61,44 @@ def state() -> Any:
     layer = {"kernel": draw.random((16, 8), np.float32), "bias": draw.random(8).astype(ml_dtypes.bfloat16)}
     params = {"params": {"transformer": {"h": {"0": layer, "1": layer}, "wte": {"embedding": draw.random((9, 4))}}}}
     return {"step": np.int32(7), "params": params, "opt_state": {"0": {}, "1": {"mu": params, "nu": None, "count": 3}}}
+
+
+# What they wrote
+
+
+@pytest.mark.parametrize("name", [name for name in described("fjformer") if not name.endswith(".safetensors")])
+def test_streams_of_fjformer_and_easylm(tmp_path: Path, name: str) -> None:
+    path = REAL / "fjformer" / name
+    assert_read_as_by("fjformer", name, tmp_path, format="fjformer")
+    items = [sorted(msgpack.Unpacker(io.BytesIO(file.read_bytes()))) for file in (tmp_path / "back", path)]
+    assert items[0] == items[1]  # byte for byte, in the order of the keys
+    if "params" not in name:  # "state_params", "trainstate_params"
+        leaves = described("fjformer")[name].items()
+        params = {key.removeprefix("params/params/"): leaf for key, leaf in leaves if key.startswith("params/params/")}
+        tr.save(tmp_path / "params", tr.restore(path, at="params/params"))
+        assert_described(tmp_path / "params", params)
+
+
+def test_folders_of_fjformer_and_easylm() -> None:
+    folder = REAL / "fjformer"
+    assert tr.steps(folder / "fjformer") == [7, 12] and tr.steps(folder / "easylm") == [20]
+    assert tr.open(folder / "fjformer", step=7).path.endswith("streaming_state_7")  # more than streaming_params_7
+    assert tr.open(folder / "fjformer").path.endswith("streaming_state") and tr.open(folder / "easylm").step == 20
+    for pickled in folder.rglob("*.pkl"):
+        with pytest.raises(UnsupportedError, match="it is a pickle"):
+            tr.open(pickled)
+
+
+def test_safetensors_of_fjformer(tmp_path: Path) -> None:
+    path, leaves = REAL / "fjformer" / "fjformer" / "params.safetensors", described("fjformer")
+    dotted = {key.replace("/", "."): leaf for key, leaf in leaves["fjformer/params.safetensors"].items()}
+    assert tr.open(path).metadata == {"format": "flax"}
+    assert_described(path, dotted)
+    tr.convert(path, tmp_path / "x.safetensors")
+    assert_described(tmp_path / "x.safetensors", dotted)
+
+
+# What they write
 
 
 @pytest.mark.parametrize("name", ["streaming_train_state", "streaming_state", "streaming_train_state_7", "anything"])

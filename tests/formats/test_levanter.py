@@ -1,7 +1,9 @@
 """Levanter's checkpoints.
 
-Levanter itself is not among the test dependencies. Its files are made here by the calls that it makes: JAX's own
-array serialization, for a folder of zarr 2 for each leaf (until 2025) or for an OCDBT database of zarr 3 (since then).
+Levanter itself is not among the test dependencies: it takes dozens of others. A few small checkpoints that three
+releases of it wrote lie in `real/levanter`, with what their own readers find in them; `check.py` there has all three
+read what is written here. Where a test needs others, they are made by the calls that Levanter makes: JAX's own array
+serialization, for a folder of zarr 2 for each leaf (until 2025) or for an OCDBT database of zarr 3 (since then).
 """
 
 import json
@@ -21,7 +23,7 @@ from jax.experimental.array_serialization import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import treering as tr
-from helpers import assert_same
+from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import outcome, shuffled
 from treering import rules
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
@@ -68,6 +70,26 @@ def nested(leaves: Any) -> Any:
             place = place.setdefault(parent, {})
         place[last] = leaf
     return root
+
+
+@pytest.mark.parametrize("name", described("levanter"))
+def test_checkpoints_of_levanter(tmp_path: Path, name: str) -> None:
+    assert_read_as_by("levanter", name, tmp_path, format="levanter")
+    release, step = name.split("/step-")
+    folder = REAL / "levanter" / release
+    assert int(step) in tr.steps(folder) and tr.open(folder, step=int(step)).step == int(step)
+    metadata = tr.open(folder / f"step-{step}").metadata
+    assert metadata is not None and metadata["is_temporary"] is False
+
+
+def test_named_arrays_that_levanter_wrote(named_array: Any) -> None:
+    for release, step in (("1.2", 20), ("0.2.20", 20), ("0.2.20", 100)):
+        path = REAL / "levanter" / release
+        weight = named_array(jax.ShapeDtypeStruct((8, 6), np.float32), ("in", "out"))
+        like = {"layers": [{"weight": weight}, {"weight": weight}]}
+        found = tr.restore(path, like=like, at="model", step=step, extra="ignore")["layers"][1]["weight"]
+        assert found.axes == ("in", "out")
+        assert (found.array == tr.open(path, step=step)["model/layers/1/weight"][...]).all()
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])

@@ -1,7 +1,8 @@
 """T5X's checkpoints.
 
-T5X is not installed here: `save` and `load` below stand in for it. They are written from the description of the format
-alone, with the libraries that T5X itself uses: Flax for the state dict, TensorStore for the arrays.
+T5X is not among the test dependencies. A few small checkpoints that it wrote lie in `real/t5x`, with what its own
+reader finds in them; `check.py` there has T5X read what is written here. Where a test needs others, `save` and `load`
+below stand in for T5X, with the libraries that it uses itself: Flax for the state dict, TensorStore for the arrays.
 """
 
 import json
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from helpers import assert_same
+from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
@@ -120,6 +121,36 @@ def small_t5() -> dict[str, Any]:
     states = {"decoder": layer(slots), "token_embedder": {"embedding": slots(16, 8)}}
     state = {"param_states": states, "step": np.array(1000, np.int32)}
     return {"target": target, "state": state, "flax_mutables": {}}
+
+
+# What T5X wrote
+
+
+@pytest.mark.parametrize("name", described("t5x"))
+def test_checkpoints_of_t5x(tmp_path: Path, name: str) -> None:
+    assert_read_as_by("t5x", name, tmp_path, format="t5x")
+    run, step = name.split("/checkpoint_")
+    assert int(step) in tr.steps(REAL / "t5x" / run) and tr.open(REAL / "t5x" / run, step=int(step)).step == int(step)
+
+
+def test_iterators_over_data_that_t5x_wrote() -> None:
+    """They lie within a step's folder as checkpoints of TensorFlow, which are no steps of the folder."""
+    path = REAL / "t5x" / "within" / "checkpoint_3"
+    assert {"train_ds-000-of-001.index", "train_ds-000-of-001.data-00000-of-00001"} <= {*os.listdir(path)}
+    for place in (path, path.parent, path / "checkpoint"):
+        assert tr.open(place).format == "t5x" and tr.open(place).step == 3
+    assert tr.steps(path) == [] and tr.steps(path.parent) == [3]
+
+
+def test_a_part_of_what_t5x_wrote(tmp_path: Path) -> None:
+    path = REAL / "t5x" / "eight" / "checkpoint_1000"
+    wi, whole = tr.open(path)["target/wi"], tr.restore(path)["target"]["wi"]
+    assert wi[5:, 2:17].tobytes() == whole[5:, 2:17].tobytes()  # of six of its eight chunks
+    assert len([*(path / "target.wi").iterdir()]) == 9
+    shutil.copytree(path, tmp_path / "checkpoint_1000")
+    (tmp_path / "checkpoint_1000" / "target.bias" / "3").unlink()  # zeros, which T5X writes as well
+    with pytest.raises(CorruptError, match=r"target/bias: .*target\.bias/3: expected a chunk"):
+        tr.restore(tmp_path)
 
 
 # What T5X writes
@@ -387,6 +418,29 @@ def test_written_for_t5x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.listdir(tmp_path / "run") == ["checkpoint_4"] and os.listdir(folder) == ["checkpoint"]
 
 
+def test_numbers_of_python_become_arrays(tmp_path: Path) -> None:
+    """T5X asks all leaves for their dtype, and cannot restore those that have none."""
+    numbers = {"step": 5, "rate": 0.1, "on": True, "c": 1 - 2j, "large": 2**64 - 1}
+    tr.save(tmp_path / "checkpoint_5", {"state": numbers}, format="t5x")
+    assert_same(load(tmp_path / "checkpoint_5")["state"], {name: np.array(value) for name, value in numbers.items()})
+    assert tr.open(tmp_path).step == 5 and tr.open(tmp_path)["state/step"].dtype == np.int64
+    assert_same(
+        tr.restore(tmp_path, like={"state": dict.fromkeys(numbers, 0) | {"rate": 0.0, "on": False, "c": 0j}}),
+        {"state": numbers},
+    )
+    save(tmp_path / "old" / "checkpoint_1", {"state": {"step": 5}})  # what has such a number keeps it when it is read
+    assert type(tr.restore(tmp_path / "old")["state"]["step"]) is int
+
+
+def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
+    """Adafactor's factors have no axes in T5X, which then cannot restore them from files of their own."""
+    slots = {"v_row": np.ones(40_000, np.float32), "v_col": np.ones((2, 40_000)), "m": np.ones((2, 40_000))}
+    state = {"target": {"v_rows": np.ones(40_000)}, "state": {"param_states": {"w": slots, "step": np.int32(3)}}}
+    tr.save(tmp_path / "x", state, format="t5x")
+    assert sorted(os.listdir(tmp_path / "x")) == ["checkpoint", "state.param_states.w.m", "target.v_rows"]
+    assert_same(load(tmp_path / "x"), state)
+
+
 @pytest.mark.parametrize(
     ("shape", "elements", "expected"),
     [
@@ -434,7 +488,8 @@ def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     monkeypatch.setattr(t5x_write, "CHUNK", 64)
     tr.save(tmp_path / "x", tree, format="t5x")
-    expected = serialization.msgpack_restore(serialization.to_bytes(tree))
+    numbers = [np.array(1), np.array(2.5), None, "text", b"\xc1", np.array(1j), {}]
+    expected = serialization.msgpack_restore(serialization.to_bytes({**tree, "py": numbers}))
     assert_same(load(tmp_path / "x"), expected)
     assert_same(tr.restore(tmp_path / "x"), expected)
     beside = [name for name in os.listdir(tmp_path / "x") if name != "checkpoint"]

@@ -98,6 +98,14 @@ def leaf(entry: Entry, contents: Reader) -> Iterator[bytes | memoryview]:
             rest, part = rest[part:], part - min(part, len(rest))
 
 
+def number(value: complex) -> bytes:
+    """A number of Python as an array without axes, in MessagePack."""
+    array = np.array(value)
+    head, _ = _extension(ARRAY, _dtypes.to_text(array.dtype), (), array.nbytes)
+    assert isinstance(head, bytes)
+    return head + array.tobytes()
+
+
 def leaf_size(entry: Entry) -> int:
     """The number of bytes of a leaf as MessagePack."""
     if isinstance(entry, ValueEntry):

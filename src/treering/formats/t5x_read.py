@@ -57,7 +57,15 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + beside
     return _Reader(
-        "t5x", path, leaves.entries, leaves.arrays, skeleton=leaves.skeleton, step=step, nbytes=nbytes, immutable=True
+        "t5x",
+        path,
+        leaves.entries,
+        leaves.arrays,
+        skeleton=leaves.skeleton,
+        step=step,
+        nbytes=nbytes,
+        immutable=True,
+        numbers_are_arrays=True,
     )
 
 

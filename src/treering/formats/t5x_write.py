@@ -1,4 +1,7 @@
-"""Writing T5X, version 3: small arrays within the state dict, the others as gzipped zarr arrays beside it."""
+"""Writing T5X, version 3: small arrays within the state dict, the others as gzipped zarr arrays beside it.
+
+Numbers of Python become arrays without axes, which T5X can restore.
+"""
 
 import functools
 import math
@@ -10,7 +13,7 @@ import msgspec
 import numpy as np
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry
+from .._catalogue import ArrayEntry, ValueEntry
 from .._paths import split
 from .._sharding import Box
 from ..errors import TreeringError
@@ -26,6 +29,8 @@ INLINE = 1 << 16  # bytes of an array up to which it is written into the state d
 CHUNK = 64 << 20  # bytes
 _GZIP = {"id": "gzip", "level": 1}
 _SMALL = 64  # parts into which a dimension is cut at once; more only where there is no other way
+_WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
+_NUMBERS = ("bool", "int", "float", "complex")  # of Python, for which T5X asks in vain for their dtype
 _LONGEST = 200  # bytes of a file's name
 
 
@@ -36,14 +41,17 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     with new_directory(disk, path, overwrite=overwrite) as folder:
         arrays = zarr.Writer(folder, driver="zarr", ocdbt=False)
         try:
-            specs = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
+            instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
             arrays.close()
         except BaseException:
             _settle(arrays)
             raise
+        for entry in contents.entries.values():
+            if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
+                instead[entry.path] = writing.number(entry.decode())
         file = Appended(disk, os.path.join(folder, FILE))
         try:
-            writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, specs)
+            writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
             file.close()
         finally:
             file.discard()
@@ -90,6 +98,8 @@ def _least_factor(number: int) -> int:
 
 def _is_large(entry: ArrayEntry) -> bool:
     """Whether an array gets files of its own; not for chunks that would be tiny because a dimension has no factors."""
+    if split(entry.path)[-1] in _WHOLE:
+        return False
     itemsize = _dtypes.itemsize(entry.dtype)
     if math.prod(entry.shape) * itemsize <= INLINE or not entry.shape or not zarr_metadata.can_hold(entry.dtype):
         return False

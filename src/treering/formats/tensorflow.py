@@ -19,7 +19,7 @@ from . import Reader
 
 INDEX = ".index"
 _MAGIC = bytes.fromhex("57fb808b247547db")
-_STEP = re.compile(r"(.+-(\d{1,18}))\.index")
+_STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001", T5X's iterators over data
 _DATA = re.compile(r"(.+)\.data-(\d{5,})-of-(\d{5,})")
 _LATEST = re.compile(rb'\s*model_checkpoint_path:\s*"([^"\\\0]+)"')
 _TEXT = 64 << 10  # bytes of the file that names the latest checkpoint

@@ -1,0 +1,41 @@
+"""Reads with T5X what Treering wrote for it; run like `make.py`, with Treering at hand.
+
+`load_t5x_checkpoint` has to find the bits of the checkpoints beside it in what Treering makes of them, and
+`Checkpointer.restore` has to fill a train state from one that Treering wrote, over eight devices.
+"""
+
+import json
+import pathlib
+import tempfile
+
+import make
+import numpy as np
+from library import adafactor, checkpoints, partitioning
+
+import treering as tr
+from treering.formats import t5x_write
+
+t5x_write.INLINE, t5x_write.CHUNK = 64, 256  # or else nothing so small would lie beside the state dict
+expected = json.loads((make.HERE / "expected.json").read_text())
+with tempfile.TemporaryDirectory() as folder:
+    for name, leaves in expected.items():
+        path = pathlib.Path(folder) / name
+        tr.convert(make.HERE / name, path, format="t5x")
+        found = json.loads(json.dumps(make.described(str(path))))
+        assert found == leaves, {key: (found.get(key), leaves[key]) for key in leaves if found.get(key) != leaves[key]}
+        chunks = [file for file in path.rglob("*") if file.is_file()]
+        print(
+            f"{name}: {len(leaves)} leaves, {len(chunks)} files, {checkpoints.latest_step(str(path.parent))} the latest"
+        )
+    rules = adafactor.standard_logical_factor_rules()
+    partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=make.RULES)
+    adam = make.state(adafactor.Adafactor(0.1, logical_factor_rules=rules, beta1=0.5, min_dim_size_to_factor=4))
+    state = make.spread(adam, partitioner)
+    leaves = state.state_dict()
+    leaves["state"]["step"] = int(leaves["state"]["step"])
+    tr.save(f"{folder}/live/checkpoint_7", leaves, format="t5x")
+    blank = state.replace_params(make.jax.tree.map(make.jnp.zeros_like, state.params))
+    back = checkpoints.Checkpointer(blank, partitioner, f"{folder}/live").restore()
+    for one, other in zip(make.jax.tree.leaves(state), make.jax.tree.leaves(back), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    print("restored into a train state:", len(make.jax.tree.leaves(back)), "leaves")
