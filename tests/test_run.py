@@ -244,11 +244,14 @@ def test_a_lock_that_belongs_to_another_is_never_removed(tmp_path: pathlib.Path,
     second.close()
 
 
+@pytest.mark.parametrize("closed_again", [True, False])
 def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
-    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, closed_again: bool
 ) -> None:
     def interrupt(pending: PendingSave) -> None:
-        raise KeyboardInterrupt
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        pending._finished.wait()
 
     slow = Slow()
     use_disk(slow)
@@ -262,9 +265,14 @@ def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
     with pytest.raises(ExistsError, match="writes this run"):
         tr.Checkpointer(tmp_path).save(2, {"x": 2})
     slow.gate.set()
-    ckpts.close()
+    if closed_again:
+        ckpts.close()
+    for thread in threading.enumerate():
+        if thread.name == "treering-upkeep":
+            thread.join(30)
     assert pending and pending.done() and tr.steps(tmp_path) == [1]
     assert save_steps(tmp_path, [2]) == [1, 2]
+    ckpts.close()
 
 
 def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:

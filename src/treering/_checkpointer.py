@@ -244,8 +244,10 @@ class Checkpointer:
             self.wait()
         finally:
             try:
-                if self._over() == len(self._pending):  # or an interrupt ended the wait, and one goes on
+                if self._over() == len(self._pending):
                     self._upkeep.close()
+                else:  # an interrupt ended the wait, and one goes on
+                    self._upkeep.close_after(self._pending[-1])
             finally:
                 if self._preemption:
                     self._preemption.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from . import _run, stores
 from ._history import History
-from ._pending import SaveReport
+from ._pending import PendingSave, SaveReport
 from .formats.treering import manifest
 from .keep import Policy
 from .stores import local
@@ -66,6 +66,15 @@ class Upkeep:
         """Returns when all is done, and lets others write the run."""
         self._chores.wait()
         self.lock.release()
+
+    def close_after(self, last: PendingSave) -> None:
+        """The same in the background, when a save is over, and what it leaves to do is done."""
+
+        def wait() -> None:
+            last._wait()
+            self._chores.add("leaving the run", self.lock.release)
+
+        self._chores.add("waiting for the last save", wait)
 
     def _retain(self, step: int | None) -> None:
         if self._keep is None:
