@@ -36,7 +36,7 @@ def state():
 """
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_several_processes_save_together_restores_anywhere(tmp_path: pathlib.Path, processes: int) -> None:
     body = (
         STATE
@@ -128,6 +128,7 @@ report([errors, sorted(os.listdir(tmp))])
         assert index == 0 or text.startswith("process") or "process 1" in text or "a: " in text
 
 
+@pytest.mark.slow
 def test_calls_that_differ_and_guards_are_refused(tmp_path: pathlib.Path) -> None:
     body = """
 tree = {"x": np.ones(3)}
