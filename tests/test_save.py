@@ -239,6 +239,29 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
         assert done.stdout == "interrupted False\n" and everything(tmp_path) == []
 
 
+def test_ctrl_c_while_the_thread_of_a_save_begins_is_told_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is there, and has not yet said so."""
+    gate, begun, start = threading.Event(), list[threading.Thread](), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "treering-save":
+            return start(thread)
+        begun.append(threading.Thread(target=lambda: (gate.wait(30), thread.run())))
+        start(begun[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tr.save_async(tmp_path / "x", {"x": np.ones(3)})
+    gate.set()
+    begun[0].join(30)
+    assert everything(tmp_path) == []
+    tr.save(tmp_path / "x", {"x": np.ones(3)})  # raises nothing that was told already
+
+
 # Memory in flight
 
 

@@ -75,6 +75,7 @@ class PendingSave:
         self._begun = time.perf_counter()
         self._stall = 0.0
         self._returned = threading.Event()  # the caller has its thread back
+        self._told = False  # somebody that it fails, before it does
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = threading.Event()
@@ -115,10 +116,15 @@ class PendingSave:
         """Returns when the save is over, well or not."""
         self._finished.wait()
 
-    def _cancel(self, reason: BaseException) -> None:
-        """Stops writing and removes what was written, unless the save is over already. Returns when it is."""
+    def _fail(self, reason: BaseException) -> None:
+        """Stops writing, for a reason that somebody is being told, unless the save is over already."""
+        self._told = True
         self._returned.set()
         self._feed.fail(reason)
+
+    def _cancel(self, reason: BaseException) -> None:
+        """The same, and removes what was written. Returns when it is over."""
+        self._fail(reason)
         self._call.cancel(reason)
         self._finished.wait()
         self._seen()
@@ -135,7 +141,8 @@ class PendingSave:
         except BaseException as error:
             self._feed.fail(error)  # or the caller would wait for room that nobody makes
             self._error = _as_save_error(error, self.path)
-            unseen.append(self)
+            if not self._told:
+                unseen.append(self)
         finally:
             self._feed.clear()
             self._call.close(self._error)

@@ -187,10 +187,10 @@ def start(
         work.hand_over()
         pending._returns(time.perf_counter() - begun)
     except BaseException as error:
-        work.feed.fail(error)
+        pending._fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
-        elif crew:
+        elif crew:  # or an interrupt came before the thread has begun; if it ever does, it finds out at once
             crew.close()
         raise
     return pending

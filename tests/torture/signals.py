@@ -127,6 +127,7 @@ def _act(scenario: Scenario, place: Path, writing: int, goes_on: bool) -> None:
     try:
         os.write(writing, b".")
         scenario.act(place)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what comes from here on comes too late
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not goes_on:
@@ -136,7 +137,6 @@ def _act(scenario: Scenario, place: Path, writing: int, goes_on: bool) -> None:
         scenario.go_on(place)
         os._exit(_WENT_ON + _STATES.index(state))
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         _finish_saves()
 
 
