@@ -270,6 +270,44 @@ def test_restore_or_init_begins_and_goes_on(tmp_path: pathlib.Path) -> None:
         assert state["key"] == jax.random.key(1)
 
 
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("run", "treering"),
+        ("run", "orbax"),
+        ("run/streaming_params", "fjformer"),
+        ("run", "flax"),
+        ("run/checkpoint", "t5x"),
+    ],
+)
+def test_a_directory_that_is_one_checkpoint_is_no_run(tmp_path: pathlib.Path, name: str, format: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    tr.save(tmp_path / "saved", {"w": np.ones(3, np.float32)}, format=format)
+    saved = tmp_path / "saved"
+    (saved / "checkpoint" if format == "t5x" else saved).rename(tmp_path / name)
+    ckpts = tr.Checkpointer(tmp_path / "run")
+    with pytest.raises(MismatchError, match=rf"run: expected a run, found a checkpoint of the format '{format}'"):
+        ckpts.restore_or_init(init)
+
+
+def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    def begin() -> None:
+        with tr.Checkpointer(tmp_path, prefix="b-") as ckpts:
+            assert ckpts.restore_or_init(init)[1] == 0
+
+    loop(tmp_path, [1], prefix="a-")
+    for name in ("config.json", "notes_1", "model.msgpack"):
+        (tmp_path / name).write_bytes(b"\x81\xa1w\x01" if name.endswith("msgpack") else b"?")
+    begin()
+    assert caplog.text == ""
+    for name in ("gen_1", "dis_1", "checkpoint_0.5"):
+        (tmp_path / name).write_bytes(b"\x81\xa1w\x01")
+    begin()
+    assert (
+        "begins anew; there are checkpoints in it, but they are no steps: checkpoint_0.5, dis_1, gen_1" in caplog.text
+    )
+
+
 def test_restore_or_init_puts_arrays_where_they_belong(tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.NamedSharding(mesh, jax.P("x"))

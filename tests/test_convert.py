@@ -119,6 +119,22 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path: path
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("format", ["flax", "fjformer", "t5x", "levanter", "safetensors", "equinox"])
+def test_what_a_format_cannot_hold_can_be_dropped(tmp_path: pathlib.Path, format: str) -> None:
+    tr.save(tmp_path / "a", {"key": jax.random.key(0), "n": 1, "s": "x", "w": np.ones(3)})
+    refused: list[str] = []
+    while True:  # as often as the error says so
+        rules = [tr.rules.drop(name) for name in refused]
+        try:
+            tr.convert(tmp_path / "a", tmp_path / "b", format=format, rules=rules)
+            break
+        except UnsupportedError as error:
+            lines = str(error).splitlines()[1:]
+            assert lines and all(line.endswith("drop it by a rule") for line in lines)
+            refused += [line.split(":")[0].strip() for line in lines]
+    assert "key" in refused and (list(tr.open(tmp_path / "b").values())[-1][...] == 1).all()
+
+
 def test_a_file_in_use_is_not_replaced_unless_asked_for(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.safetensors"
     tr.save(path, {"w": np.zeros(3)})

@@ -27,3 +27,9 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
 def test_links_lead_somewhere(page: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tests_that_are_named_are_there(page: pathlib.Path) -> None:
+    for file, name in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text()):
+        assert re.search(rf"^ *def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"

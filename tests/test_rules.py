@@ -135,6 +135,20 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
     assert sum(looks) <= array.size
 
 
+def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
+    found = _views.leaves_of({f"{n}": tr._catalogue.ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
+    stacked = _views.transposed(_views.stacked(list(found.values()), "x", 0), (0, 2, 1))
+    split = _views.reshaped(stacked, (3, 2, 4, 4, 1, 3))
+    for box, rows in {
+        ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): ((3, 9), (0, 8)),  # an axis that was split, along its first
+        ((0, 3), (1, 2), (0, 4), (0, 4), (0, 1), (0, 3)): ((0, 12), (4, 8)),  # and another, transposed
+        ((0, 3), (1, 2), (0, 4), (2, 3), (0, 1), (1, 2)): ((7, 8), (4, 8)),
+        ((0, 3), (0, 2), (1, 3), (2, 3), (0, 1), (0, 3)): ((6, 9), (1, 7)),  # along its second: between the ends
+    }.items():
+        assert [(entry.path, part) for entry, part in split.plan_of(box).needs] == [(str(n), rows) for n in range(3)]
+    assert split.plan_of(((0, 0), *((0, n) for n in (2, 4, 4, 1, 3)))).needs == []
+
+
 def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
     there = [
         rules.split(r"attention/qkv", ["attention/q", "attention/k", "attention/v"], axis=1),

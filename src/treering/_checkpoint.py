@@ -114,7 +114,10 @@ class Checkpoint(Mapping[str, Any]):
         from .rules import apply
 
         leaves = apply(rules, _views.leaves_of(self._entries))
-        view = _views.View(self._reader, leaves)
+        # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.
+        numbered = self._reader.positional and [path for path in self._entries if path in leaves] == list(leaves)
+        known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.untold)
+        view = _views.View(self._reader, leaves, positional=numbered and known)
         same = list(leaves) == list(self._entries)
         return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)
 

@@ -310,19 +310,25 @@ class Checkpointer:
 
         When there is a checkpoint, `init` is only traced: its result is the template. `sharding` says where the
         arrays go in either case; `options` are those of `restore`. A run whose steps are all damaged raises
-        `CorruptError` rather than begin anew.
+        `CorruptError` rather than begin anew, and a directory that is one checkpoint `MismatchError`.
         """
         from . import _init
 
         self.wait()
         with self._call("restore_or_init()") as call:
-            found = call.tell(lambda: bool(_run.all_steps(self._root, self._prefix)))
+            found = call.tell(self._has_begun)
             call.close()
         if found:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
         return (init() if sharding is None else _init.sharded(init, sharding)), 0
+
+    def _has_begun(self) -> bool:
+        if _run.all_steps(self._root, self._prefix):
+            return True
+        _run.check_new(self._root)
+        return False
 
     # Managing
 

@@ -1,15 +1,17 @@
 """A run on the disk: a directory of checkpoints, one per step."""
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Sequence
 
 from . import formats, stores
-from ._paths import absolute
+from ._paths import absolute, few
 from .errors import MismatchError
 from .stores.local import MANIFEST
 
+_log = logging.getLogger("treering")
 _NAME = re.compile(r"(.*?)(\d+)")
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
 _REWOUND = re.compile(r"rewound-(\d+)")
@@ -69,6 +71,23 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     own = directories(place)
     foreign = formats.foreign_steps(stores.DISK, place, {name for _, name in own})
     return sorted({step for step, _ in own} | set(foreign))
+
+
+def check_new(run: str) -> None:
+    """Of a directory without steps: raises `MismatchError` when it is a checkpoint itself, for then it is no run.
+
+    What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
+    """
+    disk = stores.DISK
+    if formats.is_known(disk, run):
+        raise MismatchError(
+            f"{run}: expected a run, found a checkpoint of the format {formats.detect(disk, run).name!r} that is no "
+            "step; begin in another directory, and restore this one with treering.restore where the run begins"
+        )
+    numbered = [name for name in disk.list(run) if re.search("[0-9]", name)]
+    foreign = tuple([name for name in numbered if formats.is_foreign(disk, os.path.join(run, name))])
+    if foreign:
+        _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
 
 
 def set_aside(run: str, paths: Sequence[str]) -> str:

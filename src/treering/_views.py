@@ -81,23 +81,40 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 
 
 def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
-    """The leaf in another shape of the same size. Read are the rows between the first and the last wanted element."""
+    """The leaf in another shape of the same size.
+
+    Axes that make up one another are on their own, so that a box along other axes reads no more than itself; of such a
+    group, read are the rows between the first and the last wanted element.
+    """
     old = leaf.array.shape
 
     def plan(box: Box) -> Plan:
         if not math.prod(extent(box)):
             return Plan([], lambda arrays: _empty(extent(box), leaf.array.dtype))
-        first, last = _flat(tuple(start for start, _ in box), shape), _flat(tuple(stop - 1 for _, stop in box), shape)
-        source = _covering(old, first, last)
-        begin = _flat(tuple(start for start, _ in source), old)
-        inner = leaf.plan_of(source)
+        source: list[tuple[int, int]] = []
+        sizes, skipped = [], []  # of each group: elements that are read, and those of them before the first wanted one
+        groups = _groups(old, shape)
+        for before, after in groups:
+            first = _flat([start for start, _ in box[after]], shape[after])
+            last = _flat([stop - 1 for _, stop in box[after]], shape[after])
+            rows = _covering(old[before], first, last)
+            source += rows
+            sizes.append(math.prod(extent(rows)))
+            skipped.append(first - _flat([start for start, _ in rows], old[before]))
+        inner = leaf.plan_of(tuple(source))
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
             flat = np.ascontiguousarray(inner.make(arrays)).reshape(-1)
-            strides = tuple(flat.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            return np.lib.stride_tricks.as_strided(flat[first - begin :], extent(box), strides)
+            steps = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]  # elements from one of a group to the next
+            begin = sum(count * step for count, step in zip(skipped, steps, strict=True))
+            strides = [
+                flat.itemsize * step * math.prod(shape[axis + 1 : after.stop])
+                for (_, after), step in zip(groups, steps, strict=True)
+                for axis in range(after.start, after.stop)
+            ]
+            return np.lib.stride_tricks.as_strided(flat[begin:], extent(box), strides)
 
         return Plan(inner.needs, make)
 
@@ -216,12 +233,14 @@ def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tu
 class View:
     """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
 
-    positional = False
-    untold: frozenset[str] = frozenset()
     identity = ""
 
-    def __init__(self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None):
+    def __init__(
+        self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
+    ):
         self._reader, self._leaves = reader, leaves
+        self.positional = positional
+        self.untold = reader.untold & leaves.keys() if positional else frozenset[str]()
         self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
         self.step: int | None = reader.step
@@ -274,6 +293,19 @@ def _flat(position: Sequence[int], shape: Sequence[int]) -> int:
     found = 0
     for index, size in zip(position, shape, strict=True):
         found = found * size + index
+    return found
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """The axes of two shapes of one size, not 0, in the smallest groups that are of one size in both."""
+    found: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, second = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := math.prod(old[first:i])) != (b := math.prod(new[second:j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        found.append((slice(first, i), slice(second, j)))
     return found
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from hostile import damaged, outcome, shuffled
-from treering import formats, stores
+from treering import formats, rules, stores
 from treering._sharding import whole
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.equinox_read import EquinoxReader
@@ -244,6 +244,22 @@ def test_a_part_is_chosen_by_numbers_for_there_are_no_names(tmp_path: Path) -> N
     for like, where in (({**tree, "b": ...}, "at b"), ({**tree, "a": ..., "z": ...}, "at a, z")):
         with pytest.raises(MismatchError, match=rf"found \.\.\. {where}; the 5 records have no names"):
             tr.restore(path, like)
+
+
+def test_rules_leave_the_order_or_give_names(tmp_path: Path) -> None:
+    path = tmp_path / "x.eqx"
+    tree = {"a": noise(np.float32, (2, 3)), "f": np.arange(3).astype("float8_e4m3fn"), "n": None, "k": 2.5}
+    eqx.tree_serialise_leaves(path, tree)
+    turned = {**jax.tree.map(np.zeros_like, tree), "a": np.zeros((3, 2), np.float32), "k": 0.0}
+    found = tr.restore(path, turned, rules=[rules.transpose("0", (1, 0))])
+    assert same(found["a"], np.ascontiguousarray(tree["a"].T)) and same(found["f"], tree["f"]) and found["k"] == 2.5
+    part = {"f": turned["f"], "k": 0.0}
+    assert same(tr.restore(path, part, rules=[rules.drop("0")])["f"], tree["f"])
+    named = [rules.rename("^2$", "k"), rules.rename("^0$", "a"), rules.drop("1")]
+    assert same(tr.restore(path, {"k": np.zeros(()), "a": turned["a"].T}, rules=named)["a"], tree["a"])
+    for bytes_of_no_dtype in (rules.cast("1", "float32"), rules.rename("^1$", "f")):
+        with pytest.raises(MismatchError, match="found nothing"):
+            tr.restore(path, {**tree, "f": np.zeros(3, np.float32)}, rules=[bytes_of_no_dtype])
 
 
 @pytest.mark.parametrize("value", [{"width": 3}, {}, [1, "é"], None, 5, "x", {"a": {"b": [math.inf, True]}}])

@@ -273,6 +273,8 @@ def test_real_files(tmp_path: Path, name: str) -> None:
         (["ckpt_0", "ckpt_10", "ckpt_9"], {0: "ckpt_0", 9: "ckpt_9", 10: "ckpt_10"}),
         (["c_1e1", "c_2.0", "c_3.", "c_1E+2"], {10: "c_1e1", 2: "c_2.0", 3: "c_3.", 100: "c_1E+2"}),
         (["checkpoint_0.5", "checkpoint_-3", "checkpoint_1e-1", "checkpoint_1e999", "checkpoint_tmp"], {}),
+        (["checkpoint_0.5", "checkpoint_2", "checkpoint_1.5"], {2: "checkpoint_2"}),
+        (["gen_1", "v1.5"], {1: "gen_1"}),
         (["model-5", "model-7"], {5: "model-5", 7: "model-7"}),
         (["ckpt.12"], {12: "ckpt.12"}),
         (["12"], {12: "12"}),
@@ -306,6 +308,18 @@ def test_several_prefixes_are_named(tmp_path: Path) -> None:
     (tmp_path / "ema-10").unlink()
     (tmp_path / "checkpoint_4").unlink()
     assert tr.steps(tmp_path) == [9, 10]
+
+
+@pytest.mark.parametrize("names", [["ckpt_0.5", "ckpt_2.25"], ["ckpt_1", "ckpt_2.25"], ["checkpoint_2.25", "x_1"]])
+def test_a_latest_step_that_is_no_whole_number_is_named(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(serialization.to_bytes({"w": np.full(2, len(name))}))
+    latest = next(name for name in names if name.endswith("_2.25"))
+    assert tr.steps(tmp_path) == []
+    with pytest.raises(NotFoundError, match=rf"flax: the step of the latest, {latest}, is no whole number; open the f"):
+        tr.open(tmp_path)
+    assert tr.open(tmp_path / latest).step is None
+    assert tr.restore(tmp_path / latest)["w"].tolist() == [len(latest)] * 2
 
 
 def test_only_files_of_flax_are_steps(tmp_path: Path) -> None:

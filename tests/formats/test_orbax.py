@@ -291,9 +291,8 @@ def test_items_of_other_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         run.save(0, args=args)
         run.wait_until_finished()
     found = tr.restore(tmp_path)
-    assert (found["array"]["checkpoint"] == np.arange(3)).all()
-    assert_same(found["key"]["jax_random_key"]["checkpoint"], np.array([0, 3], np.uint32))
-    assert found["key"]["jax_random_key_metadata"] == {"typed": True}
+    assert_same(found["array"], np.arange(3, dtype=np.int32))
+    assert found["key"] == jax.random.key(3) and list(tr.open(tmp_path)) == ["array", "key"]
     (tmp_path / "0" / "data").mkdir()
     (tmp_path / "0" / "data" / "process_0.bin").write_bytes(b"?")
     assert "data" not in tr.restore(tmp_path) and "left out" in caplog.text and "data" in caplog.text
@@ -304,6 +303,26 @@ def test_items_of_other_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     shutil.rmtree(tmp_path / "0" / "key")
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "0")
+
+
+def test_items_that_are_arrays_and_keys(tmp_path: Path) -> None:
+    keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1), 4), "raw": jax.random.PRNGKey(5)}
+    with ocp.CheckpointManager(tmp_path / "run") as run:
+        saved = {name: ocp.args.JaxRandomKeySave(key) for name, key in keys.items()}
+        tree = ocp.args.StandardSave({"checkpoint": jnp.ones(2)})
+        run.save(0, args=ocp.args.Composite(**saved, array=ocp.args.ArraySave(jnp.arange(3)), tree=tree))
+    found = tr.restore(tmp_path / "run", {**keys, "array": jnp.zeros(3, int), "tree": {"checkpoint": jnp.zeros(2)}})
+    assert all((found[name] == key).all() for name, key in keys.items())
+    assert found["array"].tolist() == [0, 1, 2] and found["tree"]["checkpoint"].tolist() == [1, 1]
+    tr.convert(tmp_path / "run", tmp_path / "copy")
+    assert not tr.diff(tmp_path / "run", tmp_path / "copy")
+    with jax.default_prng_impl("rbg"), ocp.CheckpointManager(tmp_path / "other") as run:
+        run.save(0, args=ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3))))
+    parts = tr.restore(tmp_path / "other")["key"]  # of a size that two kinds have
+    assert_same(parts["jax_random_key"]["checkpoint"], np.array([0, 3, 0, 3], np.uint32))
+    with ocp.CheckpointManager(tmp_path / "lone") as run:
+        run.save(0, args=ocp.args.ArraySave(jnp.arange(3)))
+    assert_same(tr.restore(tmp_path / "lone"), np.arange(3, dtype=np.int32))
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])

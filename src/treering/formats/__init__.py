@@ -204,6 +204,11 @@ def is_known(disk: Disk, path: str) -> bool:
     return any(get(name).refuses(disk, path) is None for name in names())
 
 
+def is_foreign(disk: Disk, path: str) -> bool:
+    """Whether what lies at a path is a checkpoint that another library wrote."""
+    return any(name != "treering" and get(name).refuses(disk, path) is None for name in names())
+
+
 def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
     listed = [name for name in disk.list(folder) if name not in ours]

@@ -42,7 +42,7 @@ def _problem(entry: Entry) -> str | None:
     """Why Equinox could not read a leaf back."""
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "typed PRNG keys; store jax.random.key_data of it"
+            return "typed PRNG keys; store jax.random.key_data of it, or drop it by a rule"
         dtype = _dtypes.to_numpy(entry.dtype)
         known = dtype.kind in "biufcSUmM" and dtype.str != "<f1"
         return None if known or entry.dtype == "bfloat16" else f"{entry.dtype}, which Equinox cannot read; cast it"

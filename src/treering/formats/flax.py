@@ -6,6 +6,7 @@ that is written, lists and tuples become maps from ``"0"``, as Flax has it; func
 """
 
 import itertools
+import math
 import os
 import re
 import stat
@@ -32,15 +33,20 @@ _PREFIX = "checkpoint_"  # unless it is asked for another
 _STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
 
 
-def step_of(name: str) -> tuple[str, int] | None:
-    """Prefix and step of a file name, None when it does not end in a whole number from 0. ``1e1`` is 10."""
+def step_of(name: str) -> tuple[str, int | float] | None:
+    """Prefix and step of a file name, None when it does not end in a number from 0. ``1e1`` is the int 10."""
     found = _STEP.fullmatch(name)
     if found is None:
         return None
     if found[2].isdecimal():
         return found[1], int(found[2])
     number = float(found[2])
-    return (found[1], int(number)) if number.is_integer() and number >= 0 else None
+    if number < 0 or math.isinf(number):
+        return None
+    return found[1], int(number) if number.is_integer() else number
+
+
+_Runs = Mapping[str, dict[int | float, str]]
 
 
 class _Index(msgspec.Struct):
@@ -64,6 +70,8 @@ class Flax:
                 if disk.stat(os.path.join(path, _INDEX)):
                     return None
                 runs = self._runs(disk, path, disk.list(path))
+                if (run := _meant(runs)) and isinstance(max(run), float):
+                    return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
                 return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_INDEX}"
             data = beginning(disk, path)
         except OSError as error:
@@ -84,18 +92,19 @@ class Flax:
             leaves.entries,
             leaves.arrays,
             skeleton=leaves.skeleton or None,
-            step=named[1] if named and not folder else None,
+            step=named[1] if named and not folder and isinstance(named[1], int) else None,
             nbytes=nbytes,
         )
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        runs = self._runs(disk, folder, names)
-        # Files of several prefixes are several runs, and it is not known which of them is meant.
-        return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+        run = _meant(self._runs(disk, folder, names))
+        if run and isinstance(max(run), float):  # whoever takes the latest must not get one before it
+            return {}
+        return {step: name for step, name in run.items() if isinstance(step, int)}
 
-    def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[str, dict[int, str]]:
+    def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> "_Runs":
         """The names of checkpoints in a folder by their prefixes and steps."""
-        runs: dict[str, dict[int, str]] = {}
+        runs: dict[str, dict[int | float, str]] = {}
         for name in () if _INDEX in names else names:  # a folder with an index is one checkpoint
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
@@ -103,7 +112,9 @@ class Flax:
                 found = disk.stat(path)
                 if found is not None and stat.S_ISREG(found.st_mode) and self.refuses(disk, path) is None:
                     runs.setdefault(named[0], {})[named[1]] = name
-        return runs
+        # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
+        steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
+        return steps or runs
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from . import statedict_write as writing
@@ -114,7 +125,12 @@ class Flax:
         return file.size
 
 
-def _several(folder: str, runs: Mapping[str, Mapping[int, str]]) -> str:
+def _meant(runs: "_Runs") -> dict[int | float, str]:
+    """The one run of a folder. Files of several prefixes are several runs, and it is not known which is meant."""
+    return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+
+def _several(folder: str, runs: "_Runs") -> str:
     """Why a folder with the steps of several runs is neither."""
     latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (

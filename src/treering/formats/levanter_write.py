@@ -58,9 +58,13 @@ def _refused(entry: Entry) -> str | None:
         return f"keys become names of folders, of {_LONGEST} bytes at most, and dots divide them; rename it"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) in its place"
+            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
         return None if zarr_metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr has not"
     value = entry.decode()
     if type(value) is int:
         return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
-    return None if type(value) in (bool, float, complex) else f"a {type(value).__name__}, which is no number"
+    return (
+        None
+        if type(value) in (bool, float, complex)
+        else f"a {type(value).__name__}, which is no number; drop it by a rule"
+    )

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .._catalogue import ArrayEntry, ValueEntry, encode
+from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
 from .._collector import paused
 from .._paths import join, key_text
 from .._tree import LEAF, Node
@@ -26,6 +26,8 @@ _VERSION_1 = "orbax.checkpoint"  # an empty file
 _VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 _METRICS = "metrics"
 _NAMELESS = {False: ("default",), True: ("state", "pytree")}  # what Orbax calls an only item; in version 1?
+_ARRAY = "checkpoint"  # what an array that is an item by itself is called within its folder
+_KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # of a PRNG key that is one
 _NESTED = 2  # levels of items that consist of items
 _log = logging.getLogger("treering")
 
@@ -51,7 +53,7 @@ class OrbaxReader(ZarrReader):
 class _About(NamedTuple):
     """What is known of a checkpoint as a whole: the items that must be there, and one that is about to go."""
 
-    items: list[str]
+    items: dict[str, str]  # with the classes of their handlers
     version_1: bool
     deleted: Any
     metrics: Mapping[str, float]
@@ -81,7 +83,8 @@ def _read_about(disk: Disk, path: str) -> _About:
     items = handlers if isinstance(handlers, dict) else {}
     version_1 = _VERSION_1 in names or any(".v1." in str(handler) for handler in items.values())
     metrics = _numbers(found.get("metrics")) or {}
-    return _About(list(items), version_1, deletion.get("checkpointable_name"), metrics, found.get("custom_metadata"))
+    classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
+    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, found.get("custom_metadata"))
 
 
 def _read_items(disk: Disk, path: str, about: _About) -> tuple[Tree, Mapping[str, float]]:
@@ -99,9 +102,11 @@ def _read_items(disk: Disk, path: str, about: _About) -> tuple[Tree, Mapping[str
     if len(names) == 1 and names[0] in _NAMELESS[about.version_1]:
         tree = _read_item(disk, os.path.join(path, names[0]), None, _NESTED)
         if tree is not None:
-            return tree, metrics
+            return _as_saved(tree, None, about.items.get(names[0])), metrics
     found = {name: _read_item(disk, os.path.join(path, name), key_text(name), _NESTED) for name in names}
-    trees = {name: tree for name, tree in found.items() if tree is not None}
+    trees = {
+        name: _as_saved(tree, key_text(name), about.items.get(name)) for name, tree in found.items() if tree is not None
+    }
     unknown = ", ".join(name for name in found if name not in trees)
     if names and not trees:
         raise UnsupportedError(f"{path}: expected items that are trees of arrays or in JSON, found {unknown}")
@@ -131,6 +136,23 @@ def _read_item(disk: Disk, path: str, at: str | None, levels: int) -> Tree | Non
 def _read_tree(disk: Disk, path: str, at: str | None) -> Tree | None:
     file = tree_file(disk, path)
     return None if file is None else read_tree(disk, path, at) if file == TREE else read_state(disk, path, at)
+
+
+def _as_saved(tree: Tree, at: str | None, handler: str | None) -> Tree:
+    """An item, without the names that are its handler's where it was one array or one PRNG key."""
+    array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY, _TYPED))
+    found = {entry.path: entry for entry in tree.entries}
+    path = {"ArrayCheckpointHandler": array, "JaxRandomKeyCheckpointHandler": key}.get(handler or "", "")
+    rest = found.keys() - {path}
+    entry = found.get(path)
+    if not isinstance(entry, ArrayEntry) or rest != (set() if path == array else {typed}):
+        return tree
+    one = entry.at(at or "")
+    if rest and _value(found[typed]) is True:
+        if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
+            return tree  # Orbax does not say of which kind the key is, and only one kind is of this size
+        one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
+    return Tree([one], {one.path: tree.arrays[path]}, [LEAF])
 
 
 def _together(trees: Mapping[str, Tree]) -> Tree:
@@ -180,6 +202,10 @@ def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
         tree.skeleton.append(Node("dict", "", list(one)) if isinstance(one, dict) else Node("list", "", len(one)))
         stack += reversed(below)
     return tree
+
+
+def _value(entry: Entry) -> Any:
+    return entry.decode() if isinstance(entry, ValueEntry) else None
 
 
 def _numbers(value: Any) -> dict[str, float] | None:

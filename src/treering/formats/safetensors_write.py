@@ -24,7 +24,7 @@ from .safetensors_files import INDEX, OWN, SUFFIX, Beside, key_of
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
 _SLICE = 64 << 20  # bytes of an array in memory at a time
 _HINTS = {
-    "key": "store jax.random.key_data of it",
+    "key": "store jax.random.key_data of it, or drop it by a rule",
     "none": "drop it by a rule",
     "function": "drop it by a rule",
     "str": "pass it as metadata=, and drop it by a rule",
@@ -68,7 +68,7 @@ def _holdable(contents: Reader) -> list[ArrayEntry]:
     problems: list[str] = []
     for path, entry in contents.entries.items():
         if not isinstance(entry, ArrayEntry):
-            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array')}"
+            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or drop it by a rule')}"
         elif entry.type == "key":
             problem = f"typed PRNG keys; {_HINTS['key']}"
         elif entry.dtype not in _dtypes.SAFETENSORS:

@@ -52,7 +52,7 @@ def _refused(path: str, entry: Entry) -> str | None:
         return f"the key {CHUNKED} means something else in this format"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) in its place"
+            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
         return f"dtype {entry.dtype}, which Flax cannot read back" if entry.dtype[0] in "<|" else None
     value = entry.decode()
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
