@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import deserialize
 
 import treering as tr
+from helpers import REAL
 from treering import formats, stores
 from treering._catalogue import ArrayEntry
 from treering._dtypes import SAFETENSORS
@@ -133,6 +134,16 @@ def test_a_real_model(tmp_path: Path) -> None:
     again = {key: array for own in parts for key, array in own.items()}
     assert all(same(again[key], array) for key, array in expected.items())
     assert not tr.diff(tmp_path / "shards", path)
+
+
+def test_a_real_file_of_another_writer(tmp_path: Path) -> None:
+    path = REAL / "safetensors" / "model.safetensors"
+    expected = safetensors.numpy.load_file(path)
+    assert set(tr.open(path)) == set(expected)
+    tr.convert(path, tmp_path / "native")
+    tr.convert(tmp_path / "native", tmp_path / "back.safetensors")
+    for found in (tr.restore(path), safetensors.numpy.load_file(tmp_path / "back.safetensors")):
+        assert found.keys() == expected.keys() and all(same(found[key], array) for key, array in expected.items())
 
 
 def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:

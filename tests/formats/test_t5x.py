@@ -133,6 +133,17 @@ def test_checkpoints_of_t5x(tmp_path: Path, name: str) -> None:
     assert int(step) in tr.steps(REAL / "t5x" / run) and tr.open(REAL / "t5x" / run, step=int(step)).step == int(step)
 
 
+def test_a_real_file_with_every_leaf_in_it(tmp_path: Path) -> None:
+    path = REAL / "t5x" / "test_t5_tiny.checkpoint_0"
+    expected = serialization.msgpack_restore(path.read_bytes())["optimizer"]
+    assert tr.open(path).format == "t5x" and len(tr.open(path)) > 250
+    assert_same(tr.restore(path), expected)
+    tr.convert(path, tmp_path / "native")
+    tr.convert(tmp_path / "native", tmp_path / "checkpoint_0", format="t5x")
+    assert_same(tr.restore(tmp_path / "checkpoint_0"), expected)
+    assert_same(load(tmp_path / "checkpoint_0"), expected)
+
+
 def test_iterators_over_data_that_t5x_wrote() -> None:
     """They lie within a step's folder as checkpoints of TensorFlow, which are no steps of the folder."""
     path = REAL / "t5x" / "within" / "checkpoint_3"
