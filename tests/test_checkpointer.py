@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import shutil
+import time
 from typing import Any
 
 import jax
@@ -108,6 +109,22 @@ def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
             with pytest.raises(NotFoundError, match="expected step 0, found 3"):
                 call(0)
     assert sorted(os.listdir(tmp_path)) == ["step-00000003"]
+
+
+def test_a_step_that_is_still_being_saved_can_be_pinned(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Late(Disk):
+        def link(self, old: str, new: str) -> None:
+            time.sleep(0.2)
+            super().link(old, new)
+
+    use_disk(Late())
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"x": step})
+            ckpts.pin(step)
+        ckpts.save(3, {"x": 3})
+        ckpts.unpin(2)
+        assert ckpts.pinned == [1]
 
 
 def test_foreign_files_and_other_prefixes_are_left_alone(tmp_path: pathlib.Path) -> None:
@@ -406,6 +423,29 @@ def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathl
         tr.Checkpointer(tmp_path / "run").delete(1)
         assert precious.read_text() == "mine"
         loop(tmp_path / "run", [1])
+
+
+def test_steps_that_are_links_are_read_and_never_deleted(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path / "archive", [2])
+    loop(tmp_path / "run", [1])
+    (tmp_path / "run" / "step-00000002").symlink_to(tmp_path / "archive" / "step-00000002")
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(1)) as ckpts:
+        assert ckpts.restore()["x"][0] == 2
+        ckpts.save(3, {"x": 3})
+        ckpts.save(4, {"x": 4})
+        with pytest.raises(MismatchError, match="found a link"):
+            ckpts.delete(2)
+    assert tr.steps(tmp_path / "run") == [2, 4] and tr.verify(tmp_path / "archive" / "step-00000002").ok
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: pathlib.Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    loop(tmp_path / "run", [1])
+    (tmp_path / "run" / "writer.lock").symlink_to(precious)
+    with pytest.raises(SaveError, match=r"writer\.lock"):
+        tr.Checkpointer(tmp_path / "run").save(2, {"x": 2})
+    assert precious.read_text() == "mine" and tr.steps(tmp_path / "run") == [1]
 
 
 def test_damage_next_door_does_not_fail_a_save(tmp_path: pathlib.Path) -> None:

@@ -89,6 +89,41 @@ def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(tmp_pat
     assert tr.steps(tmp_path) == [1, 2, 3] and tr.steps(tmp_path / "rewound-1") == [4, 5]
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_has_the_name_of_steps_set_aside_and_is_no_directory_of_ours_is_left_alone(
+    tmp_path: pathlib.Path, kind: str
+) -> None:
+    save_steps(tmp_path / "run", [1, 2, 3, 4])
+    place = tmp_path / "run" / "rewound-1"
+    (tmp_path / "elsewhere").mkdir()
+    place.touch() if kind == "file" else place.symlink_to(tmp_path / "elsewhere")
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.rewind(3)
+        ckpts.restore(step=2)
+        ckpts.save(5, {"x": np.full(3, 5)})
+    assert tr.steps(tmp_path / "run") == [1, 2, 5]
+    assert tr.steps(tmp_path / "run" / "rewound-2") == [4] and tr.steps(tmp_path / "run" / "rewound-3") == [3]
+    assert place.is_file() if kind == "file" else place.is_symlink()
+
+
+@pytest.mark.parametrize("call", ["rewind", "delete", "pin", "finish"])
+def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
+    class Refusing(Disk):
+        def refuse(self, *args: Any) -> Any:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        make_dir = unlink = create = refuse
+
+    save_steps(tmp_path, [1, 2])
+    ckpts = tr.Checkpointer(tmp_path)
+    use_disk(Refusing())
+    with pytest.raises(SaveError, match=rf"{call}\(.*\) failed: .*Read-only"):
+        getattr(ckpts, call)(*[] if call == "finish" else [1])
+    use_disk(Disk())
+    assert ckpts.steps == [1, 2] and not ckpts.pinned
+    ckpts.close()
+
+
 def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,8 +239,8 @@ ckpts = tr.Checkpointer({str(tmp_path)!r})
 ckpts.save(1, {{"x": 1}}); ckpts.wait()
 child = os.fork()
 if not child:
-    time.sleep(60)
-print(child, flush=True); os._exit(0)
+    print(os.getpid(), flush=True); time.sleep(60)
+os._exit(0)
 """
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=-1, text=True) as parent:
         assert parent.stdout
@@ -273,6 +308,29 @@ def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
     assert pending and pending.done() and tr.steps(tmp_path) == [1]
     assert save_steps(tmp_path, [2]) == [1, 2]
     ckpts.close()
+
+
+def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go = threading.Event(), threading.Event()
+    ckpts = tr.Checkpointer(tmp_path, on_save=lambda report: (inside.set(), go.wait(30)))
+    ckpts.save(1, {"x": 1})
+    assert inside.wait(30)
+    upkeep = next(thread for thread in threading.enumerate() if thread.name == "treering-upkeep")
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep, "join", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpts.close()
+    with pytest.raises(ExistsError, match="writes this run"):
+        tr.Checkpointer(tmp_path).save(2, {"x": 2})
+    go.set()
+    upkeep.join(30)
+    assert save_steps(tmp_path, [2]) == [1, 2]
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:

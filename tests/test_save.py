@@ -738,3 +738,46 @@ def test_a_failed_save_lets_go_of_what_was_never_handed_over(
     assert not any(array() is not None for array in alive)
     with pytest.raises(tr.errors.SaveError):
         pending.result()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: pathlib.Path) -> None:
+    """`threading.Condition` is Python, which may be interrupted before `with` knows that it has the lock."""
+    done = run(
+        """
+        import faulthandler, os, signal, sys, threading, numpy as np, treering as tr
+        faulthandler.dump_traceback_later(60, exit=True)
+        enter, main, place = threading.Condition.__enter__, threading.main_thread(), sys.argv[1]
+        def entered(self):
+            global left
+            found = enter(self)
+            callers = sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name
+            if threading.get_ident() == main.ident and callers != ("wait", "start"):  # of a thread: not ours
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+            return found
+        tree = {"x": np.ones(3 << 20)}  # enough for several threads
+        tr.save(place + "/x", tree)
+        threading.Condition.__enter__ = entered
+        for at in range(1, 5):
+            for act in (
+                lambda: tr.save_async(place + "/y", tree, overwrite=True).result(),
+                lambda: tr.save(place + "/y", tree, overwrite=True, memory_limit=1000),
+                lambda: tr.restore(place + "/x", mmap=False),
+            ):
+                left = at
+                try:
+                    act()
+                except KeyboardInterrupt:
+                    pass
+                left = 0
+                for thread in threading.enumerate():
+                    if thread is not main:
+                        thread.join()
+        tr.save(place + "/y", tree, overwrite=True)
+        print(tr.verify(place + "/x").ok and tr.verify(place + "/y").ok)
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "True\n", done.stderr

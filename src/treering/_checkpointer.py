@@ -16,7 +16,7 @@ from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
 from ._upkeep import Upkeep
-from .errors import ExistsError, MismatchError, NotFoundError, TreeringError, UnsupportedError
+from .errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
 from .formats.treering import manifest
 from .keep import Policy, rank
 from .rules import Rule
@@ -334,14 +334,16 @@ class Checkpointer:
 
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
+        self.wait()
         self._once(f"pin({step})", lambda: local.pin(stores.DISK, self._own(step), True))
 
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
+        self.wait()
         self._once(f"unpin({step})", lambda: local.pin(stores.DISK, self._own(step), False))
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` when it is pinned."""
+        """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         self.wait()
         self._once(f"delete({step})", lambda: self._delete(step))
 
@@ -349,6 +351,8 @@ class Checkpointer:
         path = self._own(step)
         if local.pinned(stores.DISK, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
+        if os.path.islink(path):
+            raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
         local.delete(stores.DISK, path, manifest.file_names)
 
     def rewind(self, step: int) -> None:
@@ -405,8 +409,17 @@ class Checkpointer:
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
         """Does something in process 0; all return when it is done, or raise its error."""
+
+        def attempt() -> None:
+            try:
+                do()
+            except TreeringError:
+                raise
+            except OSError as error:
+                raise SaveError(f"{self._root}: {what} failed: {error}") from error
+
         with self._call(what) as call:
-            call.tell(do)
+            call.tell(attempt)
             call.close()
 
     def _own(self, step: int) -> str:

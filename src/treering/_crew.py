@@ -34,7 +34,7 @@ class Crew:
             work()
             return
         errors: list[BaseException] = []
-        done = threading.Semaphore(0)
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
 
         def guarded() -> None:
             try:
@@ -42,13 +42,13 @@ class Crew:
             except BaseException as error:
                 errors.append(error)
             finally:
-                done.release()
+                done.put(None)
 
         for _ in self._threads:
             self._tasks.put(guarded)
         guarded()
         for _ in range(len(self._threads) + 1):
-            done.acquire()
+            done.get()
         if errors:
             raise errors[0]
 

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -14,11 +13,12 @@ from typing import NamedTuple
 
 from . import _processes
 from ._crew import Crew
+from ._latch import Latch
 from ._processes import Call
 from ._snapshot import Feed
 from .errors import SaveError, TreeringError
 
-last: threading.Event | None = None  # the end of the last save: saves are written in the order of the calls
+last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
 unseen: "list[PendingSave]" = []  # failed, and nobody has been told
 _alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
 
@@ -74,11 +74,11 @@ class PendingSave:
         self._managed = managed  # by a Checkpointer, which raises what this fails with
         self._begun = time.perf_counter()
         self._stall = 0.0
-        self._returned = threading.Event()  # the caller has its thread back
-        self._told = False  # somebody that it fails, before it does
+        self._returned = Latch()  # the caller has its thread back
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._finished = threading.Event()
+        self._finished = Latch()
+        self._told = False  # somebody has been, or is being, told of its failure
         _alive.add(self)
 
     @classmethod
@@ -129,7 +129,7 @@ class PendingSave:
         self._finished.wait()
         self._seen()
 
-    def _run(self, write: Callable[[Crew], None], previous: threading.Event | None, crew: Crew) -> None:
+    def _run(self, write: Callable[[Crew], None], previous: Latch | None, crew: Crew) -> None:
         """What the thread of the save does."""
         try:
             with crew:
@@ -140,8 +140,10 @@ class PendingSave:
                 write(crew)
         except BaseException as error:
             self._feed.fail(error)  # or the caller would wait for room that nobody makes
-            self._error = _as_save_error(error, self.path)
-            if not self._told:
+            if self._told:  # what the caller is raising is his, and its frames may be at work in his thread
+                self._error = error
+            else:
+                self._error = _as_save_error(error, self.path)
                 unseen.append(self)
         finally:
             self._feed.clear()
@@ -214,7 +216,7 @@ def _forget_after_fork() -> None:
     for pending in list(_alive):
         if not pending.done():
             pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
-            pending._finished = threading.Event()  # the old one's lock may be held for ever
+            pending._finished = Latch()  # the old one's lock may be held for ever
             pending._finished.set()
 
 

@@ -96,8 +96,8 @@ def set_aside(run: str, paths: Sequence[str]) -> str:
     Given the newest first, what remains is at every moment what was there at some time.
     """
     disk = stores.DISK
-    last = max((int(place.rpartition("-")[2]) for place in aside(run)), default=0)
-    place = os.path.join(run, f"rewound-{last + 1}")
+    taken = (int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name)))
+    place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
     disk.make_dir(place)
     disk.sync_dir(run)
     for path in paths:
@@ -108,8 +108,9 @@ def set_aside(run: str, paths: Sequence[str]) -> str:
 
 
 def aside(run: str) -> list[str]:
-    """The directories of steps that were set aside."""
-    return [os.path.join(run, name) for name in stores.DISK.list(run) if _REWOUND.fullmatch(name)]
+    """The directories of steps that were set aside; a file or a link of such a name is somebody else's."""
+    places = [os.path.join(run, name) for name in stores.DISK.list(run) if _REWOUND.fullmatch(name)]
+    return [place for place in places if os.path.isdir(place) and not os.path.islink(place)]
 
 
 def settle_aside(run: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._latch import Latch
 from ._leaves import Source, host_bytes
 
 _PUBLISH = 4 << 20  # bytes after which waiting writers are told
@@ -27,11 +28,12 @@ class Feed:
         self._left = [source.nbytes for source in sources]
         self._fed = self._held = 0
         self._unneeded: set[int] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `with` on the condition itself may keep it when an interrupt comes
+        self._changed = threading.Condition(self._lock)
         self._error: BaseException | None = None
         # Set once everything is fed or the caller has to wait: until then writers would only take the
         # interpreter from it and lengthen its stall.
-        self.writers_needed = threading.Event()
+        self.writers_needed = Latch()
 
     def run(self) -> None:
         """Feeds every source; called by the thread that called save. Ends early when the writers have failed."""
@@ -57,7 +59,7 @@ class Feed:
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of source `n`; waits until they are there. Raises what `fail` was given."""
         if n >= self._fed:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: n < self._fed or self._error)
         view = self._views[n]
         self.check()  # after the look: a hand-over that failed is cleared at any moment
@@ -80,7 +82,7 @@ class Feed:
 
         Without it, all bytes of all sources are taken in turn. In another order, none of them can wait for room.
         """
-        with self._changed:
+        with self._lock:
             self._left = [0] * len(self.sources)
             for n, size in zip(order, nbytes, strict=True):
                 self._left[n] += size
@@ -106,7 +108,7 @@ class Feed:
         """Says that so many bytes of source `n` are not needed any more."""
         if not self.sources[n].copies:
             return  # a view costs nothing
-        with self._changed:
+        with self._lock:
             self._left[n] -= nbytes
             if not self._left[n]:
                 self._drop(n, self.sources[n])
@@ -114,7 +116,7 @@ class Feed:
 
     def fail(self, error: BaseException) -> None:
         """Ends the hand-over on both sides."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._changed.notify_all()
         self.writers_needed.set()
@@ -131,7 +133,7 @@ class Feed:
 
     def clear(self) -> None:
         """Lets go of all bytes."""
-        with self._changed:
+        with self._lock:
             self._views = [None] * len(self.sources)  # the caller may be putting one in right now
 
     def _cost(self, first: int, last: int) -> int:
@@ -156,7 +158,7 @@ class Feed:
         def fits() -> bool:
             return not self._held or self._limit is None or self._held + nbytes <= self._limit
 
-        with self._changed:
+        with self._lock:
             if not fits():
                 self.writers_needed.set()
                 self._changed.wait_for(lambda: fits() or self._error)
@@ -170,7 +172,7 @@ class Feed:
         for n in range(first, last):
             source = self.sources[n]
             if n in self._unneeded:
-                with self._changed:
+                with self._lock:
                     source.data = None
                     self._drop(n, source)
                     self._fed = n + 1
@@ -181,7 +183,7 @@ class Feed:
             unpublished += source.nbytes
             if unpublished >= _PUBLISH or n == last - 1:
                 unpublished = 0
-                with self._changed:
+                with self._lock:
                     self._fed = n + 1
                     self._changed.notify_all()
 

@@ -63,9 +63,9 @@ class Upkeep:
             self._chores.add("on_save", lambda: on_save(report))
 
     def close(self) -> None:
-        """Returns when all is done, and lets others write the run."""
+        """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
+        self._chores.add("leaving the run", self.lock.release)
         self._chores.wait()
-        self.lock.release()
 
     def close_after(self, last: PendingSave) -> None:
         """The same in the background, when a save is over, and what it leaves to do is done."""
@@ -84,7 +84,7 @@ class Upkeep:
         committed = self._history.committed()
         for one in saved:
             path = committed.get(one.step)
-            if path and one.step not in wanted and not local.pinned(stores.DISK, path):
+            if path and one.step not in wanted and not (local.pinned(stores.DISK, path) or os.path.islink(path)):
                 self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, manifest.file_names))
 
 

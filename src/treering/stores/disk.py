@@ -124,9 +124,12 @@ class Disk:
         return os.open(path, flags, mode)
 
     def open_shared(self, path: str) -> int:
-        """A small file for reading and writing that outlives its writers; it is made when there is none."""
-        flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        return os.open(path, flags, 0o644)
+        """A small file for reading and writing that outlives its writers; it is made when there is none.
+
+        A link is not followed: what it leads to is not ours to write over.
+        """
+        extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
+        return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o644)
 
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.
