@@ -44,7 +44,7 @@ def main() -> None:
         text, wrong = report(Path(directory).resolve(), arguments.only or list(CAMPAIGNS), arguments)
     if arguments.write:
         put(Path(arguments.write), text)
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)
 
 
 class Report:
