@@ -307,6 +307,14 @@ def test_a_directory_that_is_one_checkpoint_is_no_run(tmp_path: pathlib.Path, na
         ckpts.restore_or_init(init)
 
 
+def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "model.safetensors", {"w": np.ones(3, np.float32)})
+    with tr.Checkpointer(tmp_path) as ckpts:
+        assert ckpts.restore_or_init(init)[1] == 0
+        ckpts.save(1, init())
+    assert tr.steps(tmp_path) == [1]
+
+
 def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     def begin() -> None:
         with tr.Checkpointer(tmp_path, prefix="b-") as ckpts:

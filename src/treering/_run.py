@@ -79,10 +79,11 @@ def check_new(run: str) -> None:
     What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
     """
     disk = stores.DISK
-    if formats.is_known(disk, run):
+    format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
+    if format not in (None, "safetensors"):  # which are weights that a run may begin with, beside its steps
         raise MismatchError(
-            f"{run}: expected a run, found a checkpoint of the format {formats.detect(disk, run).name!r} that is no "
-            "step; begin in another directory, and restore this one with treering.restore where the run begins"
+            f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
+            "directory, and restore this one with treering.restore where the run begins"
         )
     numbered = [name for name in disk.list(run) if re.search("[0-9]", name)]
     foreign = tuple([name for name in numbered if formats.is_foreign(disk, os.path.join(run, name))])
