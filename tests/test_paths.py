@@ -1,11 +1,17 @@
 """Key paths as text."""
 
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+import treering as tr
 from treering import _paths
-from treering.errors import UnsupportedError
+from treering.errors import MismatchError, UnsupportedError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -65,3 +71,76 @@ def test_below() -> None:
     assert _paths.below("ab", "a") is None
     assert _paths.below("a", "a") == ""
     assert _paths.below("a", "") == "a"
+
+
+# Everything of the public face that takes a path.
+ENTRIES: dict[str, Callable[[Any], object]] = {
+    "save": lambda path: tr.save(path, {"a": 1}),
+    "save_async": lambda path: tr.save_async(path, {"a": 1}),
+    "open": tr.open,
+    "restore": tr.restore,
+    "steps": tr.steps,
+    "follow": lambda path: list(tr.follow(path, timeout=0)),
+    "record": lambda path: tr.record(path, 1, {"loss": 1.0}),
+    "verify": tr.verify,
+    "diff, left": lambda path: tr.diff(path, {"a": 1}),
+    "diff, right": lambda path: tr.diff({"a": 1}, path),
+    "convert, from": lambda path: tr.convert(path, "there"),
+    "convert, to": lambda path: tr.convert("here", path),
+    "Checkpointer": tr.Checkpointer,
+    "tensorboard": lambda path: tr.Checkpointer("run", tensorboard=path),
+}
+
+
+@pytest.fixture
+def workdir(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A working directory with a checkpoint in it, ``here``."""
+    monkeypatch.chdir(tmp_path)
+    tr.save("here", {"a": 1})
+    return tmp_path
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://bucket/run",
+        "s3://bucket/run",
+        "GS://bucket",
+        "file:///tmp/run",
+        "https://example.org/run",
+        "gs:/bucket/run",
+        pathlib.PurePosixPath("gs://bucket/run"),
+    ],
+)
+def test_a_url_is_never_taken_for_a_local_folder(workdir: pathlib.Path, entry: str, url: Any) -> None:
+    with pytest.raises(UnsupportedError, match="found a URL"):
+        ENTRIES[entry](url)
+    assert os.listdir(workdir) == ["here"]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.startswith("diff")])  # which takes any pytree
+@pytest.mark.parametrize("path", ["", None, 7, b"", "a\0b"])
+def test_what_is_no_path_is_refused(workdir: pathlib.Path, entry: str, path: Any) -> None:
+    if entry == "tensorboard" and path is None:
+        return  # which is its default
+    with pytest.raises(MismatchError, match="expected a path"):
+        ENTRIES[entry](path)
+    assert os.listdir(workdir) == ["here"]
+
+
+def test_a_tilde_at_the_beginning_is_the_home(workdir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(workdir / "home"))
+    assert tr.save("~/ckpt", {"a": 1}).path == str(workdir / "home" / "ckpt")
+    assert tr.restore(pathlib.Path("~/ckpt")) == {"a": 1}
+    with tr.Checkpointer("~/run") as ckpts:
+        ckpts.save(1, {"a": 1})
+    assert tr.steps("~/run") == [1] and sorted(os.listdir(workdir)) == ["here", "home"]
+    with pytest.raises(MismatchError, match="no home of that user"):
+        tr.save("~nobody-of-this-name/ckpt", {"a": 1})
+
+
+def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
+    tr.save("./gs:/ckpt", {"a": 1})
+    tr.save("./~", {"a": 2})
+    assert tr.restore("./gs:/ckpt") == {"a": 1} and tr.restore("./~") == {"a": 2}

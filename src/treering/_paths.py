@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import UnsupportedError
+from .errors import MismatchError, UnsupportedError
+
+# `pathlib` and `os.path` make one slash of a URL's two; a single letter is a drive of Windows.
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def key_text(key: object) -> str:
@@ -91,8 +94,26 @@ def closest(path: str, names: Sequence[str]) -> str | None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A file system path as absolute text, so that a later change of directory does not matter."""
-    return os.path.abspath(os.fsdecode(path))
+    """A file system path as absolute text, so that a later change of directory does not matter.
+
+    ``~`` at its beginning is the user's home. Raises `MismatchError` for what is no path, and `UnsupportedError` for a
+    URL, which would name a local folder if it were taken for a path.
+    """
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise MismatchError(f"expected a path, found {path!r:.100}") from None
+    if not text or "\0" in text:
+        raise MismatchError(f"expected a path, found {text!r:.100}")
+    if _URL.match(text):
+        raise UnsupportedError(
+            f"{text}: expected a path of the file system, found a URL, and this release has no object stores; use a "
+            "local path and copy the checkpoint, or mount the bucket (a local folder of that name is ./" + text + ")"
+        )
+    home = os.path.expanduser(text)
+    if home.startswith("~"):
+        raise MismatchError(f"{text}: expected a path, found no home of that user; a local folder of that name is ./{text}")
+    return os.path.abspath(home)
 
 
 def few(names: tuple[str, ...]) -> str:
