@@ -119,7 +119,9 @@ def test_a_url_is_never_taken_for_a_local_folder(workdir: pathlib.Path, entry: s
     assert os.listdir(workdir) == ["here"]
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.startswith("diff")])  # which takes any pytree
+@pytest.mark.parametrize(
+    "entry", [entry for entry in ENTRIES if not entry.startswith("diff")]
+)  # which takes any pytree
 @pytest.mark.parametrize("path", ["", None, 7, b"", "a\0b"])
 def test_what_is_no_path_is_refused(workdir: pathlib.Path, entry: str, path: Any) -> None:
     if entry == "tensorboard" and path is None:

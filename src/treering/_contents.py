@@ -11,6 +11,7 @@ from . import _dtypes, _tree, _views
 from ._catalogue import ArrayEntry, Entry, decode
 from ._checkpoint import Checkpoint
 from ._leaves import Content, Source
+from ._paths import below
 from ._sharding import Box, extent, in_slices, intersect, slices, whole
 from ._shares import alignment
 from ._snapshot import Feed
@@ -48,17 +49,24 @@ def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) 
         ]
         leaves.update({path: _views.cast(leaves[path], text) for path in floats})
     skeleton = changed._skeleton
-    if skeleton is None and list(leaves) == [str(n) for n in range(len(leaves))]:
-        skeleton = [_tree.Node("list", "", len(leaves)), *([_tree.LEAF] * len(leaves))]
-    elif skeleton is None:
-        walked = _tree.walk(_tree.nest(leaves, list(leaves)))
-        leaves = {path: leaves[old] for path, old in zip(walked.paths, walked.leaves, strict=True)}
-        skeleton = walked.skeleton
+    if skeleton is None:
+        order, skeleton = _tree.infer(list(leaves), _tree_of(ckpt))
+        leaves = {path: leaves[path] for path in order}
     view = _views.View(changed._reader, leaves, skeleton)
     view.step = info.step
     view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
     view.metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
     return view
+
+
+def _tree_of(ckpt: Checkpoint) -> set[str]:
+    """The places of the tree that a checkpoint holds; none where its order is that of a file, not of a tree."""
+    reader = ckpt._reader
+    while isinstance(reader, _views.View):
+        reader = reader._reader
+    if reader.skeleton is None:
+        return set()
+    return _tree.places(rest for path in reader.entries if (rest := below(path, ckpt._part)) is not None)
 
 
 def of_reader(reader: Reader) -> Content:

@@ -112,7 +112,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
         )
     home = os.path.expanduser(text)
     if home.startswith("~"):
-        raise MismatchError(f"{text}: expected a path, found no home of that user; a local folder of that name is ./{text}")
+        raise MismatchError(f"{text}: expected a path, found no home of that user; a local folder is ./{text}")
     return os.path.abspath(home)
 
 

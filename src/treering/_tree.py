@@ -5,7 +5,7 @@ a recursive parser. A leaf is 0 in it.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -246,28 +246,73 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
     return stack[0]
 
 
-def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
-    """Nested dicts from paths alone, for selections and for formats that record no tree."""
+def infer(paths: Iterable[str], tree: Collection[str] = (), *, lists: bool = True) -> tuple[list[str], Skeleton]:
+    """The tree that paths alone describe: them in its order, and its skeleton.
+
+    A container is a list where its keys are the numbers from 0 (unless there are to be no lists), else a dict, whose
+    keys are in the order of their numbers where all are numbers. Others are sorted, as JAX does, unless all are in
+    `tree`: the places of a tree, containers included, in whose order the paths are given. Raises `UnsupportedError`
+    for a leaf that is a container.
+    """
+    given = list(paths)
+    if given == [""]:
+        return given, [LEAF]
     root: dict[str, Any] = {}
     places: dict[str, Any] = {}  # containers by path, for siblings follow one another
-    names = list(paths)
-    for path, value in zip(names, values, strict=True):
-        if names == [""]:
-            return value
+    for path in given:
         parent, inside, last = path.rpartition("/")
         place = places.get(parent) if inside else root
         if place is None:
             place = root
-            for name in split(parent):
+            for name in parent.split("/"):
                 place = place.setdefault(name, {})
                 if not isinstance(place, dict):
                     break
             places[parent] = place
-        (last,) = split(last)
-        if not isinstance(place, dict) or isinstance(place.get(last), dict):
+        if not isinstance(place, dict) or last in place:
             raise UnsupportedError(
                 f"{path}: a leaf and a part of the path of another leaf, so there is no tree of both; restore with a "
                 "template, or rename one by a rule"
             )
-        place[last] = value
-    return root
+        place[last] = path
+    order: list[str] = []
+    skeleton: list[Node | int] = []
+    stack: list[tuple[str, Any]] = [("", root)]
+    while stack:
+        at, value = stack.pop()
+        if isinstance(value, str):
+            order.append(value)
+            skeleton.append(LEAF)
+            continue
+        names = list(value)
+        if numbers := names and all(map(_is_number, names)):
+            names.sort(key=int)
+        elif not all(at + name in tree for name in names):
+            names.sort(key=lambda name: split(name)[0])
+        numbered = lists and numbers and int(names[-1]) == len(names) - 1
+        skeleton.append(
+            Node("list", "", len(names)) if numbered else Node("dict", "", [split(name)[0] for name in names])
+        )
+        stack += [(f"{at}{name}/", value[name]) for name in reversed(names)]
+    return order, skeleton
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and (name[0] != "0" or name == "0")
+
+
+def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
+    """Nested dicts and lists from paths alone, for selections and for formats that record no tree; see `infer`."""
+    given = dict(zip(paths, values, strict=True))
+    order, skeleton = infer(given)
+    return build(skeleton, [given[path] for path in order])
+
+
+def places(paths: Iterable[str]) -> set[str]:
+    """The paths and those of all containers around them."""
+    found: set[str] = set()
+    for path in paths:
+        while path and path not in found:
+            found.add(path)
+            path = path.rpartition("/")[0]
+    return found

@@ -69,7 +69,16 @@ def nested(leaves: Any) -> Any:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = leaf
-    return root
+    return listed(root)
+
+
+def listed(tree: Any) -> Any:
+    """Dicts whose keys are the numbers from 0 as the lists that they are."""
+    if not isinstance(tree, dict):
+        return tree
+    inner = {key: listed(value) for key, value in tree.items()}
+    numbered = bool(inner) and set(inner) == {str(n) for n in range(len(inner))}
+    return [inner[str(n)] for n in range(len(inner))] if numbered else inner
 
 
 @pytest.mark.parametrize("name", described("levanter"))

@@ -286,7 +286,8 @@ def test_every_dtype(tmp_path: Path, mmap: bool | None, align: int) -> None:
     found = tr.restore(path, mmap=mmap)
     for name, array in arrays.items():
         kind, n = name.split("/")
-        assert same(found[kind][n], array) and found[kind][n].flags.aligned and found[kind][n].flags.writeable
+        assert same(found[kind][int(n)], array) and found[kind][int(n)].flags.aligned
+        assert found[kind][int(n)].flags.writeable
     assert tr.verify(path).ok
     for code, name in [(11, "int8"), (12, "uint8"), (13, "int32"), (15, "int16"), (16, "uint16")]:  # quantized
         bundle.add("q", noise(dtype_of(name), (4,)), code=code)

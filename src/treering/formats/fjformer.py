@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .._catalogue import Entry
 from .._collector import paused
 from .._paths import key_text, split
+from .._tree import infer, places
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import new_file
@@ -66,7 +67,10 @@ class FJFormer:
         with paused():
             leaves, nbytes = _read(disk, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
-        return ForeignReader(self.name, path, leaves.entries, leaves.arrays, step=step, nbytes=nbytes)
+        by_path = {entry.path: entry for entry in leaves.entries}
+        order, skeleton = infer(list(by_path), places(by_path), lists=False)  # of a state dict, as Flax has it
+        entries = [by_path[path] for path in order]
+        return ForeignReader(self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}

@@ -225,8 +225,10 @@ def numbered(value: Any) -> list[Any] | None:
 
 
 def check_apart(paths: Sequence[str], where: str) -> None:
-    """Raises `CorruptError` when one path lies below another, for then it is a leaf and a container."""
+    """Raises `CorruptError` for two leaves of one path, and for one that has leaves below it."""
     for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
+        if following == path:
+            raise CorruptError(f"{where}: two leaves have one path: {path}")
         if following.startswith(path + "/"):
             raise CorruptError(f"{where}: {path} is a leaf and also has leaves below it, such as {following}")
 

@@ -1,0 +1,109 @@
+"""The order of leaves, on which everything depends where they have no names."""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import flax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+from helpers import assert_same
+from treering import rules
+
+COUNT = 12  # more than ten: sorted as text, "10" comes before "2"
+FORMATS = ["treering", "safetensors", "levanter", "orbax", "flax", "fjformer", "t5x"]
+
+
+def leaves() -> list[np.ndarray]:
+    """Of one shape, so that nothing but their values shows in which order they are."""
+    return [np.full(3, n, np.float32) for n in range(COUNT)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_leaves_without_names_keep_their_order_through_every_format(tmp_path: pathlib.Path, format: str) -> None:
+    tr.save(tmp_path / "a.eqx", leaves())
+    tr.convert(tmp_path / "a.eqx", tmp_path / "between", format=format)
+    tr.convert(tmp_path / "between", tmp_path / "b.eqx")
+    assert_same(tr.restore(tmp_path / "b.eqx", leaves()), leaves())
+    tr.convert(tmp_path / "between", tmp_path / "c.eqx", rules=[rules.drop("3"), rules.cast("**", "float64")])
+    kept = [leaf.astype(np.float64) for n, leaf in enumerate(leaves()) if n != 3]
+    assert_same(tr.restore(tmp_path / "c.eqx", kept), kept)
+    tr.save(tmp_path / "d.eqx", tr.open(tmp_path / "between").select(["2", "10", "1"]))
+    assert_same(tr.restore(tmp_path / "d.eqx"), [leaves()[n] for n in (1, 2, 10)])
+
+
+@pytest.mark.parametrize("format", ["treering", "safetensors", "levanter", "orbax"])
+def test_what_is_restored_without_a_template_keeps_the_order_when_it_is_saved(
+    tmp_path: pathlib.Path, format: str
+) -> None:
+    tr.save(tmp_path / "a.eqx", leaves())
+    assert_same(tr.restore(tmp_path / "a.eqx"), leaves())
+    tr.save(tmp_path / "between", tr.restore(tmp_path / "a.eqx"), format=format)
+    assert_same(tr.restore(tmp_path / "between"), leaves())
+    assert_same(tr.open(tmp_path / "between").abstract()[10].shape, (3,))
+    tr.save(tmp_path / "b.eqx", tr.restore(tmp_path / "between"))
+    assert (tmp_path / "b.eqx").read_bytes() == (tmp_path / "a.eqx").read_bytes()
+
+
+class Moments(NamedTuple):
+    nu: Any
+    mu: Any
+
+
+@flax.struct.dataclass
+class State:
+    """Its fields are not in the order of the alphabet."""
+
+    step: Any
+    params: Any
+    moments: Any
+
+
+def state() -> State:
+    parts = iter(np.arange(4.0 * COUNT, dtype=np.float32).reshape(-1, 1))
+    layers = [{"b": jnp.asarray(next(parts)), "w": jnp.asarray(next(parts))} for _ in range(COUNT)]
+    return State(jnp.asarray(next(parts)), layers, Moments(jnp.asarray(next(parts)), (jnp.asarray(next(parts)),)))
+
+
+@pytest.mark.parametrize("format", ["treering", "orbax", "flax", "fjformer", "t5x"])
+def test_the_order_is_that_of_the_tree_that_was_saved(tmp_path: pathlib.Path, format: str) -> None:
+    tr.save(tmp_path / "named", state(), format=format)
+    tr.convert(tmp_path / "named", tmp_path / "a.eqx")
+    assert_same(tr.restore(tmp_path / "a.eqx", state()), state())
+    tr.convert(tmp_path / "named", tmp_path / "b.eqx", rules=[rules.cast("**", "float32")])
+    assert_same(tr.restore(tmp_path / "b.eqx", state()), state())
+    tr.save(tmp_path / "c.eqx", tr.open(tmp_path / "named").at("params").select("**/w"))
+    weights = [layer["w"] for layer in state().params]
+    assert_same(tr.restore(tmp_path / "c.eqx", weights), weights)
+    without = state().replace(step=None)
+    tr.save(tmp_path / "d.eqx", tr.open(tmp_path / "named"), rules=[rules.drop("step")])
+    assert_same(tr.restore(tmp_path / "d.eqx", without), without)
+
+
+def test_what_flax_and_orbax_wrote_keeps_its_order(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    (tmp_path / "flax.msgpack").write_bytes(flax.serialization.to_bytes(state()))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", state())
+    for name in ("flax.msgpack", "orbax"):
+        for rule in ([], [rules.cast("**", "float32")]):
+            tr.convert(tmp_path / name, tmp_path / "a.eqx", rules=rule, overwrite=True)
+            assert_same(tr.restore(tmp_path / "a.eqx", state()), state())
+
+
+def test_renamed_leaves_are_in_the_order_of_their_new_tree(tmp_path: pathlib.Path) -> None:
+    tree = {"a": np.zeros(2), "b": np.ones(2)}
+    tr.save(tmp_path / "x.eqx", tree, rules=[rules.rename("^a$", "z")])
+    expected = {"z": tree["a"], "b": tree["b"]}
+    assert_same(tr.restore(tmp_path / "x.eqx", expected), expected)
+
+
+def test_numbers_with_gaps_are_in_the_order_of_the_numbers(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "x.safetensors", {"9": np.zeros(1), "10": np.ones(1), "007": np.ones(2)})
+    assert set(tr.restore(tmp_path / "x.safetensors")) == {"9", "10", "007"}  # of which one is no number
+    tr.save(tmp_path / "y.safetensors", {"9": np.zeros(1), "10": np.ones(1)})
+    tr.convert(tmp_path / "y.safetensors", tmp_path / "y.eqx")
+    assert_same(tr.restore(tmp_path / "y.eqx"), [np.zeros(1), np.ones(1)])
