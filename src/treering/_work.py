@@ -129,10 +129,14 @@ def _run_quietly(feed: Feed) -> None:
 
 
 def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> Written:
-    if wish.overwrite and os.path.isdir(place) and not formats.is_known(stores.DISK, place):
-        raise ExistsError(
-            f"{place}: expected a checkpoint to replace, found a directory that is none; remove it yourself"
-        )
+    if wish.overwrite and os.path.isdir(place):
+        found = formats.detect(stores.DISK, place).name if formats.is_known(stores.DISK, place) else None
+        if found != format.name:
+            what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
+            raise ExistsError(
+                f"{place}: expected a checkpoint of the format {format.name!r} to replace, found {what}; choose "
+                "another path or remove it yourself"
+            )
     if iterators := [path for path, entry in contents.entries.items() if entry.type == "iterator"]:
         raise UnsupportedError(
             f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "

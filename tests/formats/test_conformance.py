@@ -208,7 +208,7 @@ class NpyFolder:
         bad = [e.path for e in entries if not isinstance(e, ArrayEntry) or e.type == "key" or e.dtype not in NUMPY]
         if bad:
             raise UnsupportedError("\n".join(["these are no arrays of NumPy:", *(f"  {path}" for path in bad)]))
-        with new_directory(disk, path, overwrite=overwrite) as folder:
+        with new_directory(disk, path, overwrite=overwrite, owns=lambda old: True) as folder:
             return self.fill(disk, folder, contents)
 
     def fill(self, disk: Disk, folder: str, contents: Reader) -> int:

@@ -94,7 +94,7 @@ def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
 def test_file_systems_without_hard_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)

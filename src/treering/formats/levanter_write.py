@@ -1,6 +1,7 @@
 """Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
 
 import datetime
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
 from .levanter import FILE, NAME, About
-from .zarr_leaves import add_array, add_number, folder_size
+from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
 
 _LONGEST = 255  # bytes of the name of a folder
 
@@ -25,7 +26,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
     entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
     _check(entries)
-    with new_directory(disk, path, overwrite=overwrite) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
         writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
@@ -43,6 +44,12 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         finally:
             file.discard()
         return folder_size(disk, folder)
+
+
+def _owns(disk: Disk, path: str) -> bool:
+    """Whether Levanter wrote this as part of a step."""
+    name = os.path.basename(path)
+    return name == FILE or zarr.DATABASE_PARTS.fullmatch(name) is not None or holds_arrays(disk, path)
 
 
 def _check(entries: list[Entry]) -> None:

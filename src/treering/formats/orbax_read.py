@@ -23,7 +23,7 @@ from .zarr_leaves import ZarrReader, folder_size
 SHARDINGS = "_sharding"
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
-_VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
+VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 _METRICS = "metrics"
 _NAMELESS = {False: ("default",), True: ("state", "pytree")}  # what Orbax calls an only item; in version 1?
 _ARRAY = "checkpoint"  # what an array that is an item by itself is called within its folder
@@ -175,7 +175,7 @@ def _folders(disk: Disk, path: str) -> list[str]:
 
 
 def _value_file(disk: Disk, path: str) -> str | None:
-    for name in _VALUES:
+    for name in VALUES:
         there = disk.stat(os.path.join(path, name))
         if there is not None and stat.S_ISREG(there.st_mode):
             return os.path.join(path, name)

@@ -1,6 +1,7 @@
 """Writing Orbax: one tree right in a folder, its arrays in an OCDBT database of zarr 2."""
 
 import base64
+import functools
 import json
 import os
 import time
@@ -13,13 +14,14 @@ from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
-from .orbax import CHECKPOINT, COMMITTED, TREE
-from .orbax_read import SHARDINGS
+from .orbax import CHECKPOINT, COMMITTED, STATE, TREE
+from .orbax_read import SHARDINGS, VALUES
 from .orbax_tree import ABOUT_ARRAYS, DICT, KEY, LEVELS, SEQUENCE, STRINGS
 from .statedict_write import tree_of
-from .zarr_leaves import add_array, add_number, folder_size
+from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_OWN = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, "orbax.checkpoint", "descriptor"}
 _EMPTY = {dict: "Dict", list: "List", tuple: "Tuple"}
 # Where JAX arrays go when they are restored without being told: to the first device, whatever it is.
 _ONE_DEVICE = {
@@ -50,7 +52,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     leaves = list(_leaves(contents))
     _check(leaves)
-    with new_directory(disk, path, overwrite=overwrite) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
         begun = time.time_ns()
         chunks = _write_arrays(folder, contents, leaves)
         _put(disk, os.path.join(folder, TREE), _tree(leaves))
@@ -67,6 +69,16 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         _put(disk, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
         _put(disk, os.path.join(folder, COMMITTED), "committed")
         return folder_size(disk, folder)
+
+
+def _owns(disk: Disk, path: str) -> bool:
+    """Whether Orbax wrote this as part of a step: its files, arrays, and items, which are no checkpoints themselves."""
+    name = os.path.basename(path)
+    if name in _OWN or zarr.DATABASE_PARTS.fullmatch(name):
+        return True
+    inner = disk.list(path)
+    item = any(file in inner for file in (TREE, STATE, *VALUES))
+    return CHECKPOINT not in inner and (item or holds_arrays(disk, path))
 
 
 def _leaves(contents: Reader) -> Iterator[_Leaf]:

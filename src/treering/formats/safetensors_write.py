@@ -52,7 +52,7 @@ def write(
     weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=True) for entry in shard}
     index = {"metadata": {"total_size": sum(map(_nbytes, entries))}, "weight_map": weights}
     total = 0
-    with new_directory(disk, path, overwrite=overwrite) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owns=lambda old: old.endswith((SUFFIX, INDEX))) as folder:
         for name, (header, order) in zip(names, plans, strict=True):
             with _appended(disk, os.path.join(folder, name)) as file:
                 _write_tensors(file, header, order, contents)

@@ -23,7 +23,7 @@ from . import Reader, zarr, zarr_metadata
 from . import statedict_write as writing
 from .msgpack import pack
 from .t5x import FILE
-from .zarr_leaves import folder_size
+from .zarr_leaves import folder_size, holds_arrays
 
 INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
 CHUNK = 64 << 20  # bytes
@@ -38,7 +38,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
     large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
-    with new_directory(disk, path, overwrite=overwrite) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
         arrays = zarr.Writer(folder, driver="zarr", ocdbt=False)
         try:
             instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
@@ -56,6 +56,11 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         finally:
             file.discard()
         return folder_size(disk, folder)
+
+
+def _owns(disk: Disk, path: str) -> bool:
+    """Whether T5X wrote this as part of a step: also the state of its data, which belongs to that step alone."""
+    return os.path.basename(path) == FILE or os.path.basename(path).startswith("train_ds-") or holds_arrays(disk, path)
 
 
 def _add(arrays: zarr.Writer, contents: Reader, entry: ArrayEntry, name: str) -> bytes:

@@ -8,6 +8,7 @@ them; so sizes are checked first, against the files where that can be done.
 import itertools
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -42,6 +43,7 @@ _DATABASE = {
     "target_data_file_size": 1 << 31,
 }
 DATABASE = "manifest.ocdbt"
+DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
 _GZIP = {"id": "gzip", "level": 1}
 
 
@@ -67,7 +69,10 @@ class Folder:
         manifest = os.path.join(self.path, DATABASE)
         if (size := _check_file(manifest).st_size) > _MOST_METADATA:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
-        for place, _, names in os.walk(self.path):
+        for place, folders, names in os.walk(self.path):
+            if place == self.path:  # where other things may lie beside it
+                folders[:] = filter(DATABASE_PARTS.fullmatch, folders)
+                names = filter(DATABASE_PARTS.fullmatch, names)
             for name in names:
                 _check_file(os.path.join(place, name))
 

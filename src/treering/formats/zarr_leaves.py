@@ -80,6 +80,14 @@ def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
     writer.add(name, (), _dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
 
 
+def holds_arrays(disk: Disk, path: str) -> bool:
+    """Whether a folder is a zarr array or a database of them, or consists of such folders and nothing else."""
+    names = disk.list(path)
+    if any(name in names for name in (".zarray", "zarr.json", zarr.DATABASE)):
+        return True
+    return bool(names) and all(holds_arrays(disk, os.path.join(path, name)) for name in names)
+
+
 def folder_size(disk: Disk, path: str) -> int:
     """The bytes of all files in a folder."""
     total = 0

@@ -68,17 +68,18 @@ class Disk:
     def remove_dir(self, path: str) -> None:
         os.rmdir(path)
 
+    def hard_link(self, old: str, new: str) -> bool:
+        """Gives a file (or link) a second name; fails when that is taken, False where there are no hard links."""
+        return _hard_link(old, new)
+
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
-        try:
-            os.link(old, new)
-        except OSError as error:
-            if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK}:
-                raise
-            # No hard links here. Two writers in this very moment can both succeed; the second one's stays.
-            if os.path.lexists(new):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from None
-            os.rename(old, new)
+        if _hard_link(old, new):
+            return
+        # No hard links here. Two writers in this very moment can both succeed; the second one's stays.
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        os.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
         """Puts a file in the place of another in one step."""
@@ -281,6 +282,16 @@ class Disk:
         if _libc().fstatfs(fd, buffer) != 0:
             return False
         return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF in _LOCAL
+
+
+def _hard_link(old: str, new: str) -> bool:
+    try:
+        os.link(old, new, follow_symlinks=os.link not in os.supports_follow_symlinks)
+    except OSError as error:
+        if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK}:
+            raise
+        return False
+    return True
 
 
 def _renameat2(old: str, new: str, flags: int) -> bool:

@@ -14,9 +14,10 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 
+from .._paths import few
 from ..errors import ExistsError, SaveError
 from .buffers import aligned, round_up
-from .disk import Disk, make_dirs
+from .disk import Disk, make_dirs, opened
 
 _BUFFER = 4 << 20
 _TRIES = 50  # at making a file or directory, while others tidy up
@@ -118,21 +119,27 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
 
 
 @contextlib.contextmanager
-def new_directory(disk: Disk, path: str, *, overwrite: bool) -> Iterator[str]:
+def new_directory(disk: Disk, path: str, *, overwrite: bool, owns: Callable[[str], bool]) -> Iterator[str]:
     """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
 
     Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
     one in one step where the system can, else in two, between which a crash leaves it beside its place.
+
+    owns: whether a file or directory in the old one, given with its path, is part of what is to be replaced. Other
+    files are kept. Raises `ExistsError` for other directories, which may be anything.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
+    _others(disk, path, owns)
     parent = os.path.dirname(path)
     with _parents(disk, path):
         temporary, fd = _new_directory(disk, path)
         settled = True  # what has the temporary name would not be in place after a power cut
         try:
             yield temporary
-            _sync_tree(disk, temporary)
             replaces = overwrite and disk.stat(path) is not None
+            for name in _others(disk, path, owns):
+                _keep(disk, os.path.join(path, name), os.path.join(temporary, name))
+            _sync_tree(disk, temporary)
             if replaces:
                 _change_places(disk, temporary, path)
             else:
@@ -153,6 +160,38 @@ def new_directory(disk: Disk, path: str, *, overwrite: bool) -> Iterator[str]:
             if fd is not None:
                 disk.close(fd)
     _clean(disk, path)
+
+
+def _others(disk: Disk, path: str, owns: Callable[[str], bool]) -> list[str]:
+    """The names of the files in a directory that are not part of what is replaced. Raises `ExistsError`."""
+    others = [name for name in disk.list(path) if not owns(os.path.join(path, name))]
+    if folders := [name for name in others if _is_dir(disk, os.path.join(path, name))]:
+        raise ExistsError(
+            f"{path}: expected a checkpoint to replace, found folders in it that are no part of it: "
+            f"{few(tuple(folders))}; write to another path, or move them out of it"
+        )
+    return others
+
+
+def _keep(disk: Disk, old: str, new: str) -> None:
+    """Gives a file a second name, or makes a copy of it where there are no such. Raises `ExistsError`."""
+    try:
+        if disk.hard_link(old, new):
+            return
+        file = Appended(disk, new)
+    except FileExistsError:
+        raise ExistsError(
+            f"{old}: expected a part of the checkpoint that is replaced, found a file that is none and whose name the "
+            "new one needs; write to another path, or move the file"
+        ) from None
+    try:
+        with opened(disk, old) as fd:
+            buffer = memoryview(bytearray(_BUFFER))
+            while count := disk.read(fd, buffer, file.size):
+                file.write(buffer[:count])
+        file.close()
+    finally:
+        file.discard()
 
 
 def _new_file(disk: Disk, path: str) -> Appended:

@@ -166,6 +166,13 @@ class RecordingDisk(Disk):
             super().remove_dir(path)
             self._note("remove_dir", path, names=[self._name(path, None)])
 
+    def hard_link(self, old: str, new: str) -> bool:
+        with self._step():
+            linked = super().hard_link(old, new)
+            if linked:
+                self._note("link", new, names=[self._name(new, self._at(old))])
+            return linked
+
     def link(self, old: str, new: str) -> None:
         with self._step():
             super().link(old, new)
