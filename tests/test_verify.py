@@ -4,6 +4,7 @@ import pathlib
 import shutil
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import treering as tr
@@ -42,3 +43,42 @@ def test_a_run_is_verified_as_a_whole(tmp_path: pathlib.Path) -> None:
     shutil.rmtree(tmp_path / "step-00000001")
     with pytest.raises(NotFoundError):
         tr.verify(tmp_path / "step-00000001")
+
+
+def test_steps_of_other_libraries_are_verified_too(tmp_path: pathlib.Path) -> None:
+    state = {"a": np.arange(1000.0), "b": np.ones(3)}
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(state))
+    for step in (3, 4):
+        tr.save(tmp_path / "t5x" / f"checkpoint_{step}", {"target": {"w": np.ones(90_000)}}, format="t5x")
+        tr.save(tmp_path / "flax" / f"checkpoint_{step}", state, format="flax")
+    for run in ("orbax", "t5x", "flax"):
+        for mixed in (False, True):
+            if mixed:
+                with tr.Checkpointer(tmp_path / run) as ckpts:
+                    ckpts.save(5, state)
+            report = tr.verify(tmp_path / run)
+            assert report.ok and report.nbytes == sum(
+                tr.open(tmp_path / run, step=n).nbytes for n in tr.steps(tmp_path / run)
+            )
+    for file in (
+        next((tmp_path / "orbax" / "1").glob("**/d/*")),
+        tmp_path / "t5x" / "checkpoint_3" / "target.w" / "0",
+    ):
+        file.unlink()
+    (tmp_path / "flax" / "checkpoint_4").write_bytes((tmp_path / "flax" / "checkpoint_4").read_bytes()[:-5])
+    for run, step in (("orbax", "1"), ("t5x", "checkpoint_3"), ("flax", "checkpoint_4")):
+        report = tr.verify(tmp_path / run)
+        assert not report.ok and all(step in str(problem) for problem in report.problems)
+
+
+def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"a": np.ones(3)})
+    tr.save(tmp_path / "model.safetensors", {"w": np.ones(100)})
+    assert tr.verify(tmp_path).ok
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    (problem,) = tr.verify(tmp_path).problems
+    assert "model.safetensors" in str(problem)

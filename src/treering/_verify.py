@@ -36,22 +36,27 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Checks every byte of a checkpoint, or of all steps of a run, against its checksum.
+    """Checks every byte of a checkpoint, or of all steps of a run (whoever wrote them), against its checksum.
 
     >>> assert tr.verify("runs/gpt").ok
 
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check.
     """
     place = absolute(path)
-    if stores.DISK.stat(os.path.join(place, MANIFEST)) or not (names := [name for _, name in directories(place)]):
-        nbytes, problems = _verify_one(place, "")
-        return VerifyReport(place, nbytes, tuple(problems))
+    disk = stores.DISK
+    names = [] if disk.stat(os.path.join(place, MANIFEST)) else [name for _, name in directories(place)]
+    others = [] if disk.stat(os.path.join(place, MANIFEST)) else formats.foreign_steps(disk, place, set(names)).values()
+    parts = [os.path.join(place, name) for name in names] + sorted(others)
+    if not parts or formats.is_known(disk, place):  # such as the weights that a run began with, beside its steps
+        parts.insert(0, place)
     total = 0
     found: list[Problem] = []
-    for name in names:
+    for part in parts:
         try:
-            nbytes, problems = _verify_one(os.path.join(place, name), name)
+            nbytes, problems = _verify_one(part, "" if part == place else os.path.relpath(part, place))
         except NotFoundError:
+            if part == place:
+                raise
             continue  # deleted since it was listed
         total += nbytes
         found += problems
