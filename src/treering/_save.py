@@ -59,7 +59,8 @@ def save(
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata
-        anything that JSON can say. Those of a `Checkpoint` are its own unless others are given.
+        anything that JSON can say. Those of a `Checkpoint` are its own unless others are given. A format that has no
+        place for what is given refuses it, and what it has no place for of a `Checkpoint` is logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
@@ -75,7 +76,9 @@ def save(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(format, overwrite, rules, dtype, memory_limit, False, progress, options)
+        wish = Wish(
+            format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
+        )
         pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
     try:
         return pending.result()
@@ -112,8 +115,15 @@ def save_async(
     """
     call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(format, overwrite, rules, dtype, memory_limit, True, progress, options)
+        wish = Wish(
+            format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
+        )
         return start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+
+
+def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
+    about = {"step": step, "metrics": metrics, "metadata": metadata}
+    return frozenset(name for name, value in about.items() if value is not None)
 
 
 def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:

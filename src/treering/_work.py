@@ -1,6 +1,7 @@
 """What a save has to write, and how it gets there: of a live tree or of a checkpoint, as it is or changed by rules."""
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -19,10 +20,11 @@ from ._sharding import extent
 from ._snapshot import Feed
 from ._views import View
 from .errors import ExistsError, UnsupportedError
-from .formats import Format, Reader
+from .formats import ABOUT, Format, Reader
 from .formats.treering import write as native
 from .rules import Rule
 
+_log = logging.getLogger("treering")
 _HELD = 256 << 20  # bytes of a checkpoint in memory while it is copied in the background
 
 
@@ -37,6 +39,9 @@ class Wish(NamedTuple):
     background: bool
     progress: bool
     options: Mapping[str, Any]
+    given: frozenset[str] = (
+        frozenset()
+    )  # which of step, metrics and metadata are the caller's, not a copied checkpoint's
 
 
 class Work(NamedTuple):
@@ -103,6 +108,7 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
 def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wish, format: Format) -> Work:
     """The work of copying what a reader has; it is read while it is written."""
     if format.name != "treering":
+        _check_kept(format, place, view, wish)
         feed = Feed([], None)
         return Work(feed, feed.run, lambda crew: _write_foreign(format, place, view, wish))
     content = _contents.of_reader(view)
@@ -126,6 +132,20 @@ def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wi
 def _run_quietly(feed: Feed) -> None:
     with contextlib.suppress(BaseException):  # the writers raise it
         feed.run()
+
+
+def _check_kept(format: Format, place: str, view: View, wish: Wish) -> None:
+    """Raises `UnsupportedError` for what was given and would be lost; logs what is left out of a copied checkpoint."""
+    there = [name for name in ABOUT if getattr(view, name) is not None and (name != "metrics" or view.metrics)]
+    lost = [name for name in there if name not in format.keeps(place, view)]
+    if given := [name for name in lost if name in wish.given]:
+        raise UnsupportedError(
+            f"{place}: expected nothing that the format {format.name!r} has no place for, found {' and '.join(given)}; "
+            "leave it out, put it into the tree, or save in the native format"
+            + (" (a step may be part of the name, as its library has it)" if "step" in given else "")
+        )
+    if lost:
+        _log.warning("%s: %s left out: the format %r has no place for it", place, " and ".join(lost), format.name)
 
 
 def _write_foreign(format: Format, place: str, contents: Reader, wish: Wish) -> Written:

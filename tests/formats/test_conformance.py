@@ -201,6 +201,9 @@ class NpyFolder:
         found = [(re.fullmatch(r"npy-(\d+)", name), name) for name in names]
         return {int(m[1]): n for m, n in found if m and self.refuses(disk, os.path.join(folder, n)) is None}
 
+    def keeps(self, path: str, contents: Reader) -> tuple[str, ...]:
+        return ("step", "metrics", "metadata")
+
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         if options:
             raise MismatchError(f"unknown options: {', '.join(options)}")
@@ -391,14 +394,16 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("test", FLAWS)
-def test_every_test_finds_a_flaw(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_test_finds_a_flaw(
+    test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     flaw, complaint = FLAWS[test]
     declared = {name: value for name, value in flaw.items() if hasattr(FormatConformance, name)}
     made = {name: value for name, value in flaw.items() if name not in declared}
     suite = type("Suite", (TestNpyFolder,), {"format": type("Flawed", (NpyFolder,), made)(), **declared})()
     suite.prepare(monkeypatch)
     run = getattr(suite, f"test_{test}")
-    given = {"tmp_path": tmp_path, "monkeypatch": monkeypatch}
+    given = {"tmp_path": tmp_path, "monkeypatch": monkeypatch, "caplog": caplog}
     with pytest.raises((Exception, pytest.fail.Exception), match=f"(?s){complaint}"):
         run(**{name: given[name] for name in inspect.signature(run).parameters})
 

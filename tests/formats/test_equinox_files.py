@@ -354,7 +354,7 @@ def test_every_dtype_that_equinox_reads_back(tmp_path: Path) -> None:
 def test_metadata_is_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "x.eqx"
     metadata = {"width": 3, "names": ["ä\n", None]}
-    tr.save(path, [np.ones(2)], metadata=metadata, step=3)
+    tr.save(path, [np.ones(2)], metadata=metadata)
     with open(path, "rb") as file:
         assert json.loads(file.readline()) == metadata
         assert same(eqx.tree_deserialise_leaves(file, [np.zeros(2)])[0], np.ones(2))

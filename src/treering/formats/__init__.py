@@ -6,7 +6,7 @@ catalogue of leaves by path and their contents on request; what it writes is giv
 
 import importlib
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .._catalogue import ArrayEntry, Entry, ValueEntry
@@ -137,6 +137,14 @@ class Format(Protocol):
         """The complete checkpoints of a run, by step: which of the names in the folder they are."""
         ...
 
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        """Which of ``step``, ``metrics`` and ``metadata``, as the contents have them, come back from a path.
+
+        What is not kept and was given for the save is refused before anything is written; what a copied checkpoint has
+        of it is left out, with a line in the log.
+        """
+        ...
+
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
@@ -144,6 +152,8 @@ class Format(Protocol):
         """
         ...
 
+
+ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree
 
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
 _MODULES = {

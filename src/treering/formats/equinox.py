@@ -5,7 +5,7 @@ Which record is which leaf only a template tells. The records are named by their
 
 import json
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import MismatchError
@@ -45,6 +45,9 @@ class Equinox:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ("metadata",)
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from .equinox_write import write

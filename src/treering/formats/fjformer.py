@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._catalogue import Entry
@@ -83,6 +83,10 @@ class FJFormer:
                 if step is not None:
                     steps.setdefault(step, found[0])
         return steps
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = _NAME.fullmatch(os.path.basename(path))
+        return ("step",) if found and found[2] and int(found[2]) == contents.step else ()
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from . import statedict_write as writing

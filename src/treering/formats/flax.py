@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -115,6 +115,10 @@ class Flax:
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
         return steps or runs
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        named = step_of(os.path.basename(path))
+        return ("step",) if named and named[1] == contents.step else ()
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from . import statedict_write as writing

@@ -9,7 +9,7 @@ import datetime
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -79,10 +79,22 @@ class Levanter:
             found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
         return {step: name for step, (_, name) in found.items()}
 
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ("step",) if own_metadata(contents) is None else ("step", "metadata")
+
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from .levanter_write import write
 
         return write(disk, path, contents, options, overwrite=overwrite)
+
+
+def own_metadata(contents: Reader) -> tuple[str, bool] | None:
+    """Time stamp and whether it is temporary, of what Levanter wrote; None where there is other metadata, or none."""
+    about = contents.metadata
+    if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
+        return None
+    timestamp, temporary = about["timestamp"], about["is_temporary"]
+    return (timestamp, temporary) if type(timestamp) is str and type(temporary) is bool else None
 
 
 def read_about(disk: Disk, path: str) -> About:

@@ -14,7 +14,7 @@ from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
-from .levanter import FILE, NAME, About
+from .levanter import FILE, NAME, About, own_metadata
 from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
 
 _LONGEST = 255  # bytes of the name of a folder
@@ -39,7 +39,8 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
         file = Appended(disk, os.path.join(folder, FILE))
         try:
-            file.write(msgspec.json.encode(About(step, datetime.datetime.now().isoformat())))
+            timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
+            file.write(msgspec.json.encode(About(step, timestamp, temporary)))
             file.close()
         finally:
             file.discard()

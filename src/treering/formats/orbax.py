@@ -16,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import CorruptError, UnsafeError
@@ -77,6 +77,15 @@ class Orbax:
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = _STEP.fullmatch(os.path.basename(path))
+        kept = ["metrics"]
+        if isinstance(contents.metadata, dict):  # as Orbax has it
+            kept.append("metadata")
+        if found and int(found[2]) == contents.step:
+            kept.append("step")
+        return kept
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from .orbax_write import write

@@ -175,16 +175,13 @@ def _array(leaf: _Leaf, chunks: Sequence[int]) -> Any:
 
 
 def _checkpoint(contents: Reader, begun: int) -> Any:
-    metadata = contents.metadata
-    if metadata is not None and not isinstance(metadata, dict):
-        metadata = {"metadata": metadata}
     return {
         "item_handlers": _HANDLER,
         "metrics": dict(contents.metrics),
         "performance_metrics": {},
         "init_timestamp_nsecs": begun,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": metadata or {},
+        "custom_metadata": contents.metadata if isinstance(contents.metadata, dict) else {},
     }
 
 

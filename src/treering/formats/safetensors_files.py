@@ -6,7 +6,7 @@ A key is the path as it is, slashes being levels; only ``~`` that escapes nothin
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +15,7 @@ from .._catalogue import decode_float
 from .._paths import few
 from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk, opened
-from . import Reader
+from . import ABOUT, Reader
 from .safetensors import header_size
 
 SUFFIX = ".safetensors"
@@ -72,6 +72,9 @@ class Safetensors:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ABOUT
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from .safetensors_write import write

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..stores.disk import Disk
@@ -73,6 +73,10 @@ class T5X:
             if found and disk.stat(os.path.join(path, FILE)) and self.refuses(disk, path) is None:
                 steps.setdefault(int(found[1]), name)
         return steps
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = _STEP.fullmatch(os.path.basename(path))
+        return ("step",) if found and int(found[1]) == contents.step else ()
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         from .t5x_write import write

@@ -10,7 +10,7 @@ Names of variables are paths, slashes being levels. `t5_names` has those of T5 a
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import CorruptError, UnsupportedError
@@ -61,6 +61,9 @@ class TensorFlow:
         complete = {prefix for (prefix, count), found in there.items() if found == count}
         steps = [step for name in names if (step := _STEP.fullmatch(name)) and step[1] in complete]
         return {int(step[2]): step[0] for step in steps}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ()
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError(f"{path}: checkpoints of TensorFlow are only read; choose another format")

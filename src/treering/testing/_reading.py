@@ -15,10 +15,12 @@ from .._catalogue import ArrayEntry, ValueEntry
 from .._checkpoint import open_checkpoint, restore
 from .._diff import diff
 from .._lazy import LazyArray
+from .._save import save
 from .._tree import build
 from .._verify import verify
+from ..errors import UnsupportedError
 from ._samples import identity, odd_layouts, sample
-from ._subject import Subject
+from ._subject import Subject, listing
 
 _Pair = collections.namedtuple("_Pair", "left right")
 _MAPPED = (None, True, False)
@@ -115,18 +117,29 @@ class Reading(Subject):
             kept = {name: len(there) for name, there in found.get("empty", {}).items()}
             assert kept == ({"dict": 0, "list": 0, "tuple": 0} if self.empty else {})
 
-    def test_step_metrics_and_metadata_come_back(self, tmp_path: Path) -> None:
-        """Those that the format has a place for; the others do no harm."""
+    def test_step_metrics_and_metadata_come_back(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Those that the format has a place for come back; the others are refused by name, and nothing is written."""
         about = {
             "step": 7,
             "metrics": {"loss": 0.1, "worst": math.inf, "ü": -0.0},
             "metadata": {"lr": 1e-3, "names": ["a", None, {"deep": True}], "n": 2**53 + 1, "text": "ü\n"},
         }
-        path = self.made(tmp_path, self.small(), **(about if self.writes else {}))
+        kept = {name: about[name] for name in about if name in self.beside}
+        path = self.made(tmp_path, self.small(), **(kept if self.writes else {}))
+        for name in (about.keys() - kept.keys()) if self.writes else ():
+            before = listing(tmp_path)
+            with pytest.raises(UnsupportedError, match=name):
+                self.make(self.place(tmp_path, "refused"), self.small(), **{name: about[name]})
+            assert listing(tmp_path) == before
         ckpt = open_checkpoint(path)
         for name in self.beside:
             assert repr(getattr(ckpt, name)) == repr(about[name])
         self.assert_holds(path, self.small())
+        if self.writes:
+            save(tmp_path / "with all", self.small(), **about)
+            self.make(self.place(tmp_path, "copy"), open_checkpoint(tmp_path / "with all"))
+            lost = " and ".join(name for name in about if name not in self.beside)
+            assert f"{lost} left out" in caplog.text if lost else "left out" not in caplog.text
         plain = open_checkpoint(self.made(tmp_path, self.small(), "plain"))
         assert dict(plain.metrics) == {}
         if "metadata" in self.beside:

@@ -1,13 +1,13 @@
 """The native format: a manifest beside safetensors files. `docs/format.md` specifies it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...errors import UnsupportedError
 from ...stores.disk import Disk
 from ...stores.local import MANIFEST
-from .. import Reader
+from .. import ABOUT, Reader
 
 
 class Native:
@@ -26,6 +26,9 @@ class Native:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}  # `treering._run` knows those, damaged ones and all
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ABOUT
 
     def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError("treering._save writes this format, from many threads and processes")
