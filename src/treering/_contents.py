@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from . import _dtypes, _tree, _views
+from . import _box_levels, _dtypes, _tree, _views
 from ._catalogue import ArrayEntry, Entry, decode
 from ._checkpoint import Checkpoint
 from ._leaves import Content, Source
@@ -57,6 +57,17 @@ def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) 
     view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
     view.metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
     return view
+
+
+def with_boxes(view: _views.View, boxes: _box_levels.Boxes, kinds: Sequence[str]) -> _views.View:
+    """A live tree with levels for its boxes of some kinds, wherever rules have moved what is in them."""
+    if not any(kind in kinds for levels in boxes.values() for kind, _ in levels):
+        return view
+    assert view.skeleton is not None
+    moved = {path: boxes.get(source, ()) for path in view.leaves if (source := view.source(path)) != path}
+    boxes = {**boxes, **moved}
+    leaves = {(name := _box_levels.shown(path, boxes, kinds)): leaf.at(name) for path, leaf in view.leaves.items()}
+    return view.changed(leaves, _box_levels.shown_skeleton(view.skeleton, boxes, kinds))
 
 
 def _tree_of(ckpt: Checkpoint) -> set[str]:

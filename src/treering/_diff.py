@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from . import _flax, _leaves, _tree
+from . import _box_levels, _flax, _leaves, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._dtypes import itemsize
@@ -47,7 +47,8 @@ def diff(a: Any, b: Any) -> Diff:
 
     Arrays are read and compared in slices. Whether an array is JAX's or NumPy's makes no difference.
     """
-    left, right = _side(a), _side(b)
+    (left, in_left), (right, in_right) = _side(a), _side(b)
+    left, right = _without_boxes(left, right, in_right), _without_boxes(right, left, in_left)
     changed: dict[str, str] = {}
     equal = 0
     for path in left:
@@ -60,15 +61,24 @@ def diff(a: Any, b: Any) -> Diff:
     return Diff(only_a, tuple(path for path in right if path not in left), changed, equal)
 
 
-def _side(source: Any) -> dict[str, tuple[Entry, Any]]:
-    """Entry and contents of every leaf by path."""
+_Side = Mapping[str, tuple[Entry, Any]]  # entry and contents of every leaf by path
+
+
+def _without_boxes(side: _Side, other: _Side, boxes: _box_levels.Boxes) -> _Side:
+    """A side, without the levels that its library has for boxes of the other, which is a live tree."""
+    found = {there: path for path, there in _box_levels.hidden(other, boxes, side).items()}
+    return {found.get(path, path): leaf for path, leaf in side.items()} if found else side
+
+
+def _side(source: Any) -> tuple[_Side, _box_levels.Boxes]:
+    """The leaves of a side, and, of a live tree, its boxes."""
     if isinstance(source, str | os.PathLike):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
-        return {path: (entry, source[path]) for path, entry in source._entries.items()}
+        return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
     walked = _tree.walk(_flax.split(source)[0])
     entries = _leaves.collect(walked.paths, walked.leaves).entries
-    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}
+    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 
 
 def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | None:

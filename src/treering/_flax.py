@@ -4,17 +4,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_BOXES = {  # by kind: the module of the class, and its name
+    "variable": ("flax.nnx", "Variable"),
+    "axis-metadata": ("flax.core.meta", "AxisMetadata"),
+    "named-array": ("haliax.core", "NamedArray"),
+}
 
-def box_types() -> tuple[type, ...]:
-    """Pytree nodes that only wrap one value and do not show in paths."""
-    types = []
-    if nnx := sys.modules.get("flax.nnx"):
-        types.append(nnx.Variable)
-    if meta := sys.modules.get("flax.core.meta"):
-        types.append(meta.AxisMetadata)
-    if haliax := sys.modules.get("haliax.core"):
-        types.append(haliax.NamedArray)
-    return tuple(types)
+
+def box_types() -> dict[str, type]:
+    """Pytree nodes that only wrap one value and do not show in paths, by their kind."""
+    there = {kind: (sys.modules.get(module), name) for kind, (module, name) in _BOXES.items()}
+    return {kind: getattr(module, name) for kind, (module, name) in there.items() if module}
+
+
+def plain(tree: Any) -> Any:
+    """The tree as JAX flattens it, with graph objects of NNX that are pytrees as they are, and the states of others."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree
+    import jax
+
+    try:
+        graph = any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(tree))
+    except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
+        return tree
+    return split(tree)[0] if graph else tree
 
 
 def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
+from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree, _views
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
@@ -49,6 +49,9 @@ def restore(
         walked = _tree.walk(template)
         if reader.positional:
             reader = _positional.named(reader, entries, walked, name)
+            entries = reader.entries
+        elif levels := _box_levels.hidden(walked.paths, walked.boxes, entries):
+            reader = _views.renamed(reader, entries, {there: path for path, there in levels.items()})
             entries = reader.entries
         targets = _match.match(walked, entries, skeleton, policy, name, numbers_are_arrays=reader.numbers_are_arrays)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])

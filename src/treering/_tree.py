@@ -5,7 +5,7 @@ a recursive parser. A leaf is 0 in it.
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -46,11 +46,16 @@ Skeleton = Sequence[Node | int]
 
 
 class Walk(NamedTuple):
-    """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`."""
+    """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
+
+    `boxes` are those that do not show in the paths, by the path of what is in them, from the outside in: of which kind
+    each is, and what it calls its child.
+    """
 
     paths: Sequence[str]
     leaves: Sequence[Any]
     skeleton: Skeleton
+    boxes: Mapping[str, Sequence[tuple[str, str]]]
 
 
 class _Names(NamedTuple):
@@ -61,6 +66,7 @@ class _Names(NamedTuple):
 
     paths: Sequence[str]
     skeleton: Skeleton
+    boxes: Mapping[str, Sequence[tuple[str, str]]]
     nones: frozenset[int]
     text: str | None
 
@@ -91,7 +97,8 @@ def walk(tree: Any) -> Walk:
         if len(walked.leaves) - len(nones) != len(leaves):
             raise UnsupportedError("a container of this tree flattens differently with and without key paths")
         only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
-        names = _Names(walked.paths, walked.skeleton, nones, None if only_text else str(treedef))
+        text = None if only_text else str(treedef)
+        names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text)
         with _knowing:
             if len(_known) >= 4:
                 del _known[next(iter(_known))]
@@ -100,14 +107,16 @@ def walk(tree: Any) -> Walk:
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
-    return Walk(names.paths, leaves, names.skeleton)
+    return Walk(names.paths, leaves, names.skeleton, names.boxes)
 
 
 def _walk(tree: Any) -> Walk:
     from jax.tree_util import default_registry
 
     flatten_one = default_registry.flatten_one_level_with_keys
-    boxes = _flax.box_types()
+    kinds = _flax.box_types()
+    types = tuple(kinds.values())
+    boxes: dict[str, list[tuple[str, str]]] = {}
     paths: list[str] = []
     leaves: list[Any] = []
     skeleton: list[Node | int] = []
@@ -123,7 +132,9 @@ def _walk(tree: Any) -> Walk:
                 skeleton.append(LEAF)
                 continue
             pairs = list(flat[0])
-            if boxes and len(pairs) == 1 and isinstance(value, boxes):
+            if types and len(pairs) == 1 and isinstance(value, types):
+                kind = next(kind for kind, one in kinds.items() if isinstance(value, one))
+                boxes.setdefault(path, []).append((kind, key_text(_plain_key(pairs[0][0]))))
                 stack.append((path, pairs[0][1], root))
                 continue
             node, names = _describe(value, [key for key, _ in pairs])
@@ -140,7 +151,7 @@ def _walk(tree: Any) -> Walk:
         problems += [f"  {path or '(root)'}: two leaves have this path; rename one of them" for path in sorted(twice)]
     if problems:
         raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
-    return Walk(paths, leaves, skeleton)
+    return Walk(paths, leaves, skeleton, boxes)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -8,7 +8,7 @@ import msgspec
 
 from . import _dtypes
 from ._catalogue import ArrayEntry, Entry, ValueEntry
-from ._sharding import Box, extent, intersect, slices
+from ._sharding import Box, extent, intersect, slices, whole
 from ._tree import Skeleton
 from .formats import Problem, Reader
 
@@ -50,6 +50,12 @@ class Leaf(msgspec.Struct, frozen=True):
     def array(self) -> ArrayEntry:
         assert isinstance(self.entry, ArrayEntry)
         return self.entry
+
+    @property
+    def source(self) -> str:
+        """The path of the (first) leaf of the checkpoint that this one is made of; its own where none is read."""
+        needs = [] if self.plan is None else self.plan_of(whole(self.array.shape)).needs
+        return needs[0][0].path if needs else self.entry.path
 
     def plan_of(self, box: Box) -> Plan:
         assert self.plan is not None
@@ -207,7 +213,6 @@ def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: 
 
 def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...]) -> Leaf:
     """What a function makes of the whole leaf, which is read for every box of it."""
-    from ._sharding import whole
     from .errors import MismatchError
 
     def plan(box: Box) -> Plan:
@@ -238,7 +243,7 @@ class View:
     def __init__(
         self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
     ):
-        self._reader, self._leaves = reader, leaves
+        self._reader, self.leaves = reader, leaves
         self.positional = positional
         self.untold = reader.untold & leaves.keys() if positional else frozenset[str]()
         self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
@@ -249,6 +254,17 @@ class View:
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
 
+    def source(self, path: str) -> str:
+        """Under which path the (first) leaf that a leaf is made of is in what is not a view itself."""
+        found = self.leaves[path].source
+        return self._reader.source(found) if isinstance(self._reader, View) else found
+
+    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
+        """The same with other leaves, of the same reader, and all that lies beside the tree."""
+        view = View(self._reader, leaves, skeleton)
+        view.step, view.metrics, view.metadata = self.step, self.metrics, self.metadata
+        return view
+
     def check_present(self) -> None:
         self._reader.check_present()
 
@@ -256,13 +272,13 @@ class View:
         return None
 
     def maps(self, wish: bool | None) -> bool:
-        plain = all(leaf.plain or leaf.plan is None for leaf in self._leaves.values())
+        plain = all(leaf.plain or leaf.plan is None for leaf in self.leaves.values())
         return plain and self._reader.maps(wish)
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
     ) -> "list[np.ndarray]":
-        plans = [self._leaves[entry.path].plan_of(box) for entry, box in wanted]
+        plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, map=map)
         arrays = list(_each(plans, found))
         owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
@@ -273,6 +289,12 @@ class View:
 
     def problems(self) -> Iterator[Problem]:
         return self._reader.problems()
+
+
+def renamed(reader: Reader, entries: Mapping[str, Entry], names: Mapping[str, str]) -> View:
+    """The leaves of a checkpoint, those that the mapping has under the names that it gives to them."""
+    leaves = leaves_of(entries)
+    return View(reader, {(name := names.get(path, path)): leaf.at(name) for path, leaf in leaves.items()})
 
 
 def _each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":

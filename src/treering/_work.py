@@ -64,7 +64,7 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
     if copied:
         return _from_reader(call, place, _contents.prepared(tree, wish.rules, wish.dtype, info), info, wish, format)
     with paused():
-        walked = _tree.walk(_flax.split(tree)[0])
+        walked = _tree.walk(_flax.plain(tree) if "variable" in format.boxes else _flax.split(tree)[0])
         content = _leaves.collect(
             walked.paths,
             walked.leaves,
@@ -86,7 +86,9 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
     if not direct:
         live = _contents.Fed(place, walked.skeleton, content, feed)
         ckpt = Checkpoint(live, live.entries, live.skeleton)
-        changed = _from_reader(call, place, _contents.prepared(ckpt, wish.rules, wish.dtype, info), info, wish, format)
+        view = _contents.prepared(ckpt, wish.rules, wish.dtype, info)
+        view = _contents.with_boxes(view, walked.boxes, format.boxes)
+        changed = _from_reader(call, place, view, info, wish, format)
 
         def hand_over_both() -> None:
             hand_over()

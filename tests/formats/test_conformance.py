@@ -179,6 +179,7 @@ class NpyFolder:
 
     name = "npy-folder"
     suffixes = (".npys",)
+    boxes = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

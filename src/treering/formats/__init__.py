@@ -125,6 +125,11 @@ class Format(Protocol):
         """File name endings by which a destination is known to be meant for this format: ``(".eqx",)``."""
         ...
 
+    @property
+    def boxes(self) -> tuple[str, ...]:
+        """Kinds of boxes around leaves that its library shows as levels: "variable" (NNX), "axis-metadata" (Linen)."""
+        ...
+
     def refuses(self, disk: Disk, path: str) -> str | None:
         """Why what lies at a path is not of this format; None when it is. Looks, but reads no more than a header."""
         ...

@@ -27,6 +27,7 @@ class Equinox:
 
     name = "equinox"
     suffixes = (SUFFIX,)
+    boxes: tuple[str, ...] = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

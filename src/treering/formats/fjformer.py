@@ -38,6 +38,7 @@ class FJFormer:
 
     name = "fjformer"
     suffixes = ()
+    boxes = ("axis-metadata",)
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

@@ -58,6 +58,7 @@ class Flax:
 
     name = "flax"
     suffixes = (".msgpack",)
+    boxes = ("axis-metadata",)
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

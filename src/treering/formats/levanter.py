@@ -45,6 +45,7 @@ class Levanter:
 
     name = "levanter"
     suffixes = ()
+    boxes: tuple[str, ...] = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

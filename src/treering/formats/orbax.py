@@ -39,6 +39,7 @@ class Orbax:
 
     name = "orbax"
     suffixes = ()
+    boxes = ("variable", "axis-metadata")
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

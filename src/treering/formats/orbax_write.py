@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .._catalogue import NO_ARRAY, ArrayEntry, Entry, ValueEntry
 from .._paths import key_text, split
+from .._tree import Node
 from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
@@ -17,12 +18,11 @@ from . import Reader, zarr, zarr_metadata
 from .orbax import CHECKPOINT, COMMITTED, STATE, TREE
 from .orbax_read import SHARDINGS, VALUES
 from .orbax_tree import ABOUT_ARRAYS, DICT, KEY, LEVELS, SEQUENCE, STRINGS
-from .statedict_write import tree_of
 from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _OWN = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, "orbax.checkpoint", "descriptor"}
-_EMPTY = {dict: "Dict", list: "List", tuple: "Tuple"}
+_EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # of other kinds Orbax says "None"
 # Where JAX arrays go when they are restored without being told: to the first device, whatever it is.
 _ONE_DEVICE = {
     "sharding_type": "NamedSharding",
@@ -83,18 +83,19 @@ def _owns(disk: Disk, path: str) -> bool:
 
 def _leaves(contents: Reader) -> Iterator[_Leaf]:
     """What Orbax lists of a tree, in order."""
-    stack: list[tuple[tuple[tuple[str, int], ...], Any]] = [((), tree_of(contents))]
-    while stack:
-        keys, value = stack.pop()
-        if isinstance(value, str):
-            yield _Leaf(keys, _kind(contents.entries[value]), contents.entries[value])
-        elif not value:
-            yield _Leaf(keys, _EMPTY[type(value)], None)
-        elif isinstance(value, dict):
-            items = [(split(key_text(key))[0], child) for key, child in value.items()]
-            stack += [((*keys, (key, DICT)), child) for key, child in reversed(items)]
+    assert contents.skeleton is not None
+    entries = iter(contents.entries.values())
+    stack: list[tuple[tuple[str, int], ...]] = [()]
+    for node in contents.skeleton:
+        keys = stack.pop()
+        if not isinstance(node, Node):
+            entry = next(entries)
+            yield _Leaf(keys, _kind(entry), entry)
+        elif node.count():
+            kind = SEQUENCE if node.kind in ("list", "tuple", "positional") else DICT
+            stack += [(*keys, (split(key_text(key))[0], kind)) for key in reversed(node.children())]
         else:
-            stack += [((*keys, (str(n), SEQUENCE)), value[n]) for n in reversed(range(len(value)))]
+            yield _Leaf(keys, _EMPTY.get(node.kind, "None"), None)
 
 
 def _kind(entry: Entry) -> str:

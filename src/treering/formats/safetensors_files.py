@@ -36,6 +36,7 @@ class Safetensors:
 
     name = "safetensors"
     suffixes = (SUFFIX,)
+    boxes: tuple[str, ...] = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

@@ -26,6 +26,7 @@ class T5X:
 
     name = "t5x"
     suffixes = ()
+    boxes = ("axis-metadata",)
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

@@ -35,6 +35,7 @@ class TensorFlow:
 
     name = "tensorflow"
     suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:

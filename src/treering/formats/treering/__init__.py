@@ -15,6 +15,7 @@ class Native:
 
     name = "treering"
     suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         return None if disk.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"

@@ -1,0 +1,47 @@
+"""Boxes that do not show in the paths here, and show as levels in what other libraries write.
+
+Orbax has ``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state, and it and Flax for a Linen parameter with
+partitioning. Where there are boxes only the tree tells: the template of a restore, or the tree that is saved.
+"""
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+
+from ._tree import Node, Skeleton, containers
+
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # at a path, from the outside in: of which kind, and its child's name
+_SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
+
+
+def shown(path: str, boxes: Boxes, kinds: Collection[str]) -> str:
+    """A path as it is where boxes of these kinds are levels."""
+    parts = _names("", boxes, kinds)
+    place = ""
+    for n, part in enumerate(path.split("/") if path else ()):
+        place = f"{place}/{part}" if n else part
+        parts += [part, *_names(place, boxes, kinds)]
+    return "/".join(parts)
+
+
+def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> Skeleton:
+    """The skeleton of a tree in which boxes of these kinds are levels."""
+    found: list[Node | int] = []
+    for _, path, node in containers(skeleton):
+        found += [Node("object", "", [name]) for name in _names(path, boxes, kinds)]
+        found.append(node)
+    return found
+
+
+def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:
+    """Those of a tree's paths that are found among names only with levels for boxes, and as what."""
+    found: dict[str, str] = {}
+    if boxes:
+        for path in paths:
+            if path not in names:
+                candidates = (shown(path, boxes, kinds) for kinds in _SHOWN)
+                if name := next((name for name in candidates if name in names), None):
+                    found[path] = name
+    return found
+
+
+def _names(path: str, boxes: Boxes, kinds: Collection[str]) -> list[str]:
+    return [name for kind, name in boxes.get(path, ()) if kind in kinds]

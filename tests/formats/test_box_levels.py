@@ -1,0 +1,221 @@
+"""NNX Variables and Linen's partitioned parameters, which Orbax and Flax write with a level that does not show here."""
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from flax.core import meta
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treering as tr
+from helpers import assert_same
+from treering import rules
+from treering.errors import MismatchError
+
+
+class Model(nnx.Module):
+    """Parameters, batch statistics, a stream of keys, numbers in order and a Variable that holds a tree."""
+
+    def __init__(self, seed: int = 0, depth: int = 12):
+        rngs = nnx.Rngs(seed)
+        self.dense = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        if depth:  # of a list within a module that is saved itself Orbax writes what it cannot read
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(depth)])
+        self.cache = nnx.Cache({"k": jnp.full(3, seed + 1.0), "v": jnp.full(3, seed + 2.0)})
+
+
+class Network(linen.Module):
+    """Boxes of both kinds beside a parameter without one."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        init = linen.initializers.normal()
+        x = linen.Dense(8, kernel_init=linen.with_partitioning(init, (None, "x")))(x)
+        x = linen.Dense(8, kernel_init=linen.with_logical_partitioning(init, ("in", "out")))(x)
+        return linen.Dense(2)(x)
+
+
+APPLY = Network().apply
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def network(seed: int) -> Any:
+    return Network().init(jax.random.key(seed), jnp.ones((1, 4)))
+
+
+def train_state(seed: int) -> TrainState:
+    return TrainState.create(apply_fn=APPLY, params=network(seed)["params"], tx=CHAIN)
+
+
+def optimizer(seed: int) -> nnx.Optimizer:
+    return nnx.Optimizer(Model(seed), CHAIN, wrt=nnx.Param)
+
+
+TREES: dict[str, Callable[[int], Any]] = {
+    "state": lambda seed: nnx.state(Model(seed)),
+    "model": lambda seed: Model(seed, depth=0),
+    "parameters": lambda seed: nnx.state(Model(seed), nnx.Param),
+    "filtered": lambda seed: nnx.state(Model(seed), nnx.Any(nnx.Param, nnx.BatchStat)),
+    "split": lambda seed: nnx.split(Model(seed))[1],
+    "optimizer": optimizer,
+    "optimizer's state": lambda seed: nnx.state(optimizer(seed)),
+    "both": lambda seed: {
+        "model": nnx.state(Model(seed)),
+        "optimizer": nnx.state(optimizer(seed)),
+        "n": np.ones(3),
+    },
+    "pure": lambda seed: nnx.to_pure_dict(nnx.state(Model(seed))),
+    "boxed": network,
+    "train state": train_state,
+    "optax": lambda seed: CHAIN.init({"w": jnp.full(3, seed)}),
+    "empty": lambda seed: {"a": {}, "b": [], "c": (), "d": None, "e": np.full(2, seed), "f": optax.EmptyState()},
+}
+
+
+def written_by_orbax(path: pathlib.Path, tree: Any) -> pathlib.Path:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def read_by_orbax(path: pathlib.Path, like: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def bits(tree: Any) -> dict[str, Any]:
+    """The leaves by their places, without what a model is besides, nor where JAX arrays lie."""
+    tree = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        typed = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if typed else leaf)
+        found[jax.tree_util.keystr(path)] = (str(getattr(leaf, "dtype", type(leaf))), array.shape, array.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_orbax_wrote_fits_its_own_template(tmp_path: pathlib.Path, name: str) -> None:
+    tree, like = TREES[name](0), TREES[name](1)
+    path = written_by_orbax(tmp_path / "theirs", tree)
+    assert bits(tr.restore(path, like)) == bits(tree)
+    tr.convert(path, tmp_path / "ours")
+    assert bits(tr.restore(tmp_path / "ours", like)) == bits(tree)
+    for found in (tr.diff(path, tree), tr.diff(tree, path)):
+        lone = {*found.only_a, *found.only_b}  # what has no leaves is None to Orbax
+        assert not found.changed and found.equal > 0 and all(tr.open(path)[name] is None for name in lone)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str) -> None:
+    tree, like = TREES[name](0), TREES[name](1)
+    tr.save(tmp_path / "ours", tree, format="orbax")
+    assert bits(read_by_orbax(tmp_path / "ours", like)) == bits(tree) == bits(tr.restore(tmp_path / "ours", like))
+    theirs = written_by_orbax(tmp_path / "theirs", tree)
+    ours, expected = (json.loads((path / "_METADATA").read_text()) for path in (tmp_path / "ours", theirs))
+    for about in (ours, expected):
+        for one in about["tree_metadata"].values():
+            one["value_metadata"].pop("write_shape", None)
+    assert ours["tree_metadata"] == expected["tree_metadata"]
+
+
+@pytest.mark.parametrize("name", ["boxed", "train state"])
+@pytest.mark.parametrize("format", ["flax", "fjformer", "t5x"])
+def test_flax_and_its_relatives(tmp_path: pathlib.Path, name: str, format: str) -> None:
+    tree, like = TREES[name](0), TREES[name](1)
+    path = tmp_path / "theirs.msgpack"
+    path.write_bytes(flax.serialization.to_bytes(tree))
+    assert_same(tr.restore(path, like), tree)
+    tr.save(tmp_path / "ours", tree, format=format)
+    assert_same(tr.restore(tmp_path / "ours", like), tree)
+    if format == "flax":
+        assert bits(flax.serialization.from_bytes(like, (tmp_path / "ours").read_bytes())) == bits(tree)
+    assert set(tr.open(tmp_path / "ours")) == set(tr.open(path))
+
+
+def test_shapes_with_shardings_are_templates(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    where = NamedSharding(mesh, PartitionSpec())
+    path = written_by_orbax(tmp_path / "theirs", nnx.state(Model(0)))
+    abstract = nnx.eval_shape(lambda: nnx.state(Model(1)))
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), abstract)
+    found = tr.restore(path, like)
+    assert all(leaf.sharding == where for leaf in jax.tree.leaves(found))
+    assert_same(tr.restore(path, abstract), nnx.state(Model(0)))
+    assert_same(tr.restore(path, nnx.state(Model(1).dense), at="dense"), nnx.state(Model(0).dense))
+
+
+def test_rules_and_parts_keep_the_levels(tmp_path: pathlib.Path) -> None:
+    model, like = nnx.state(Model(0)), nnx.state(Model(1))
+    moved = [rules.rename("^dense/", "first/"), rules.drop("drop/**"), rules.cast("norm/*", "float16")]
+    tr.save(tmp_path / "ours", model, format="orbax", rules=moved)
+    names = set(tr.open(tmp_path / "ours"))
+    assert {"first/kernel/value", "norm/scale/value", "cache/value/k"} <= names and "dense/kernel/value" not in names
+    back = [rules.rename("^first/", "dense/")]
+    found = tr.restore(tmp_path / "ours", like, rules=back, missing=["drop/**"])
+    assert_same(found["dense"], model["dense"])
+    assert_same(found["cache"], model["cache"])
+
+
+def test_other_formats_do_not_show_them(tmp_path: pathlib.Path) -> None:
+    params = nnx.state(Model(0), nnx.Param)
+    for format in ("treering", "safetensors", "levanter", "flax"):
+        tr.save(tmp_path / format, params, format=format)
+        assert "dense/kernel" in tr.open(tmp_path / format)
+        assert_same(tr.restore(tmp_path / format, nnx.state(Model(1), nnx.Param)), params)
+
+
+def test_a_run_that_orbax_began_goes_on(tmp_path: pathlib.Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(nnx.state(optimizer(0))))
+    with tr.Checkpointer(tmp_path) as ckpts:
+        state, step = ckpts.restore_or_init(lambda: optimizer(1))
+        assert step == 3
+        assert_same(nnx.state(state), nnx.state(optimizer(0)))
+        ckpts.save(4, state)
+    assert_same(nnx.state(tr.restore(tmp_path, optimizer(1))), nnx.state(optimizer(0)))
+
+
+def test_what_is_really_missing_is_named_as_here(tmp_path: pathlib.Path) -> None:
+    path = written_by_orbax(tmp_path / "theirs", nnx.state(Model(0).dense))
+    with pytest.raises(MismatchError, match=r"2 differences\n  kernel: expected.*\n  scale: .*found nothing"):
+        tr.restore(
+            path, {**nnx.state(Model(1).dense), "scale": nnx.Param(jnp.ones(2)), "kernel": nnx.Param(jnp.ones(3))}
+        )
+
+
+def test_a_box_with_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
+    @flax.struct.dataclass
+    class Box(meta.AxisMetadata):
+        inner: Any
+
+        def unbox(self) -> Any:
+            return self.inner
+
+        def replace_boxed(self, val: Any) -> Any:
+            return Box(val)
+
+        def add_axis(self, index: Any, params: Any) -> Any:
+            return self
+
+        def remove_axis(self, index: Any, params: Any) -> Any:
+            return self
+
+    tree, like = {"w": Box(jnp.ones(3))}, {"w": Box(jnp.zeros(3))}
+    path = written_by_orbax(tmp_path / "theirs", tree)
+    assert list(tr.open(path)) == ["w/inner"]
+    assert_same(tr.restore(path, like), tree)
+    tr.save(tmp_path / "ours", tree, format="orbax")
+    assert bits(read_by_orbax(tmp_path / "ours", like)) == bits(tree)
