@@ -13,9 +13,9 @@ from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
-from .orbax import CHECKPOINT, COMMITTED, TREE
-from .orbax_read import SHARDINGS
-from .orbax_tree import ABOUT_ARRAYS, DICT, KEY, LEVELS, SEQUENCE, STRINGS
+from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
+from .orbax_metadata import DICT, SEQUENCE, STRINGS
+from .orbax_tree import KEY, LEVELS
 from .statedict_write import tree_of
 from .zarr_leaves import add_array, add_number, folder_size
 

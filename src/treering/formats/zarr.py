@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .. import _dtypes, stores
-from .._sharding import Box, extent, slices
+from .._sharding import Box, extent, slices, whole
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.buffers import adoptable
 from ..stores.disk import opened, read_file
@@ -29,6 +29,7 @@ _KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of 
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
+_MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
 _EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
@@ -82,20 +83,41 @@ class Folder:
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def arrays(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array]":
-        """The arrays of these names, whose metadata is read at once; see `Array`."""
-        found = zip(names, self.metadata(names, driver), strict=True)
-        return [Array(self, name, driver, data, filled=filled) for name, data in found]
+        """The arrays of these names; see `Array`. Raises the first `CorruptError`."""
+        found: list[Array] = []
+        for array in self.find(names, driver, filled=filled):
+            if isinstance(array, CorruptError):
+                raise array
+            found.append(array)
+        return found
 
-    def metadata(self, names: "Sequence[str]", driver: Driver) -> "list[bytes]":
-        """The contents of arrays' metadata files. Raises `CorruptError` where there is none."""
-        keys = [_below(name) + zarr_metadata.FILES[driver] for name in names]
+    def find(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array | CorruptError]":
+        """For each name the array, whose metadata is read at once with that of the others, or why there is none."""
+        pending = [self.keys.read(_about(name, driver)) if self.ocdbt else None for name in names]
+        found: list[Array | CorruptError] = []
+        for name, future in zip(names, pending, strict=True):
+            try:
+                found.append(Array(self, name, driver, self.metadata(name, driver, future), filled=filled))
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                found.append(error)
+        return found
+
+    def metadata(self, name: str, driver: Driver, future: Any = None) -> bytes:
+        """The contents of an array's metadata file, which may be on their way already.
+
+        Raises `CorruptError` where there is none.
+        """
+        key = _about(name, driver)
+        path = os.path.join(self.path, key)
         if not self.ocdbt:
-            return [self._file(os.path.join(self.path, key)) for key in keys]
+            return self._file(path)
         with errors(self.path):
-            found = [future.result() for future in [self.keys.read(key) for key in keys]]
-        if missing := next((key for key, one in zip(keys, found, strict=True) if one.state != "value"), None):
-            raise CorruptError(f"{os.path.join(self.path, missing)}: expected an array's metadata, found nothing")
-        return [one.value for one in found]
+            found = (future or self.keys.read(key)).result()
+        if found.state != "value":
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        return found.value
 
     def _file(self, path: str) -> bytes:
         there = stores.DISK.stat(path)
@@ -189,6 +211,26 @@ class Array:
             (start, stop), before, after = part[axis], part[:axis], part[axis + 1 :]
             stack += [(*before, (middle, stop), *after), (*before, (start, middle), *after)]
 
+    def damage(self) -> Iterator[str]:
+        """Reads everything and yields what is wrong, chunk by chunk where there is something."""
+        seen: set[str] = set()
+        for part, _ in self.split(whole(self.shape), IN_FLIGHT):
+            try:
+                self.read(part, False)
+                continue
+            except (CorruptError, OSError):
+                pass
+            for box, _ in self.split(part, 0):
+                try:
+                    self.read(box, False)
+                except (CorruptError, OSError) as error:
+                    if str(error) not in seen:
+                        seen.add(str(error))
+                        yield str(error)
+                if len(seen) > _MOST_DAMAGE:
+                    yield f"{self.path}: more than {_MOST_DAMAGE} chunks; no others were looked at"
+                    return
+
     def _is_in_parts(self, box: Box) -> bool:
         bounds = zip(box, self.shape, self._layout.cells, strict=True)
         cut = any(start % cell or (stop % cell and stop != size) for (start, stop), size, cell in bounds)
@@ -242,7 +284,7 @@ class ZarrArray(Array):
     def __init__(self, path: str, *, driver: Driver = "zarr", base: str | None = None):
         parent, name = _place(path, base)
         folder = Folder(parent, ocdbt=base is not None)
-        super().__init__(folder, name, driver, folder.metadata([name], driver)[0])
+        super().__init__(folder, name, driver, folder.metadata(name, driver))
 
 
 def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
@@ -366,6 +408,11 @@ def _check_file(path: str) -> os.stat_result:
 def _below(name: str) -> str:
     """What the keys of an array begin with."""
     return name if not name or name.endswith("/") else f"{name}/"
+
+
+def _about(name: str, driver: Driver) -> str:
+    """The key of an array's metadata."""
+    return _below(name) + zarr_metadata.FILES[driver]
 
 
 def _place(path: str, base: str | None) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices
 from ..errors import UnsafeError
 from ..stores.disk import Disk
-from . import Reader, zarr
+from . import Problem, Reader, zarr
 from .foreign import ForeignReader, Stored
 
 _CHUNK = 16 << 20  # bytes
@@ -60,6 +60,18 @@ class ZarrReader(ForeignReader):
         rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
         found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
+
+    def problems(self) -> Iterator[Problem]:
+        for problem in super().problems():
+            (path,) = problem.leaves
+            array = self._arrays[path]
+            if isinstance(array, zarr.Array):  # of which one piece of damage was found
+                damage = array.damage()
+                yield problem._replace(what=next(damage, problem.what))
+                for what in damage:
+                    yield problem._replace(what=what)
+            else:
+                yield problem
 
 
 def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Reader) -> Sequence[int]:
