@@ -94,6 +94,9 @@ class Checkpoint(Mapping[str, Any]):
                 for name, entry in self._entries.items()
                 if isinstance(entry, LostEntry) and below(path, name) is not None
             )
+            level = getattr(self._reader, "level", "")
+            if level and not self._part and (rest := below(path, level)) is not None:
+                return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
             near = closest(path, [*places, *self._entries])
             hint = f"; closest: {near}" if near else ""

@@ -621,3 +621,43 @@ def test_any_tree_of_keys(tmp_path: Path, data: st.DataObject) -> None:
     leaves = data.draw(st.dictionaries(st.text(max_size=2), made | st.integers(), max_size=4))
     edit(path / "_METADATA", lambda about: about.update(tree_metadata=leaves))
     outcome(path)
+
+
+@pytest.mark.parametrize("version_1", [False, True])
+def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, version_1: bool) -> None:
+    tree = {"params": {"w": jnp.ones((4, 2))}, "step": 3}
+    if version_1:
+        ocp1.save(tmp_path / "1", tree)
+    else:
+        with manager(tmp_path) as run:
+            run.save(1, args=ocp.args.StandardSave(tree))
+    path, level = tmp_path / "1", "state" if version_1 else "default"
+    assert_same(tr.restore(path, like=tree), tree)
+    assert_same(tr.restore(path, like={level: tree}), {level: tree})
+    assert_same(
+        tr.restore(tmp_path, like=collections.OrderedDict({level: tree})), collections.OrderedDict({level: tree})
+    )
+    assert_same(tr.restore(path, like=tree, at=level), tree)
+    assert_same(tr.restore(path, like=tree["params"], at=f"{level}/params"), tree["params"])
+    assert_same(tr.restore(path, like={level: {"step": 0}}, extra=[f"{level}/params/**"]), {level: {"step": 3}})
+    spread = NamedSharding(mesh(), PartitionSpec("x"))
+    found = tr.restore(path, {level: {"params": tree["params"]}}, extra="ignore", sharding={level: spread})
+    assert found[level]["params"]["w"].sharding == spread
+    with pytest.raises(MismatchError, match=f"{level}/other"):
+        tr.restore(path, like={level: {**tree, "other": 1}})
+    with pytest.raises(MismatchError, match="other/step"):
+        tr.restore(path, like={"other": tree})
+    with pytest.raises(MismatchError, match=f"{level}/w"):
+        tr.restore(path, like={level: tree["params"]}, at="params")
+    with pytest.raises(NotFoundError, match="nothing lies at 'other'"):
+        tr.restore(path, at="other")
+    for n, other in enumerate([jnp.arange(3), {"": np.ones(2)}, {"state": np.ones(1), "default": np.ones(2), "x": 1}]):
+        ocp1.save(tmp_path / "others" / str(n), other)
+        assert_same(tr.restore(tmp_path / "others" / str(n), like=other), other)
+        if n < 2:
+            assert_same(tr.restore(tmp_path / "others" / str(n), like={"state": other}), {"state": other})
+        else:
+            assert_same(
+                tr.restore(tmp_path / "others" / str(n), like={"state": np.ones(1)}, extra="ignore")["state"],
+                np.ones(1),
+            )

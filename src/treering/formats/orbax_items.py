@@ -35,11 +35,12 @@ _log = logging.getLogger("treering")
 
 
 class Items(NamedTuple):
-    """The tree of all items, the metrics, and why there are none where there should be."""
+    """The tree of all items, the metrics, why there are none where there should be, and the name of an only item."""
 
     tree: Tree
     metrics: Mapping[str, float]
-    damage: str | None
+    damage: str | None = None
+    level: str = ""
 
 
 def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
@@ -59,7 +60,7 @@ def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any,
     if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
         tree = _read_item(disk, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
         if tree is not None:
-            return Items(tree, metrics or {}, damage)
+            return Items(tree, metrics or {}, damage, names[0])
     trees: dict[str, Tree] = {}
     unknown: list[str] = []
     for name in names:

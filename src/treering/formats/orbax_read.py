@@ -13,7 +13,6 @@ from ..stores.disk import Disk
 from . import Problem, zarr
 from .orbax import CHECKPOINT, SHARDINGS, read_about, read_json
 from .orbax_items import Items, numbers, read_items, read_tree_of
-from .orbax_tree import Tree
 from .zarr_leaves import ZarrReader, folder_size
 
 _DELETED = "_CHECKPOINT_DELETION"
@@ -23,10 +22,12 @@ _VERSION_1 = "orbax.checkpoint"  # an empty file
 class OrbaxReader(ZarrReader):
     """See `treering.formats.Reader`."""
 
-    def __init__(self, disk: Disk, path: str, tree: Tree, damage: str | None, *, nbytes: int, **about: Any):
+    def __init__(self, disk: Disk, path: str, items: Items, *, nbytes: int, **about: Any):
+        tree, level, damage = items.tree, items.level, items.damage
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._disk, self._damage = disk, damage
+        self.level = level  # of an only item, which a template may have and the paths here have not
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
@@ -60,13 +61,13 @@ def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
         about = _read_about(disk, path)
         direct = read_tree_of(disk, path, None)
         if direct is not None:
-            found = Items(direct, {}, None)
+            found = Items(direct, {})
         else:
             found = read_items(disk, path, about.items, about.deleted, version_1=about.version_1)
     metadata = about.metadata or found.tree.metadata
     metrics = {**about.metrics, **found.metrics}
     about_all = {"step": step, "metrics": metrics, "metadata": metadata, "nbytes": folder_size(disk, path)}
-    return OrbaxReader(disk, path, found.tree, found.damage, **about_all)
+    return OrbaxReader(disk, path, found, **about_all)
 
 
 def _read_about(disk: Disk, path: str) -> _About:

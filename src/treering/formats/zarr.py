@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .. import _dtypes, stores
-from .._sharding import Box, extent, slices, whole
+from .._sharding import Box, extent, slices
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.buffers import adoptable
 from ..stores.disk import opened, read_file
@@ -29,7 +29,6 @@ _KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of 
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
-_MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
 _EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
@@ -210,26 +209,6 @@ class Array:
             middle = (firsts[axis] + counts[axis] // 2) * self._layout.cells[axis]
             (start, stop), before, after = part[axis], part[:axis], part[axis + 1 :]
             stack += [(*before, (middle, stop), *after), (*before, (start, middle), *after)]
-
-    def damage(self) -> Iterator[str]:
-        """Reads everything and yields what is wrong, chunk by chunk where there is something."""
-        seen: set[str] = set()
-        for part, _ in self.split(whole(self.shape), IN_FLIGHT):
-            try:
-                self.read(part, False)
-                continue
-            except (CorruptError, OSError):
-                pass
-            for box, _ in self.split(part, 0):
-                try:
-                    self.read(box, False)
-                except (CorruptError, OSError) as error:
-                    if str(error) not in seen:
-                        seen.add(str(error))
-                        yield str(error)
-                if len(seen) > _MOST_DAMAGE:
-                    yield f"{self.path}: more than {_MOST_DAMAGE} chunks; no others were looked at"
-                    return
 
     def _is_in_parts(self, box: Box) -> bool:
         bounds = zip(box, self.shape, self._layout.cells, strict=True)
