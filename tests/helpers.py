@@ -67,7 +67,7 @@ def assert_described(path: Path, leaves: dict[str, Any]) -> None:
     ckpt = tr.open(path)
     assert set(ckpt) == set(leaves)
     restored = jax.tree_util.tree_leaves_with_path(tr.restore(path), is_leaf=lambda leaf: leaf is None)
-    found = {"/".join(str(getattr(key, "key", None) or key.idx) for key in keys): leaf for keys, leaf in restored}
+    found = {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in restored}
     assert set(found) == set(leaves)
     for place, about in leaves.items():
         if not isinstance(about, dict):  # None and Python's numbers

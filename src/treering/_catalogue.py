@@ -8,6 +8,7 @@ lose the difference between 1 and 1.0, the infinities, NaN payloads and integers
 import base64
 import math
 import struct
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -44,6 +45,19 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
 
 
+class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
+    """A leaf, or everything below a path, that should be there and cannot be read.
+
+    It looks like an array, so that whatever reads it fails with `CorruptError(why)`.
+    """
+
+    why: str = ""
+
+    def at(self, path: str) -> "LostEntry":
+        """The same loss under another path."""
+        return lost(path, self.why)
+
+
 class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False):
     """A leaf that is no array. `value` is in the tagged form of `encode`."""
 
@@ -65,6 +79,18 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
 
 
 Entry = ArrayEntry | ValueEntry
+
+
+def lost(path: str, why: str) -> LostEntry:
+    """The entry of what should lie at a path and cannot be read."""
+    return LostEntry(path, "numpy", "uint8", (), "", why)
+
+
+def check_whole(entries: Iterable[Entry]) -> None:
+    """Raises `CorruptError` that names what cannot be read of these entries."""
+    if reasons := tuple(dict.fromkeys(entry.why for entry in entries if isinstance(entry, LostEntry))):
+        listed = "\n".join(reasons[:5])
+        raise CorruptError(f"{listed}\nand {len(reasons) - 5} more like these" if len(reasons) > 5 else listed)
 
 
 def encode_float(x: float) -> float | str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _dtypes, _processes, _tree, formats, stores
-from ._catalogue import ArrayEntry, Entry, ValueEntry
+from ._catalogue import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
 from ._lazy import LazyArray
 from ._paths import absolute, below, closest, matches
 from ._run import all_steps
@@ -73,6 +73,7 @@ class Checkpoint(Mapping[str, Any]):
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
             hint = hint or (f"; the closest name is {near}" if near else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
+        check_whole([entry])
         return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._reader, entry)
 
     def __iter__(self) -> Iterator[str]:
@@ -88,6 +89,14 @@ class Checkpoint(Mapping[str, Any]):
         entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
         skeleton = None if self._skeleton is None else _tree.subtree(self._skeleton, path)
         if not entries and skeleton is None:
+            check_whole(
+                entry
+                for name, entry in self._entries.items()
+                if isinstance(entry, LostEntry) and below(path, name) is not None
+            )
+            level = getattr(self._reader, "level", "")
+            if level and not self._part and (rest := below(path, level)) is not None:
+                return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
             near = closest(path, [*places, *self._entries])
             hint = f"; closest: {near}" if near else ""
@@ -135,6 +144,7 @@ class Checkpoint(Mapping[str, Any]):
             dtype = _dtypes.to_numpy(entry.dtype)
             return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
 
+        check_whole(self._entries.values())
         values = [shape(entry) for entry in self._entries.values()]
         return _tree.nest(self, values) if self._skeleton is None else _tree.build(self._skeleton, values)
 
@@ -198,7 +208,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     are), `UnsupportedError` when a later release wrote it.
     """
     place = absolute(path)
-    return _use(place, step, lambda ckpt: ckpt, fallback=step is None)
+
+    def use(ckpt: Checkpoint) -> Checkpoint:
+        if step is None and ckpt.path != place:  # or else it is asked for by name, whatever is left of it
+            check_whole(ckpt._entries.values())
+        return ckpt
+
+    return _use(place, step, use, fallback=step is None)
 
 
 def open_one(path: str) -> Checkpoint:

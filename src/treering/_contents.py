@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from . import _box_levels, _dtypes, _tree, _views
-from ._catalogue import ArrayEntry, Entry, decode
+from ._catalogue import ArrayEntry, Entry, check_whole, decode
 from ._checkpoint import Checkpoint
 from ._leaves import Content, Source
 from ._paths import below
@@ -39,6 +39,7 @@ class Deferred:
 def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> _views.View:
     """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a tree around it."""
     changed = ckpt.apply(rules)
+    check_whole(changed._entries.values())
     leaves = _views.leaves_of(changed._entries)
     if dtype is not None:
         text = _dtypes.to_text(np.dtype(dtype))

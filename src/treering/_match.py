@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from . import _dtypes, _iterators, _processes
-from ._catalogue import NO_ARRAY, ArrayEntry, Entry, ValueEntry
+from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
 from ._leaves import is_function
 from ._paths import below, closest, matches
 from ._tree import Node, Skeleton, Walk, containers
@@ -86,6 +86,8 @@ def match(
 
     Raises `MismatchError` with every difference.
     """
+    if any(isinstance(entry, LostEntry) for entry in entries.values()):
+        check_whole(_needed(entries, walked, policy))
     targets: list[Target] = []
     problems: list[str] = []
     skipped: list[str] = []
@@ -138,6 +140,7 @@ def match(
 
 def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: str) -> list[Target]:
     """Targets without a template: NumPy arrays (or JAX ones), typed keys, and values as they were."""
+    check_whole(entries)
     targets: list[Target] = []
     problems: list[str] = []
     cast = functools.cache(lambda text: policy.cast(_dtypes.to_numpy(text)))
@@ -160,8 +163,23 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: st
     return targets
 
 
+def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
+    """What a template asks for and what it may not leave out, of that which cannot be read."""
+    skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
+    asked = {""}
+    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+        if leaf is not None and leaf is not ... and not is_function(leaf):
+            asked |= {path, *(path[:n] for n, character in enumerate(path) if character == "/")}
+    for path, entry in entries.items():
+        left_out = policy.allows("extra", path) or any(below(path, at) is not None for at in skipped)
+        if isinstance(entry, LostEntry) and (path in asked or not left_out):
+            yield entry
+
+
 def describe(entry: Entry) -> str:
     """An entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
+    if isinstance(entry, LostEntry):
+        return "lost"
     if isinstance(entry, ValueEntry):
         return entry.type
     if entry.type == "key":

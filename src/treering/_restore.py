@@ -3,16 +3,17 @@
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree, _views
+from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
+from ._paths import below
 from ._place import Where
 from ._sharding import Box, whole
 from .errors import MismatchError, UnsupportedError
@@ -50,9 +51,14 @@ def restore(
         if reader.positional:
             reader = _positional.named(reader, entries, walked, name)
             entries = reader.entries
-        elif levels := _box_levels.hidden(walked.paths, walked.boxes, entries):
-            reader = _views.renamed(reader, entries, {there: path for path, there in levels.items()})
-            entries = reader.entries
+        level = getattr(reader, "level", "")
+        if level and entries is reader.entries and skeleton and _has_level(walked.paths, entries, level):
+            alone = skeleton[0] == _tree.LEAF
+            entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
+            skeleton = [_tree.Node("dict", "", [level]), *skeleton]
+        if levels := _box_levels.hidden(walked.paths, walked.boxes, entries):
+            names = {there: path for path, there in levels.items()}
+            entries = {names.get(path, path): entry for path, entry in entries.items()}
         targets = _match.match(walked, entries, skeleton, policy, name, numbers_are_arrays=reader.numbers_are_arrays)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
@@ -65,6 +71,12 @@ def restore(
             for value, target, place in zip(values, targets, places, strict=True)
         ]
     return join(_tree.flatten(template)[1].unflatten(values))
+
+
+def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
+    """Whether all of a template lies at a level, and nothing of what was found."""
+    here = [below(path, level) is not None for path in template]
+    return bool(here) and all(here) and all(below(path, level) is None for path in found)
 
 
 def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: _tree.Skeleton | None) -> list[Where]:

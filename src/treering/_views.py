@@ -291,12 +291,6 @@ class View:
         return self._reader.problems()
 
 
-def renamed(reader: Reader, entries: Mapping[str, Entry], names: Mapping[str, str]) -> View:
-    """The leaves of a checkpoint, those that the mapping has under the names that it gives to them."""
-    leaves = leaves_of(entries)
-    return View(reader, {(name := names.get(path, path)): leaf.at(name) for path, leaf in leaves.items()})
-
-
 def _each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
     """What each plan makes of its part of what was read for all of them."""
     rest = iter(arrays)

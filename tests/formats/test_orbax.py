@@ -297,8 +297,8 @@ def test_items_of_other_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (tmp_path / "0" / "data" / "process_0.bin").write_bytes(b"?")
     assert "data" not in tr.restore(tmp_path) and "left out" in caplog.text and "data" in caplog.text
     shutil.rmtree(tmp_path / "0" / "array")
-    with pytest.raises(CorruptError, match="array"):
-        tr.open(tmp_path / "0")
+    with pytest.raises(CorruptError, match="the item 'array', found no folder"):
+        tr.restore(tmp_path / "0")
     (tmp_path / "0" / "_CHECKPOINT_METADATA").unlink()
     shutil.rmtree(tmp_path / "0" / "key")
     with pytest.raises(NotFoundError):
@@ -347,7 +347,7 @@ def test_the_first_releases(tmp_path: Path, ocdbt: bool) -> None:
     tree["params"]["w"] = "PLACEHOLDER://../outside"
     (tmp_path / "ckpt" / "checkpoint").write_bytes(serialization.msgpack_serialize(tree))
     with pytest.raises(CorruptError if ocdbt else UnsafeError, match="outside"):
-        tr.open(tmp_path / "ckpt")
+        tr.restore(tmp_path / "ckpt")
 
 
 def test_what_is_written_orbax_reads(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def leaf(*keys: Any, kind: str = "np.ndarray", skip: bool = False, types: Any = 
         ([leaf("a.b"), leaf("a", "b")], CorruptError, "one name"),
         ([leaf(*["x"] * 1001)], UnsafeError, "levels"),
         ([leaf("w", kind="my.Own")], UnsupportedError, r"w \(my.Own\)"),
-        ([leaf("w", skip=True)], UnsupportedError, "not stored"),
+        ([leaf("w", skip=True)], CorruptError, "checkpoint: expected the leaf 'w', found none"),
         ([leaf("t", kind="string")], CorruptError, "the text 't'"),
         ([leaf("absent")], CorruptError, "absent"),
         ([leaf("\ud800")], UnsupportedError, "Unicode"),
@@ -499,7 +499,7 @@ def test_trees_that_contradict_themselves(tmp_path: Path, leaves: Any, error: An
     path = save_standard(tmp_path / "ckpt", {"w": np.ones(2)})
     edit(path / "_METADATA", lambda about: about.update(tree_metadata={str(n): one for n, one in enumerate(leaves)}))
     with pytest.raises(error, match=text):
-        tr.open(path)
+        tr.restore(path)
 
 
 def test_containers_that_were_filled_later(tmp_path: Path) -> None:
@@ -535,7 +535,9 @@ def test_missing_parts_are_named(tmp_path: Path, ocdbt: bool, zarr3: bool) -> No
     assert [problem.leaves for problem in tr.verify(path).problems] == [("w",)]
     store.delete_range(ts.KvStore.KeyRange(about, about + "\0")).result()
     with pytest.raises(CorruptError, match=about):
-        tr.open(path)
+        tr.restore(path)
+    assert_same(tr.restore(path, at="v"), np.ones(2))
+    assert [(problem.leaves, about in problem.what) for problem in tr.verify(path).problems] == [(("w",), True)]
     if ocdbt:
         (path / "manifest.ocdbt").unlink()
         with pytest.raises(CorruptError, match="manifest"):
@@ -560,7 +562,7 @@ def test_files_about_the_tree_that_lie(tmp_path: Path) -> None:
         good = (path / name).read_bytes()
         (path / name).write_bytes(contents)
         with pytest.raises(error):
-            tr.open(path)
+            tr.restore(path)
         (path / name).write_bytes(good)
     edit(
         path / "_CHECKPOINT_METADATA",
@@ -619,3 +621,43 @@ def test_any_tree_of_keys(tmp_path: Path, data: st.DataObject) -> None:
     leaves = data.draw(st.dictionaries(st.text(max_size=2), made | st.integers(), max_size=4))
     edit(path / "_METADATA", lambda about: about.update(tree_metadata=leaves))
     outcome(path)
+
+
+@pytest.mark.parametrize("version_1", [False, True])
+def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, version_1: bool) -> None:
+    tree = {"params": {"w": jnp.ones((4, 2))}, "step": 3}
+    if version_1:
+        ocp1.save(tmp_path / "1", tree)
+    else:
+        with manager(tmp_path) as run:
+            run.save(1, args=ocp.args.StandardSave(tree))
+    path, level = tmp_path / "1", "state" if version_1 else "default"
+    assert_same(tr.restore(path, like=tree), tree)
+    assert_same(tr.restore(path, like={level: tree}), {level: tree})
+    assert_same(
+        tr.restore(tmp_path, like=collections.OrderedDict({level: tree})), collections.OrderedDict({level: tree})
+    )
+    assert_same(tr.restore(path, like=tree, at=level), tree)
+    assert_same(tr.restore(path, like=tree["params"], at=f"{level}/params"), tree["params"])
+    assert_same(tr.restore(path, like={level: {"step": 0}}, extra=[f"{level}/params/**"]), {level: {"step": 3}})
+    spread = NamedSharding(mesh(), PartitionSpec("x"))
+    found = tr.restore(path, {level: {"params": tree["params"]}}, extra="ignore", sharding={level: spread})
+    assert found[level]["params"]["w"].sharding == spread
+    with pytest.raises(MismatchError, match=f"{level}/other"):
+        tr.restore(path, like={level: {**tree, "other": 1}})
+    with pytest.raises(MismatchError, match="other/step"):
+        tr.restore(path, like={"other": tree})
+    with pytest.raises(MismatchError, match=f"{level}/w"):
+        tr.restore(path, like={level: tree["params"]}, at="params")
+    with pytest.raises(NotFoundError, match="nothing lies at 'other'"):
+        tr.restore(path, at="other")
+    for n, other in enumerate([jnp.arange(3), {"": np.ones(2)}, {"state": np.ones(1), "default": np.ones(2), "x": 1}]):
+        ocp1.save(tmp_path / "others" / str(n), other)
+        assert_same(tr.restore(tmp_path / "others" / str(n), like=other), other)
+        if n < 2:
+            assert_same(tr.restore(tmp_path / "others" / str(n), like={"state": other}), {"state": other})
+        else:
+            assert_same(
+                tr.restore(tmp_path / "others" / str(n), like={"state": np.ones(1)}, extra="ignore")["state"],
+                np.ones(1),
+            )

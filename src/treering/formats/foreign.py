@@ -33,6 +33,19 @@ class Stored(Protocol):
         ...
 
 
+class Lost:
+    """What stands for the array of a `LostEntry`; see `Stored`."""
+
+    def __init__(self, why: str):
+        self._why = why
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        raise CorruptError(self._why)
+
+    def can_map(self) -> bool:
+        return False
+
+
 class ForeignReader:
     """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
 

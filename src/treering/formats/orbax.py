@@ -12,6 +12,7 @@ What is written is a tree right in a folder, in an OCDBT database of zarr 2, for
 version 1's `load`.
 """
 
+import itertools
 import json
 import os
 import re
@@ -21,14 +22,19 @@ from typing import Any
 
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
-from . import Reader
-from .msgpack import beginning
+from . import Reader, get
+from .msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
-STATE = "checkpoint"  # what there was in its place in the first releases
-PLACEHOLDER = "PLACEHOLDER://"  # text in it that stands for an array
+STATE = "checkpoint"  # what there was in its place in the first releases, and later with aggregated leaves
+PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # with which text in it begins that stands for an array
+SHARDINGS = "_sharding"
+ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
+_METADATA_OF_ARRAYS = (".zarray", "zarr.json")
 COMMITTED = "commit_success.txt"
+_COMMIT = "commit_timestamp_nsecs"
+_DATABASE = "manifest.ocdbt"
 UNFINISHED = ".orbax-checkpoint-tmp"
 _MOST = 16 << 20  # bytes of the file about the checkpoint, which is read to tell whether there is one
 _STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
@@ -52,15 +58,19 @@ class Orbax:
                 return "it was never finished"
             if disk.stat(os.path.join(path, CHECKPOINT)) is not None:
                 return None if _is_committed(disk, path) else "it was never committed"
-            if tree_file(disk, path) is not None:
+            if _is_tree(disk, path):
                 return None
             # Until 2024 there was no file about the checkpoint as a whole.
-            items = [name for name in disk.list(path) if tree_file(disk, os.path.join(path, name)) is not None]
+            names = disk.list(path)
+            checkpoints = [name for name in names if disk.stat(os.path.join(path, name, CHECKPOINT)) is not None]
+            items = [name for name in names if _is_tree(disk, os.path.join(path, name))]
         except OSError as error:
             return str(error)
-        if not items:
-            return f"it is a folder without {CHECKPOINT} and {TREE}"
-        return "it is a folder of steps" if any(map(_STEP.fullmatch, items)) else None
+        if any(map(_STEP.fullmatch, [*checkpoints, *items])):
+            return "it is a folder of steps"
+        if checkpoints:  # an item of one has no such file
+            return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
+        return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
 
     def open(self, disk: Disk, path: str) -> Reader:
         from .orbax_read import open_checkpoint
@@ -98,10 +108,26 @@ def tree_file(disk: Disk, folder: str) -> str | None:
     """The file in a folder that says which tree lies there, None where there is none."""
     if disk.stat(os.path.join(folder, TREE)) is not None:
         return TREE
-    there = disk.stat(os.path.join(folder, STATE))
-    if there is None or not stat.S_ISREG(there.st_mode):
-        return None
-    return STATE if PLACEHOLDER.encode() in beginning(disk, os.path.join(folder, STATE), 1 << 16) else None
+    data = beginning(disk, os.path.join(folder, STATE), 1 << 16)
+    if any(prefix.encode() in data for prefix in PLACEHOLDERS):
+        return STATE
+    first = [kind for kind, _ in itertools.islice(tokens(data), 2)]
+    return STATE if first == [MAP, STR] and get("t5x").refuses(disk, folder) is not None else None
+
+
+def has_arrays(disk: Disk, folder: str) -> bool:
+    """Whether arrays of a tree lie in a folder, in a database or in files."""
+    return any(disk.stat(os.path.join(folder, name)) is not None for name in (_DATABASE, ABOUT_ARRAYS)) or any(
+        disk.stat(os.path.join(folder, name, file)) is not None
+        for name in disk.list(folder)
+        for file in _METADATA_OF_ARRAYS
+    )
+
+
+def is_file(disk: Disk, path: str) -> bool:
+    """Whether there is a file at a path."""
+    there = disk.stat(path)
+    return there is not None and stat.S_ISREG(there.st_mode)
 
 
 def read_about(disk: Disk, path: str) -> Any:
@@ -133,10 +159,16 @@ def _is_committed(disk: Disk, path: str) -> bool:
         about = read_about(disk, path)
     except CorruptError:
         return True  # which is found when it is opened
-    begun_only = (
-        isinstance(about, dict) and about.get("init_timestamp_nsecs") and not about.get("commit_timestamp_nsecs")
+    # The time of the commit is null until then. It may be left out altogether, for Orbax goes by the folder's name.
+    begun_only = isinstance(about, dict) and about.get("init_timestamp_nsecs") and _COMMIT in about
+    return not begun_only or bool(about[_COMMIT])
+
+
+def _is_tree(disk: Disk, folder: str) -> bool:
+    """Whether a tree lies in a folder, be it that the list of its leaves is gone."""
+    return tree_file(disk, folder) is not None or any(
+        disk.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
     )
-    return not begun_only
 
 
 FORMAT = Orbax()

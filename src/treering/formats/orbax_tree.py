@@ -1,4 +1,7 @@
-"""A tree as Orbax stores it: a list of key paths in JSON, and a zarr array for each leaf that is no text."""
+"""A tree as Orbax stores it: a list of key paths in JSON, and a zarr array for each leaf that is no text.
+
+Releases up to 2024 put leaves into one file in MessagePack when they were asked to, as Flax did: aggregated ones.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,19 +10,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from .._catalogue import ArrayEntry, Entry, ValueEntry, encode, lost
 from .._paths import few, join, key_text
 from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from . import zarr
-from .foreign import Stored
-from .orbax import TREE, read_json
-from .statedict import check_inside
+from .foreign import Lost, Stored
+from .orbax import ABOUT_ARRAYS, STATE, TREE, is_file, read_json
+from .orbax_metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
+from .orbax_state import placeholder, read_aggregated
+from .statedict import Leaves, check_inside
 
-SEQUENCE, DICT = 1, 2  # kinds of keys: the latter of attributes as well
-STRINGS = "_strings.json"
-ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
 KEY = "random_key_impl"
 LEVELS = 1000
 _EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
@@ -35,28 +37,12 @@ class Tree(NamedTuple):
     arrays: Mapping[str, Stored]
     skeleton: list[Node | int]
     metadata: Any = None
+    numbers_are_arrays: bool = False  # see `treering.formats.Reader`
 
-
-class _Key(msgspec.Struct):
-    key: str
-    key_type: int
-
-
-class _Kind(msgspec.Struct):
-    value_type: str
-    skip_deserialize: bool = False
-
-
-class _Leaf(msgspec.Struct):
-    key_metadata: list[_Key]
-    value_metadata: _Kind
-
-
-class _About(msgspec.Struct):
-    tree_metadata: dict[str, _Leaf]
-    use_ocdbt: bool | None = None
-    use_zarr3: bool | None = None
-    custom_metadata: Any = None
+    @classmethod
+    def lost(cls, path: str, why: str) -> "Tree":
+        """A tree of which nothing can be read."""
+        return cls([lost(path, why)], {path: Lost(why)}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -78,6 +64,7 @@ class _Place(NamedTuple):
     path: str
     name: str
     kind: str
+    aggregated: bool
 
 
 class _Branch:
@@ -93,38 +80,76 @@ def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
 
     Numbers that were no arrays are read, arrays are not. Raises `CorruptError` and `UnsupportedError`.
     """
-    file = os.path.join(folder, TREE)
-    try:
-        about = msgspec.convert(read_json(disk, file), _About)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise CorruptError(f"{file}: {error}") from None
+    return _tree(disk, folder, at, read_metadata(disk, folder))
+
+
+def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
+    """What is left of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
+
+    Which names were keys with dots in them, which containers lists, and which leaves were no arrays, is not known any
+    more. So there is a leaf in the place of the list that cannot be read.
+    """
+    why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
+    tree = _tree(disk, folder, at, guess_metadata(disk, folder))
+    top = tree.skeleton[0]
+    if not isinstance(top, Node):
+        return Tree.lost(at or "", why)
+    missing = Tree.lost(join(at or "", TREE, root=at is None), why)
+    top = Node("dict", "", [*top.children(), TREE])
+    skeleton = [top, *tree.skeleton[1:], LEAF]
+    return Tree(
+        tree.entries + missing.entries,
+        {**tree.arrays, **missing.arrays},
+        skeleton,
+        tree.metadata,
+        numbers_are_arrays=True,
+    )
+
+
+def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
+    inline = read_aggregated(disk, folder, at) if is_file(disk, os.path.join(folder, STATE)) else Leaves([], {}, ())
+    aggregated = {entry.path: entry for entry in inline.entries if placeholder(entry) is None}
     try:
         places, skeleton = _places(_branches(about.tree_metadata.values()), at)
-        _check(places)
+        _check([place for place in places if place.path not in aggregated and not place.aggregated])
     except TreeringError as error:
-        raise type(error)(f"{file}: {error}") from None
-    listed = [place for place in places if place.kind in _ARRAYS]
-    arrays = dict(zip((place.path for place in listed), _open(disk, folder, listed, about), strict=True))
-    numbers = _read_numbers(arrays, listed)
-    texts = _read_texts(disk, folder) if any(place.kind == "string" for place in places) else {}
-    keys = _read_keys(disk, folder, [place.name for place in listed if arrays[place.path].dtype == "uint32"])
+        raise type(error)(f"{os.path.join(folder, TREE)}: {error}") from None
+    listed = [p for p in places if p.kind in _ARRAYS and p.path not in aggregated and not p.aggregated]
+    found = dict(zip((place.path for place in listed), _open(disk, folder, listed, about), strict=True))
+    arrays: dict[str, zarr.Array] = {path: one for path, one in found.items() if isinstance(one, zarr.Array)}
+    reasons = {path: str(one) for path, one in found.items() if isinstance(one, CorruptError)}
+    values: dict[str, Any] = _read_numbers(arrays, listed, reasons)
+    texts = read_texts(disk, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
+    uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
+    keys = _read_keys(disk, folder, uints)
     entries: list[Entry] = []
-    for path, name, kind in places:
-        if path in numbers or kind not in _ARRAYS:
-            value = numbers[path] if path in numbers else None if kind == "None" else texts.get(name)
-            if kind == "string" and not isinstance(value, str):
-                raise CorruptError(f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none")
-            entries.append(ValueEntry(path, *encode(value)))
-            arrays.pop(path, None)
+    stored: dict[str, Stored] = {}
+    for path, name, kind, skipped in places:
+        if path in aggregated and kind != "None":
+            entries.append(aggregated[path])
+            if path in inline.arrays:
+                stored[path] = inline.arrays[path]
             continue
-        dtype, shape, impl = arrays[path].dtype, arrays[path].shape, keys.get(name, "")
-        if impl and not shape:
-            raise CorruptError(f"{folder}: {path}: expected the data of a key, found a number")
-        entries.append(ArrayEntry(path, "key" if impl else "numpy", dtype, shape, impl))
-    return Tree(entries, arrays, skeleton, about.custom_metadata)
+        if skipped:
+            reasons[path] = f"{os.path.join(folder, STATE)}: expected the leaf {name!r}, found none"
+        elif kind == "string" and not isinstance(texts.get(name), str):
+            reasons[path] = f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none"
+        if path in reasons:
+            entries.append(lost(path, reasons[path]))
+            stored[path] = Lost(reasons[path])
+        elif path in values or kind in ("None", "string"):
+            value = values[path] if path in values else texts[name] if kind == "string" else None
+            entries.append(ValueEntry(path, *encode(value)))
+        else:
+            dtype, shape, impl = arrays[path].dtype, arrays[path].shape, keys.get(name, "")
+            if impl and not shape:
+                raise CorruptError(f"{folder}: {path}: expected the data of a key, found a number")
+            entries.append(ArrayEntry(path, "key" if impl else "numpy", dtype, shape, impl))
+            stored[path] = arrays[path]
+    return Tree(entries, stored, skeleton, about.custom_metadata)
 
 
-def _branches(leaves: Iterable[_Leaf]) -> _Branch | _Place:
+def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
     """The containers that key paths describe. Raises `CorruptError` when they contradict each other."""
     root: _Branch | _Place | None = None
     for leaf in leaves:
@@ -132,8 +157,7 @@ def _branches(leaves: Iterable[_Leaf]) -> _Branch | _Place:
         name = ".".join(key.key for key in keys)
         if len(keys) > LEVELS:
             raise UnsafeError(f"a leaf more than {LEVELS} levels deep")
-        if leaf.value_metadata.skip_deserialize and kind not in _EMPTY and kind != "None":
-            raise UnsupportedError(f"{name}: a leaf of type {kind} that was not stored with the others")
+        aggregated = leaf.value_metadata.skip_deserialize and kind not in _BARE
         parent, last = None, ""
         for key in keys:
             place = root if parent is None else parent.children.get(last)
@@ -150,9 +174,9 @@ def _branches(leaves: Iterable[_Leaf]) -> _Branch | _Place:
         if there is not None and not (isinstance(there, _Branch) and kind in _BARE):
             raise CorruptError(f"{name}: expected one leaf of this name, found two")
         if there is None and parent is not None:
-            parent.children[last] = _Place("", name, kind)
+            parent.children[last] = _Place("", name, kind, aggregated)
         elif there is None:
-            root = _Place("", name, kind)
+            root = _Place("", name, kind, aggregated)
     return root or _Branch(DICT)
 
 
@@ -186,12 +210,12 @@ def _check(places: Sequence[_Place]) -> None:
         listed = few(tuple(f"{place.path} ({place.kind})" for place in unknown))
         raise UnsupportedError(f"leaves of types that only their own handlers can read: {listed}")
     names: dict[str, str] = {}
-    for path, name, kind in places:
+    for path, name, kind, _ in places:
         if kind != "None" and names.setdefault(name, path) != path:
             raise CorruptError(f"{path} and {names[name]} were stored under one name, {name!r}; one of them is lost")
 
 
-def _open(disk: Disk, folder: str, places: Sequence[_Place], about: _About) -> list[zarr.Array]:
+def _open(disk: Disk, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
     if not places:
         return []
     manifest = os.path.join(folder, zarr.DATABASE)
@@ -202,26 +226,31 @@ def _open(disk: Disk, folder: str, places: Sequence[_Place], about: _About) -> l
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
-    return zarr.Folder(folder, ocdbt=ocdbt).arrays(
+    return zarr.Folder(folder, ocdbt=ocdbt).find(
         [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
     )
 
 
-def _read_numbers(arrays: Mapping[str, zarr.Array], places: Sequence[_Place]) -> dict[str, Any]:
-    """The values of leaves that were Python's numbers, by path."""
-    paths = [place.path for place in places if place.kind == "scalar" and arrays[place.path].shape == ()]
+def _read_numbers(
+    arrays: Mapping[str, zarr.Array], places: Sequence[_Place], reasons: dict[str, str]
+) -> dict[str, Any]:
+    """The values of leaves that were Python's numbers, by path; adds why others cannot be read."""
+    scalars = {place.path for place in places if place.kind == "scalar"}
+    paths = [path for path, array in arrays.items() if path in scalars and array.shape == ()]
+    try:
+        values = zarr.read([(arrays[path], ()) for path in paths])
+    except UnsafeError:
+        raise
+    except CorruptError as error:
+        if len(paths) == 1:
+            reasons[paths[0]] = str(error)
+            return {}
+        alone = [_read_numbers({path: arrays[path]}, places, reasons) for path in paths]
+        return {path: value for one in alone for path, value in one.items()}
     found: dict[str, Any] = {}
-    for path, value in zip(paths, zarr.read([(arrays[path], ()) for path in paths]), strict=True):
+    for path, value in zip(paths, values, strict=True):
         kind = bool if value.dtype == bool else int if _dtypes.is_integer(value.dtype) else float
         found[path] = (complex if value.dtype.kind == "c" else kind)(value)
-    return found
-
-
-def _read_texts(disk: Disk, folder: str) -> Mapping[str, Any]:
-    file = os.path.join(folder, STRINGS)
-    found = read_json(disk, file) if disk.stat(file) is not None else {}
-    if not isinstance(found, dict):
-        raise CorruptError(f"{file}: expected a map of texts")
     return found
 
 

@@ -15,9 +15,10 @@ from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
-from .orbax import CHECKPOINT, COMMITTED, STATE, TREE
-from .orbax_read import SHARDINGS, VALUES
-from .orbax_tree import ABOUT_ARRAYS, DICT, KEY, LEVELS, SEQUENCE, STRINGS
+from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, TREE
+from .orbax_items import VALUES
+from .orbax_metadata import DICT, SEQUENCE, STRINGS
+from .orbax_tree import KEY, LEVELS
 from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"

@@ -87,20 +87,41 @@ class Folder:
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def arrays(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array]":
-        """The arrays of these names, whose metadata is read at once; see `Array`."""
-        found = zip(names, self.metadata(names, driver), strict=True)
-        return [Array(self, name, driver, data, filled=filled) for name, data in found]
+        """The arrays of these names; see `Array`. Raises the first `CorruptError`."""
+        found: list[Array] = []
+        for array in self.find(names, driver, filled=filled):
+            if isinstance(array, CorruptError):
+                raise array
+            found.append(array)
+        return found
 
-    def metadata(self, names: "Sequence[str]", driver: Driver) -> "list[bytes]":
-        """The contents of arrays' metadata files. Raises `CorruptError` where there is none."""
-        keys = [_below(name) + zarr_metadata.FILES[driver] for name in names]
+    def find(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array | CorruptError]":
+        """For each name the array, whose metadata is read at once with that of the others, or why there is none."""
+        pending = [self.keys.read(_about(name, driver)) if self.ocdbt else None for name in names]
+        found: list[Array | CorruptError] = []
+        for name, future in zip(names, pending, strict=True):
+            try:
+                found.append(Array(self, name, driver, self.metadata(name, driver, future), filled=filled))
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                found.append(error)
+        return found
+
+    def metadata(self, name: str, driver: Driver, future: Any = None) -> bytes:
+        """The contents of an array's metadata file, which may be on their way already.
+
+        Raises `CorruptError` where there is none.
+        """
+        key = _about(name, driver)
+        path = os.path.join(self.path, key)
         if not self.ocdbt:
-            return [self._file(os.path.join(self.path, key)) for key in keys]
+            return self._file(path)
         with errors(self.path):
-            found = [future.result() for future in [self.keys.read(key) for key in keys]]
-        if missing := next((key for key, one in zip(keys, found, strict=True) if one.state != "value"), None):
-            raise CorruptError(f"{os.path.join(self.path, missing)}: expected an array's metadata, found nothing")
-        return [one.value for one in found]
+            found = (future or self.keys.read(key)).result()
+        if found.state != "value":
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        return found.value
 
     def _file(self, path: str) -> bytes:
         there = stores.DISK.stat(path)
@@ -247,7 +268,7 @@ class ZarrArray(Array):
     def __init__(self, path: str, *, driver: Driver = "zarr", base: str | None = None):
         parent, name = _place(path, base)
         folder = Folder(parent, ocdbt=base is not None)
-        super().__init__(folder, name, driver, folder.metadata([name], driver)[0])
+        super().__init__(folder, name, driver, folder.metadata(name, driver))
 
 
 def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
@@ -371,6 +392,11 @@ def _check_file(path: str) -> os.stat_result:
 def _below(name: str) -> str:
     """What the keys of an array begin with."""
     return name if not name or name.endswith("/") else f"{name}/"
+
+
+def _about(name: str, driver: Driver) -> str:
+    """The key of an array's metadata."""
+    return _below(name) + zarr_metadata.FILES[driver]
 
 
 def _place(path: str, base: str | None) -> tuple[str, str]:

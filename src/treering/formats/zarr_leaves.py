@@ -3,22 +3,23 @@
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry
-from .._sharding import Box, extent, in_slices
-from ..errors import UnsafeError
+from .._sharding import Box, extent, in_slices, whole
+from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
-from . import Reader, zarr
+from . import Problem, Reader, zarr
 from .foreign import ForeignReader, Stored
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
 _FEW = 1 << 18  # chunks, of which each takes time even when it is left out
+_MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
 _LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
 
 
@@ -60,6 +61,39 @@ class ZarrReader(ForeignReader):
         rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
         found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
+
+    def problems(self) -> Iterator[Problem]:
+        for problem in super().problems():
+            (path,) = problem.leaves
+            array = self._arrays[path]
+            if isinstance(array, zarr.Array):  # of which one piece of damage was found
+                damage = _damage(array)
+                yield problem._replace(what=next(damage, problem.what))
+                for what in damage:
+                    yield problem._replace(what=what)
+            else:
+                yield problem
+
+
+def _damage(array: zarr.Array) -> Iterator[str]:
+    """Reads everything and yields what is wrong, chunk by chunk where there is something."""
+    seen: set[str] = set()
+    for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT):
+        try:
+            array.read(part, False)
+            continue
+        except (CorruptError, OSError):
+            pass
+        for box, _ in array.split(part, 0):
+            try:
+                array.read(box, False)
+            except (CorruptError, OSError) as error:
+                if str(error) not in seen:
+                    seen.add(str(error))
+                    yield str(error)
+            if len(seen) >= _MOST_DAMAGE:
+                yield f"{array.path}: {len(seen)} chunks are damaged, and what comes after them was not looked at"
+                return
 
 
 def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Reader) -> Sequence[int]:

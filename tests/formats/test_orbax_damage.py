@@ -1,0 +1,245 @@
+"""Orbax's checkpoints of which something is gone: what is missing is named, the rest is read, nothing is left out."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from orbax.checkpoint.experimental import v1 as ocp1
+
+import treering as tr
+from helpers import assert_same
+from treering.errors import CorruptError, MismatchError, NotFoundError
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::pytest.PytestWarning"),
+]
+
+TREE = {"w": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(2, np.float32)}}
+OPT = {"m": np.full(3, 7.0)}
+CONFIG = {"rate": 0.5}
+WHOLE = {"config": CONFIG, "opt": OPT, "params": TREE}
+
+
+def save_run(path: Path, *steps: int) -> Path:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])  # with which metrics are an item
+    with ocp.CheckpointManager(path, options=options, item_names=("params", "opt", "config")) as run:
+        for step in steps:
+            items = {name: ocp.args.StandardSave(tree) for name, tree in (("params", TREE), ("opt", OPT))}
+            run.save(step, args=ocp.args.Composite(**items, config=ocp.args.JsonSave(CONFIG)), metrics={"loss": 1.0})
+        run.wait_until_finished()
+    return path
+
+
+def save_tree(path: Path, tree: Any, **options: Any) -> Path:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.fixture(params=["params", "params/_METADATA", "config", "config/metadata"])
+def gone(request: pytest.FixtureRequest) -> str:
+    """What is removed from a step: an item's folder, or the file that says what is in it."""
+    return request.param
+
+
+def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
+    step = save_run(tmp_path / "run", 1) / "1"
+    remove(step / gone)
+    item = gone.split("/")[0]
+    for attempt in (
+        lambda: tr.restore(step),
+        lambda: tr.restore(step, WHOLE),
+        lambda: tr.restore(step, WHOLE, missing="template"),
+        lambda: tr.restore(step, at=item),
+        lambda: tr.restore(tmp_path / "run"),
+        lambda: tr.open(tmp_path / "run"),
+        lambda: tr.open(step).abstract(),
+        lambda: tr.convert(step, tmp_path / "copy"),
+        lambda: tr.convert(step, tmp_path / "copy.safetensors"),
+        lambda: tr.diff(step, step),
+    ):
+        with pytest.raises(CorruptError, match=item):
+            attempt()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    report = tr.verify(step)
+    assert not report.ok and all(item in problem.what and problem.leaves for problem in report.problems)
+    assert "lost" in repr(tr.open(step))
+    rest = {name: value for name, value in WHOLE.items() if name != item}
+    assert_same(tr.restore(step, rest, extra=[item, f"{item}/**"]), rest)
+    assert_same(tr.restore(step, {**rest, item: ...}), {**rest, item: ...})
+    for name, value in rest.items():
+        assert_same(tr.restore(step, at=name), value)
+    with pytest.raises(CorruptError, match=item):  # by default nothing of a checkpoint is left out
+        tr.restore(step, rest)
+    with pytest.raises(MismatchError, match="opt/m"):
+        tr.restore(step, {}, extra=[item, f"{item}/**"])
+
+
+def test_an_earlier_step_is_taken(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
+    save_run(tmp_path / "run", 1, 2)
+    remove(tmp_path / "run" / "2" / gone)
+    assert_same(tr.restore(tmp_path / "run"), WHOLE)
+    assert "step 2 is damaged" in caplog.text and gone.split("/")[0] in caplog.text
+    assert tr.open(tmp_path / "run").step == 1 and tr.open(tmp_path / "run", step=2).step == 2
+    with tr.Checkpointer(tmp_path / "run") as run:
+        assert_same(run.restore_or_init(lambda: WHOLE), (WHOLE, 1))
+    tr.convert(tmp_path / "run", tmp_path / "copy")
+    assert tr.open(tmp_path / "copy").step == 1
+    assert_same(tr.restore(tmp_path / "run", at="opt"), OPT)
+
+
+@pytest.mark.parametrize(("ocdbt", "zarr3"), [(True, False), (False, False), (True, True), (False, True)])
+def test_a_template_stands_in_for_the_list_of_leaves(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
+    tree = {**TREE, "l": [jnp.ones(2), {"x": np.zeros(1)}], "n": 3, "k": jax.random.key(1), "t": "text", "f": 1.5}
+    path = save_tree(tmp_path / "ckpt", tree, use_ocdbt=ocdbt, use_zarr3=zarr3)
+    (path / "_METADATA").unlink()
+    with pytest.raises(CorruptError, match="_METADATA: expected the list of the tree's leaves"):
+        tr.restore(path)
+    with pytest.raises(CorruptError, match="_METADATA"):
+        tr.restore(path, tree)
+    assert [problem.leaves for problem in tr.verify(path).problems] == [("_METADATA",)]
+    assert_same(tr.restore(path, tree, extra=["_METADATA"]), tree)
+    assert_same(tr.restore(path, {"l": tree["l"]}, extra="ignore"), {"l": tree["l"]})
+    with pytest.raises(MismatchError, match="l/2"):
+        tr.restore(path, {**tree, "l": [*tree["l"], 1]}, extra="ignore")
+    (path / "_CHECKPOINT_METADATA").unlink()
+    (path / "commit_success.txt").unlink()
+    if ocdbt:  # which leaves `array_metadatas` beside the database
+        with pytest.raises(CorruptError, match="_METADATA"):
+            tr.restore(path)
+
+
+def test_every_array_that_is_gone_is_named(tmp_path: Path) -> None:
+    tree = {f"a{n}": np.full(4, n + 1.0) for n in range(122)} | {"n": 5, "s": 6}
+    for zarr3, about in ((False, ".zarray"), (True, "zarr.json")):
+        path = save_tree(tmp_path / about, tree, use_ocdbt=False, use_zarr3=zarr3)
+        for name in [*tree][2:]:
+            (path / name / about).unlink()
+        names = sorted([*tree][2:])
+        assert sorted(problem.leaves[0] for problem in tr.verify(path).problems) == names
+        assert all(f"{p.leaves[0]}/{about}" in p.what for p in tr.verify(path).problems)
+        with pytest.raises(CorruptError, match="and 117 more"):
+            tr.restore(path)
+        assert_same(tr.restore(path, at="a1"), tree["a1"])
+
+
+def test_every_chunk_that_is_gone_is_named(tmp_path: Path) -> None:
+    array = np.arange(123 * 4.0).reshape(123, 4) + 1
+    for name, ocdbt in (("files", False), ("database", True)):
+        args = ocp.SaveArgs(chunk_byte_size=32)  # a row
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+            checkpointer.save(
+                tmp_path / name, args=ocp.args.PyTreeSave({"w": array, "v": array}, {"w": args, "v": args})
+            )
+        base: Any = {"driver": "file", "path": f"{tmp_path / name}/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base).result()
+        for n in range(1, 123):
+            store.delete_range(ts.KvStore.KeyRange(f"w/{n}.0", f"w/{n}.0\0")).result()
+        problems = tr.verify(tmp_path / name).problems
+        assert len(problems) == 122 and {problem.leaves for problem in problems} == {("w",)}
+        assert all(any(f"w/{n}.0" in problem.what for problem in problems) for n in range(1, 123))
+        assert_same(tr.restore(tmp_path / name, at="v"), array)
+        assert_same(tr.open(tmp_path / name)["w"][0], array[0])
+
+
+def test_numbers_and_texts_that_are_gone(tmp_path: Path) -> None:
+    path = save_tree(tmp_path / "ckpt", {"a": 1, "b": 2, "c": 3, "t": "x", "u": "y"}, use_ocdbt=False)
+    (path / "b" / "0").unlink()
+    (path / "c" / ".zarray").unlink()
+    (path / "_strings.json").write_text('{"t": "x"}')
+    assert [problem.leaves for problem in tr.verify(path).problems] == [("b",), ("c",), ("u",)]
+    assert tr.restore(path, {"a": 0, "t": ""}, extra="ignore") == {"a": 1, "t": "x"}
+    with pytest.raises(CorruptError, match="b/0"):
+        tr.restore(path)
+
+
+def test_metrics_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = save_run(tmp_path / "run", 1) / "1"
+    (step / "metrics" / "metrics").write_text("{")
+    for gone in ("metrics/metrics", "metrics", ""):
+        caplog.clear()
+        assert_same(tr.restore(step), WHOLE)
+        assert "opened without metrics" in caplog.text and tr.open(step).metrics == {}
+        assert [problem.file for problem in tr.verify(step).problems] == [str(step)]
+        if gone:
+            remove(step / gone)
+
+
+def test_items_within_items(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ocp.CheckpointManager(tmp_path) as run:
+        args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
+        run.save(0, args=args)
+    for part in ("_METADATA", ""):
+        remove(tmp_path / "0" / "key" / "jax_random_key" / part)
+        with pytest.raises(CorruptError, match="key"):
+            tr.restore(tmp_path / "0")
+        assert not tr.verify(tmp_path / "0").ok
+        assert_same(tr.restore(tmp_path / "0", at="opt"), OPT)
+    save_tree(tmp_path / "0" / "more" / "a", OPT)
+    (tmp_path / "0" / "more" / "a" / "_CHECKPOINT_METADATA").unlink()
+    (tmp_path / "0" / "more" / "b").mkdir()
+    caplog.clear()
+    assert_same(tr.restore(tmp_path / "0", at="more"), {"a": OPT})
+    assert "more: left out" in caplog.text and caplog.text.count("b\n") > 0
+
+
+def test_version_1_says_the_same(tmp_path: Path) -> None:
+    ocp1.save_checkpointables(tmp_path / "ckpt", {"state": TREE, "config": CONFIG})
+    shutil.rmtree(tmp_path / "ckpt" / "config")
+    with pytest.raises(CorruptError, match="the item 'config'"):
+        tr.restore(tmp_path / "ckpt")
+    assert_same(tr.restore(tmp_path / "ckpt", at="state"), TREE)  # which does not lose its level when it is alone
+    ocp1.save(tmp_path / "alone", TREE)
+    shutil.rmtree(tmp_path / "alone" / "state")
+    with pytest.raises(CorruptError, match="the item 'state'"):
+        tr.open(tmp_path / "alone")
+
+
+def test_folders_of_checkpoints(tmp_path: Path) -> None:
+    names = ("best", "ema", "state")
+    for name in names:
+        save_tree(tmp_path / "checkpoints" / name, {**TREE, "of": name})
+    with pytest.raises(NotFoundError, match="folder of checkpoints; open the one that is meant: best, ema, state"):
+        tr.open(tmp_path / "checkpoints")
+    with pytest.raises(NotFoundError, match="best, ema, state"):
+        tr.verify(tmp_path / "checkpoints")
+    assert all(tr.restore(tmp_path / "checkpoints" / name)["of"] == name for name in names)
+    (tmp_path / "checkpoints" / "best" / "_CHECKPOINT_METADATA").unlink()  # of one that is older than the others
+    with pytest.raises(NotFoundError, match="ema, state"):
+        tr.open(tmp_path / "checkpoints")
+
+
+def test_steps_without_the_time_of_their_commit(tmp_path: Path) -> None:
+    save_run(tmp_path, 1, 2, 3)
+    for step, change in ((1, lambda about: about.pop("commit_timestamp_nsecs")), (2, dict.clear)):
+        file = tmp_path / str(step) / "_CHECKPOINT_METADATA"
+        about = json.loads(file.read_text())
+        change(about)
+        file.write_text(json.dumps(about))
+        (tmp_path / str(step) / "commit_success.txt").unlink()
+    with ocp.CheckpointManager(tmp_path) as run:
+        assert sorted(run.all_steps()) == tr.steps(tmp_path) == [1, 2, 3]
+    for step in (1, 2):
+        assert_same(tr.restore(tmp_path, step=step), WHOLE)
+
+
+def test_what_is_not_known_is_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = save_run(tmp_path / "run", 1) / "1"
+    (step / "data").mkdir()
+    (step / "data" / "process_0.bin").write_bytes(b"?")
+    with caplog.at_level(logging.WARNING, "treering"):
+        assert_same(tr.restore(step), WHOLE)
+    assert "left out" in caplog.text and "data" in caplog.text
