@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -152,6 +153,7 @@ class Checkpointer:
         After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
         `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
+        begun = time.perf_counter()
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
@@ -171,12 +173,14 @@ class Checkpointer:
                 call.close()
                 self._preempted = self._preempted or preempted
                 return None
+            deciding = time.perf_counter()
             self.wait()
+            waited = time.perf_counter() - deciding
             path, overwrite = admitted
             try:
                 wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
                 info = _save.describe(step, metrics, self._metadata)
-                pending = _save.start(call, path, tree, info, wish, self._upkeep)
+                pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
                     self._under_way.add(PendingSave._of_failure(path, step, call, error))
@@ -184,6 +188,7 @@ class Checkpointer:
         self._gone_back = False
         self._under_way.add(pending)
         self._schedule.saved()
+        pending._warn_of_stall()
         self._preempted = self._preempted or preempted
         return pending
 
