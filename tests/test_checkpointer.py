@@ -1,5 +1,6 @@
 """The run in a training loop."""
 
+import collections
 import datetime
 import errno
 import logging
@@ -146,6 +147,14 @@ def test_save_every_may_be_a_function_or_a_time(tmp_path: pathlib.Path) -> None:
     assert loop(tmp_path / "c", range(3), save_every=datetime.timedelta(0)) == [0, 1, 2]
 
 
+def test_save_every_may_be_steps_or_a_time_whichever_comes_first(tmp_path: pathlib.Path) -> None:
+    assert loop(tmp_path / "a", range(6), save_every=(2, datetime.timedelta(hours=1))) == [0, 2, 4]
+    with tr.Checkpointer(tmp_path / "b", save_every=(100, datetime.timedelta(seconds=0.5))) as ckpts:
+        begun = time.monotonic()
+        saved = [step for step in range(101, 131) if not time.sleep(0.05) and ckpts.save(step, {"x": step})]
+        assert 1 <= len(saved) <= (time.monotonic() - begun) / 0.5
+
+
 def test_a_step_that_exists_is_an_error_or_skipped_or_replaced(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"x": 1})
@@ -171,9 +180,46 @@ def test_what_is_recorded_with_each_step(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("run", "step", "found"),
+    [
+        ({"lr": 0.1, "seed": 1}, {"seed": 2, "epoch": 3}, {"lr": 0.1, "seed": 2, "epoch": 3}),
+        ({"model": {"width": 8, "depth": 2}}, {"model": {"width": 16}}, {"model": {"width": 16}}),
+        ({"lr": 0.1}, None, {"lr": 0.1}),
+        ({"lr": 0.1}, {}, {"lr": 0.1}),
+        (None, {"epoch": 3}, {"epoch": 3}),
+        ({"lr": 0.1}, "third", "third"),
+        ("gpt", {"epoch": 3}, {"epoch": 3}),
+        (["gpt"], 0, 0),
+    ],
+)
+def test_metadata_of_a_step_goes_over_that_of_the_run(tmp_path: pathlib.Path, run: Any, step: Any, found: Any) -> None:
+    with tr.Checkpointer(tmp_path, metadata=run) as ckpts:
+        ckpts.save(1, {"x": 1}, metadata=step)
+        ckpts.save(2, {"x": 1})
+        assert ckpts.open(1).metadata == found and ckpts.open(2).metadata == run
+
+
+def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"metadata\['f'\]: a function is not JSON"):
+        tr.Checkpointer(tmp_path, metadata={"f": lambda: 1})
+    with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
+        with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: nan is not JSON"):
+            ckpts.save(1, {"x": 1}, metadata={"epoch": float("nan")})
+        with pytest.raises(UnsupportedError, match="OrderedDict is not JSON"):
+            ckpts.save(1, {"x": 1}, metadata=collections.OrderedDict(epoch=3))
+        assert ckpts.steps == [] and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"save_every": 0}, "save_every=0"),
+        ({"save_every": datetime.timedelta(-1)}, "save_every="),
+        ({"save_every": (10,)}, "save_every="),
+        ({"save_every": (0, datetime.timedelta(1))}, "save_every="),
+        ({"save_every": (datetime.timedelta(1), 10)}, "save_every="),
+        ({"save_every": (10, 20)}, "save_every="),
+        ({"save_every": "auto"}, "save_every='auto'"),
         ({"keep": 3}, r"keep=3: expected a policy such as treering.keep.last\(3\)"),
         ({"prefix": "a/b"}, "prefix"),
         ({"prefix": "run2"}, "prefix"),

@@ -38,9 +38,10 @@ class Checkpointer:
 
     run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing. Only one at a time writes
         a run: until it is closed, or its process ends, another's saves are refused with `ExistsError`.
-    save_every: a number of steps (saved are its multiples), a `timedelta`, or a function of the step.
+    save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
+        comes first, or a function of the step.
     keep: which steps to keep, see `treering.keep`; None keeps all.
-    metadata: JSON-like configuration that goes into every checkpoint.
+    metadata: JSON-like configuration that goes into every checkpoint; see `save` for that of one step.
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
         were there before are called as well. With several processes JAX's preemption service says at which call.
@@ -79,6 +80,7 @@ class Checkpointer:
             raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
         self._root = absolute(run)
         self._schedule = Schedule(save_every)
+        _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._prefix, self._when_busy, self._timeout = metadata, prefix, when_busy, timeout
         self._history = History(self._root, prefix, tensorboard)
         self._upkeep = Upkeep(self._history, keep, on_save)
@@ -140,6 +142,7 @@ class Checkpointer:
         tree: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
         force: bool = False,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
         rules: Sequence[Rule] = (),
@@ -151,6 +154,7 @@ class Checkpointer:
         Returns None when nothing is saved. What a save in the background failed with is raised by the next
         call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
         After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
+        `metadata` is that of this step: of two dicts it goes over the run's key by key, and otherwise in its place.
         `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
         begun = time.perf_counter()
@@ -179,7 +183,7 @@ class Checkpointer:
             path, overwrite = admitted
             try:
                 wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
-                info = _save.describe(step, metrics, self._metadata)
+                info = _save.describe(step, metrics, _combined(self._metadata, metadata))
                 pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
@@ -365,3 +369,10 @@ class Checkpointer:
         with self._call(what) as call:
             call.tell(attempt)
             call.close()
+
+
+def _combined(of_run: Any, of_step: Any) -> Any:
+    """The metadata of one step. A dict of another type counts as none, and is refused when it is described."""
+    if type(of_run) is dict and type(of_step) is dict:
+        return {**of_run, **of_step}
+    return of_run if of_step is None else of_step
