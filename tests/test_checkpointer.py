@@ -92,6 +92,33 @@ def test_what_was_just_saved_is_kept_even_when_it_is_an_old_step(tmp_path: pathl
     assert loop(tmp_path, [2], tr.keep.last(1)) == [2, 6]
 
 
+def test_a_metric_that_no_step_has_is_named_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep = tr.keep.best(1, "val_loss", "min") | tr.keep.best(1, "acc", "max") | tr.keep.last(1)
+    loop(tmp_path / "a", range(5), keep, lambda step: {"val/loss": 1.0, "acc": 0.5})
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "val_loss" in warning and "the closest name is val/loss" in warning
+    caplog.clear()
+    loop(tmp_path / "b", range(5), keep, lambda step: {"val_loss": 1.0, "acc": 0.5} if step == 1 else {})
+    loop(tmp_path / "b", [5], keep)
+    loop(tmp_path / "c", [1], keep)
+    assert not caplog.records, "one step has it, or there is one step"
+    loop(tmp_path / "d", range(3), tr.keep.best(5, "acc", "max", unscored="drop"))
+    assert len(caplog.records) == 1 and "no metrics" in caplog.records[0].message
+
+
+def test_a_mode_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2], metrics=lambda step: {"loss": step})
+    with pytest.raises(MismatchError, match="expected the mode 'min' or 'max', found 'lowest'"):
+        tr.Checkpointer(tmp_path).best_step("loss", "lowest")  # type: ignore[arg-type]
+
+
+def test_the_last_by_time(tmp_path: pathlib.Path) -> None:
+    keep = tr.keep.last(datetime.timedelta(seconds=1))
+    assert loop(tmp_path, [1, 2], keep) == [1, 2]
+    time.sleep(1.2)
+    assert loop(tmp_path, [3, 4], keep) == [3, 4]
+
+
 def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
     loop(tmp_path, range(3))
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:

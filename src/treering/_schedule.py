@@ -20,7 +20,7 @@ class Schedule:
         kinds = [_kind(part) for part in self._parts]
         if kinds != ["number", "time"] if isinstance(save_every, tuple) else kinds == [None]:
             raise MismatchError(
-                f"save_every={save_every!r}: expected a number from 1, a timedelta from 0, both as (number, timedelta), "
+                f"save_every={save_every!r}: expected a number from 1, a timedelta from 0, (number, timedelta), "
                 "or a function of the step"
             )
         self.by_number = kinds == ["number"]

@@ -5,13 +5,14 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import _run, stores
 from ._history import History
+from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
 from .formats.treering import manifest
-from .keep import Policy
+from .keep import Policy, Saved
 from .stores import local
 from .stores.writer_lock import WriterLock
 
@@ -27,6 +28,7 @@ class Upkeep:
         self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
         self.going_back: Callable[[], None] | None = None  # what is to be done before the next save
         self._cleaned = False
+        self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
         self._chores = _Chores()
 
     def enter(self) -> None:
@@ -80,12 +82,25 @@ class Upkeep:
         if self._keep is None:
             return
         saved = self._history.good()
+        self._name_unknown_metrics(saved, self._keep.metrics)
         wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
         committed = self._history.committed()
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted and not (local.pinned(stores.DISK, path) or os.path.islink(path)):
                 self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, manifest.file_names))
+
+    def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
+        if len(saved) < 2:  # of the first step they may be about to come
+            return
+        known = sorted({name for one in saved for name in one.metrics})
+        for metric in metrics.difference(known, self._unknown):
+            near = closest(metric, known)
+            hint = f"they have {few(tuple(known))}" if known else "they have no metrics"
+            hint += f"; the closest name is {near}" if near else ""
+            root, count = self._history.root, len(saved)
+            _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
+            self._unknown.add(metric)
 
 
 class _Chores:
