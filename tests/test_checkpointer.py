@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import pathlib
+import re
 import shutil
+import threading
 import time
 from typing import Any
 
@@ -268,6 +270,49 @@ def test_wrong_steps_and_modes(tmp_path: pathlib.Path) -> None:
     with pytest.raises(MismatchError, match="closed"):
         ckpts.save(2, {"x": 1})
     assert ckpts.restore() == {"x": 1}
+
+
+def test_when_a_checkpoint_was_committed(tmp_path: pathlib.Path) -> None:
+    begun = datetime.datetime.now(datetime.UTC)
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": np.ones(3)})
+        created = ckpts.open().created
+    assert created and created.utcoffset() == datetime.timedelta(0)
+    assert begun <= created <= datetime.datetime.now(datetime.UTC)
+    ckpt = ckpts.open()
+    assert ckpt.at("x").created == ckpt.apply([tr.rules.cast("x", "float32")]).created == created
+    tr.save(tmp_path / "a.safetensors", ckpt)
+    assert tr.open(tmp_path / "a.safetensors").created is None, "the file has no word about it"
+    file = tmp_path / "step-00000001" / "treering.json"
+    for text, found in [(b"1999-12-31T23:00:00-02:00", datetime.datetime(2000, 1, 1, 1)), (b"yesterday", None)]:
+        file.chmod(0o644)
+        seal(file, re.findall(rb'"created":"([^"]*)"', file.read_bytes())[0], text)
+        if found:
+            assert ckpts.open().created == found.replace(tzinfo=datetime.UTC)
+        else:
+            with pytest.raises(CorruptError, match="'yesterday' is not a time"):
+                print(tr.open(file.parent).created)
+
+
+def test_whether_a_save_is_under_way_and_where(tmp_path: pathlib.Path, use_disk: Any, monkeypatch: Any) -> None:
+    class Held(Disk):
+        gate = threading.Event()
+
+        def preallocate(self, fd: int, size: int) -> None:
+            assert self.gate.wait(30)
+            super().preallocate(fd, size)
+
+    use_disk(Held())
+    monkeypatch.chdir(tmp_path)
+    ckpts = tr.Checkpointer("run")
+    monkeypatch.chdir("/")
+    assert ckpts.directory == str(tmp_path / "run") and not ckpts.is_saving
+    pending = ckpts.save(1, {"x": np.ones(3)})
+    assert pending and ckpts.is_saving
+    Held.gate.set()
+    pending.result()
+    assert not ckpts.is_saving and os.path.dirname(ckpts.path(1)) == ckpts.directory
+    ckpts.close()
 
 
 def test_making_one_touches_nothing(tmp_path: pathlib.Path) -> None:

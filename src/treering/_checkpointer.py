@@ -93,6 +93,16 @@ class Checkpointer:
         if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
             weakref.finalize(self, self._preemption.close).atexit = False
 
+    @property
+    def directory(self) -> str:
+        """Where the run lies, absolute."""
+        return self._root
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._under_way.over() < len(self._under_way)
+
     # Steps
 
     @property

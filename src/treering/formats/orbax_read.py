@@ -1,6 +1,7 @@
 """Reading Orbax: the items of a checkpoint, and the values of those in JSON. For trees of arrays see `orbax_tree`."""
 
 import base64
+import datetime
 import json
 import logging
 import os
@@ -58,6 +59,7 @@ class _About(NamedTuple):
     deleted: Any
     metrics: Mapping[str, float]
     metadata: Any
+    created: datetime.datetime | None
 
 
 def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
@@ -70,7 +72,8 @@ def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
             tree, metrics = _read_items(disk, path, about)
     metadata = about.metadata or tree.metadata
     metrics = {**about.metrics, **metrics}
-    return OrbaxReader(disk, path, tree, step=step, metrics=metrics, metadata=metadata, nbytes=folder_size(disk, path))
+    nbytes, created = folder_size(disk, path), about.created
+    return OrbaxReader(disk, path, tree, step=step, metrics=metrics, metadata=metadata, nbytes=nbytes, created=created)
 
 
 def _read_about(disk: Disk, path: str) -> _About:
@@ -84,7 +87,18 @@ def _read_about(disk: Disk, path: str) -> _About:
     version_1 = _VERSION_1 in names or any(".v1." in str(handler) for handler in items.values())
     metrics = _numbers(found.get("metrics")) or {}
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
-    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, found.get("custom_metadata"))
+    metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
+    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+
+
+def _time(nanoseconds: Any) -> datetime.datetime | None:
+    """A moment since 1970, None for what is none."""
+    if type(nanoseconds) is not int or nanoseconds <= 0:
+        return None
+    try:
+        return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
+    except OverflowError:
+        return None
 
 
 def _read_items(disk: Disk, path: str, about: _About) -> tuple[Tree, Mapping[str, float]]:
