@@ -1,7 +1,6 @@
 """The run in a training loop: when to save, what to keep, where to go on."""
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -10,17 +9,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from . import _processes, _resume, _run, _save
+from . import _processes, _resume, _save
 from ._checkpoint import Checkpoint, index, latest_good, listed_again, open_one
+from ._collective import Collective
 from ._directory import Directory
 from ._history import History
+from ._last_state import LastState, SaveOptions
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
 from ._underway import UnderWay
 from ._upkeep import Upkeep
-from .errors import MismatchError, SaveError, TreeringError
+from .errors import MismatchError, TreeringError
 from .keep import Policy, rank
 from .rules import Rule
 
@@ -45,6 +46,9 @@ class Checkpointer:
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
         were there before are called as well. With several processes JAX's preemption service says at which call.
+    save_on_error: whether an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest
+        call of `save` was given, if its arrays are still there: only weak references to them are held. NumPy arrays
+        are copied at every call. With several processes all must raise at the same step.
     when_busy: what `save` does while the save before it is still under way: "wait" for it, so that no more than one
         state is held, or "skip" this one unless it is forced.
     timeout: seconds without a sign of life after which another process is taken for dead.
@@ -69,6 +73,7 @@ class Checkpointer:
         timeout: float = 30,
         on_save: Callable[[SaveReport], object] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        save_on_error: bool = False,
     ):
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
@@ -81,13 +86,14 @@ class Checkpointer:
         self._root = absolute(run)
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
-        self._metadata, self._prefix, self._when_busy, self._timeout = metadata, prefix, when_busy, timeout
+        self._metadata, self._when_busy = metadata, when_busy
         self._history = History(self._root, prefix, tensorboard)
-        self._upkeep = Upkeep(self._history, keep, on_save)
         self._directory = Directory(self._history)
+        self._upkeep = Upkeep(self._directory, keep, on_save)
+        self._collective = Collective(self._root, timeout)
         self._under_way = UnderWay()
         self._restored: int | None = None
-        self._gone_back = False  # to an earlier step than the latest; the later ones are of a branch that was left
+        self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
         self._preemption = Preemption() if save_on_preemption else None
         if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
@@ -171,6 +177,15 @@ class Checkpointer:
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
+        options = SaveOptions(metrics, metadata, rules, dtype, memory_limit)
+        try:
+            return self._save_if_wanted(begun, step, tree, force, on_exists, options)
+        finally:
+            self._last.note(step, tree, options)
+
+    def _save_if_wanted(
+        self, begun: float, step: int, tree: Any, force: bool, on_exists: str, options: SaveOptions
+    ) -> PendingSave | None:
         several = _processes.several()
         if not several:  # or else each process would find out at another step
             self._under_way.settle(self._under_way.over())
@@ -180,7 +195,7 @@ class Checkpointer:
         if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
             return None
         self._check_open()
-        with self._call(f"save({step})") as call:
+        with self._collective.call(f"save({step})") as call:
             over, admitted = call.tell(lambda: self._admit(step, on_exists, force, several))
             self._under_way.settle(over)
             if admitted is None:
@@ -192,14 +207,16 @@ class Checkpointer:
             waited = time.perf_counter() - deciding
             path, overwrite = admitted
             try:
-                wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
-                info = _save.describe(step, metrics, _combined(self._metadata, metadata))
+                wish = _save.Wish(
+                    "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
+                )
+                info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
                 pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
                     self._under_way.add(PendingSave._of_failure(path, step, call, error))
                 raise
-        self._gone_back = False
+        self._directory.back_to = None
         self._under_way.add(pending)
         self._schedule.saved()
         pending._warn_of_stall()
@@ -218,13 +235,8 @@ class Checkpointer:
             return over, None
         if not force and self._when_busy == "skip" and over < len(self._under_way):
             return over, None
-        self._upkeep.going_back = None  # of a save that was refused
-        back_to = self._restored if self._gone_back else None
         with as_save_error(self._root):
-            place = self._directory.place_for(step, on_exists, self._under_way.steps(over), after=back_to)
-        if back_to is not None:
-            self._upkeep.going_back = functools.partial(self._directory.set_aside_after, back_to)
-        return over, place
+            return over, self._directory.place_for(step, on_exists, self._under_way.steps(over))
 
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
@@ -237,7 +249,7 @@ class Checkpointer:
         """
         self.wait()
         self._check_open()
-        self._once("finish()", self._finish)
+        self._collective.once("finish()", self._directory.finish)
         self.close()
 
     def close(self) -> None:
@@ -259,12 +271,31 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        if kind is None:
             self.close()
-        except TreeringError:
-            if kind is None:
-                raise
-            _log.exception("a save in the background failed, too")
+            return
+        try:
+            if self._last.step is not None:
+                self._save_last(self._last.step, kind.__name__)
+        finally:
+            with _logged():
+                self.close()
+
+    def _save_last(self, step: int, reason: str) -> None:
+        """Saves what the loop has shown last, unless it is saved already; why it is not possible is logged."""
+        while len(self._under_way):
+            with _logged():
+                self.wait()
+        try:
+            if self._admit(step, "skip", True, False)[1] is None:
+                return
+            tree, options = self._last.get()
+            self.save(step, tree, force=True, on_exists="skip", **options._asdict())
+            self.wait()
+        except Exception as error:
+            _log.error("%s: step %d is not saved, though %s ended the loop: %s", self._root, step, reason, error)
+        else:
+            _log.warning("%s: step %d is saved, for %s ended the loop", self._root, step, reason)
 
     # Restoring
 
@@ -286,12 +317,13 @@ class Checkpointer:
         it; until then nothing changes. What was restored is never deleted by this job.
         """
         self.wait()
-        with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
+        with self._collective.call(f"restore({'' if step is None else f'step={step}'})") as call:
             call.doing("restoring")
             self._restored, tree = _resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
         self._upkeep.restored = self._restored
-        self._gone_back = step is not None
+        self._directory.back_to = None if step is None else self._restored
+        self._last.forget()
         return tree
 
     def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
@@ -304,7 +336,7 @@ class Checkpointer:
         from . import _init
 
         self.wait()
-        with self._call("restore_or_init()") as call:
+        with self._collective.call("restore_or_init()") as call:
             found = call.tell(lambda: _resume.has_begun(self._directory))
             call.close()
         if found:
@@ -318,17 +350,19 @@ class Checkpointer:
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
         self.wait()
-        self._once(f"pin({step})", lambda: self._directory.pin(step, True))
+        self._collective.once(f"pin({step})", lambda: self._directory.pin(step, True))
 
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
         self.wait()
-        self._once(f"unpin({step})", lambda: self._directory.pin(step, False))
+        self._collective.once(f"unpin({step})", lambda: self._directory.pin(step, False))
 
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         self.wait()
-        self._once(f"delete({step})", lambda: self._directory.delete(step))
+        self._collective.once(f"delete({step})", lambda: self._directory.delete(step))
+        if self._last.step == step:
+            self._last.forget()
 
     def rewind(self, step: int) -> None:
         """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
@@ -339,17 +373,9 @@ class Checkpointer:
         self.wait()
         self._check_open()
         step = index(step)
-        self._once(f"rewind({step})", lambda: self._rewind(step))
-        self._gone_back = False
-
-    def _rewind(self, step: int) -> None:
-        self._directory.check_rewind(step)
-        self._upkeep.lock.acquire()
-        self._directory.set_aside_after(step)
-
-    def _finish(self) -> None:
-        self._upkeep.lock.acquire()
-        _run.mark_finished(self._root)
+        self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
+        self._directory.back_to = None
+        self._last.forget()
 
     # What the above is made of
 
@@ -357,28 +383,14 @@ class Checkpointer:
         if self._closed:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
 
-    @contextlib.contextmanager
-    def _call(self, what: str) -> Iterator[_processes.Call]:
-        """A call that every process makes; with an error it ends for all."""
-        call = _processes.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
-        with _save.ending(call):
-            call.doing("deciding")
-            yield call
 
-    def _once(self, what: str, do: Callable[[], None]) -> None:
-        """Does something in process 0; all return when it is done, or raise its error."""
-
-        def attempt() -> None:
-            try:
-                do()
-            except TreeringError:
-                raise
-            except OSError as error:
-                raise SaveError(f"{self._root}: {what} failed: {error}") from error
-
-        with self._call(what) as call:
-            call.tell(attempt)
-            call.close()
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """What a save in the background failed with does not hide the error that is on its way."""
+    try:
+        yield
+    except TreeringError:
+        _log.exception("a save in the background failed, too")
 
 
 def _combined(of_run: Any, of_step: Any) -> Any:

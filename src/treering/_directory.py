@@ -10,6 +10,7 @@ from ._history import History
 from .errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .formats.treering import manifest
 from .stores import local
+from .stores.writer_lock import WriterLock
 
 _log = logging.getLogger("treering")
 
@@ -17,11 +18,14 @@ _log = logging.getLogger("treering")
 class Directory:
     """Finds the steps of one run and changes those that are its own; what other libraries have left is only read.
 
-    With several processes only process 0 changes anything. The caller has the lock of the run, or needs none.
+    With several processes only process 0 changes anything. `lock` is that of the run's one writer. With `back_to`,
+    the steps behind that one do not count: the next save sets them aside.
     """
 
     def __init__(self, history: History):
         self.history = history
+        self.lock = WriterLock(stores.DISK, history.root)
+        self.back_to: int | None = None
         self._root, self._prefix = history.root, history.prefix
 
     def all_steps(self) -> dict[int, str]:
@@ -57,17 +61,12 @@ class Directory:
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
         local.delete(stores.DISK, path, manifest.file_names)
 
-    def place_for(
-        self, step: int, on_exists: str, under_way: Collection[int | None], *, after: int | None
-    ) -> tuple[str, bool] | None:
-        """Where to save a step and whether to overwrite; None to skip it. Raises `ExistsError`.
-
-        With `after`, the steps behind that one do not count: they are set aside before the save.
-        """
+    def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
+        """Where to save a step and whether to overwrite; None to skip it. Raises `ExistsError`."""
         committed = self.history.committed()
-        if after is not None:
-            self._check_own_after(after)
-            committed = {number: path for number, path in committed.items() if number <= after}
+        if (back_to := self.back_to) is not None:
+            self._check_own_after(back_to)
+            committed = {number: path for number, path in committed.items() if number <= back_to}
         path = committed.get(step) or self._own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
@@ -83,13 +82,25 @@ class Directory:
                 )
         return path, overwrite
 
-    def check_rewind(self, step: int) -> None:
-        """Raises `NotFoundError` without such a step, `UnsupportedError` when a later one is another library's."""
+    def enter(self) -> None:
+        """Takes the lock for a save, and sets aside what is behind `back_to`. Raises `ExistsError`."""
+        self.lock.acquire()
+        if self.back_to is not None:
+            self._set_aside_after(self.back_to)
+
+    def rewind(self, step: int) -> None:
+        """Goes back to a step. Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's."""
         self.existing(step)
         self._check_own_after(step)
+        self.lock.acquire()
+        self._set_aside_after(step)
 
-    def set_aside_after(self, step: int) -> None:
-        """Moves the steps behind one to a run of their own within the run."""
+    def finish(self) -> None:
+        """Marks the run as finished."""
+        self.lock.acquire()
+        _run.mark_finished(self._root)
+
+    def _set_aside_after(self, step: int) -> None:
         _run.settle_aside(self._root)
         later = [path for number, path in reversed(self.history.committed().items()) if number > step]
         if later:

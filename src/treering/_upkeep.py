@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from . import _run, stores
-from ._history import History
+from ._directory import Directory
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
 from .formats.treering import manifest
 from .keep import Policy, Saved
 from .stores import local
-from .stores.writer_lock import WriterLock
 
 _log = logging.getLogger("treering")
 
@@ -22,21 +21,17 @@ _log = logging.getLogger("treering")
 class Upkeep:
     """The `_save.Manager` of a run. None of what it does after a commit may fail the save."""
 
-    def __init__(self, history: History, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
-        self._history, self._keep, self._on_save = history, keep, on_save
-        self.lock = WriterLock(stores.DISK, history.root)
+    def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
+        self._directory, self._history = directory, directory.history
+        self._keep, self._on_save = keep, on_save
         self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
-        self.going_back: Callable[[], None] | None = None  # what is to be done before the next save
         self._cleaned = False
         self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
         self._chores = _Chores()
 
     def enter(self) -> None:
         """Raises `ExistsError` when somebody else writes the run."""
-        self.lock.acquire()
-        if self.going_back:
-            self.going_back()
-            self.going_back = None
+        self._directory.enter()
 
     def before(self) -> None:
         """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
@@ -66,7 +61,7 @@ class Upkeep:
 
     def close(self) -> None:
         """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
-        self._chores.add("leaving the run", self.lock.release)
+        self._chores.add("leaving the run", self._directory.lock.release)
         self._chores.wait()
 
     def close_after(self, last: PendingSave) -> None:
@@ -74,7 +69,7 @@ class Upkeep:
 
         def wait() -> None:
             last._wait()
-            self._chores.add("leaving the run", self.lock.release)
+            self._chores.add("leaving the run", self._directory.lock.release)
 
         self._chores.add("waiting for the last save", wait)
 
