@@ -1,11 +1,14 @@
 """The run in a training loop."""
 
+import collections
 import datetime
 import errno
 import logging
 import os
 import pathlib
+import re
 import shutil
+import threading
 import time
 from typing import Any
 
@@ -91,6 +94,33 @@ def test_what_was_just_saved_is_kept_even_when_it_is_an_old_step(tmp_path: pathl
     assert loop(tmp_path, [2], tr.keep.last(1)) == [2, 6]
 
 
+def test_a_metric_that_no_step_has_is_named_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep = tr.keep.best(1, "val_loss", "min") | tr.keep.best(1, "acc", "max") | tr.keep.last(1)
+    loop(tmp_path / "a", range(5), keep, lambda step: {"val/loss": 1.0, "acc": 0.5})
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "val_loss" in warning and "the closest name is val/loss" in warning
+    caplog.clear()
+    loop(tmp_path / "b", range(5), keep, lambda step: {"val_loss": 1.0, "acc": 0.5} if step == 1 else {})
+    loop(tmp_path / "b", [5], keep)
+    loop(tmp_path / "c", [1], keep)
+    assert not caplog.records, "one step has it, or there is one step"
+    loop(tmp_path / "d", range(3), tr.keep.best(5, "acc", "max", unscored="drop"))
+    assert len(caplog.records) == 1 and "no metrics" in caplog.records[0].message
+
+
+def test_a_mode_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2], metrics=lambda step: {"loss": step})
+    with pytest.raises(MismatchError, match="expected the mode 'min' or 'max', found 'lowest'"):
+        tr.Checkpointer(tmp_path).best_step("loss", "lowest")  # type: ignore[arg-type]
+
+
+def test_the_last_by_time(tmp_path: pathlib.Path) -> None:
+    keep = tr.keep.last(datetime.timedelta(seconds=1))
+    assert loop(tmp_path, [1, 2], keep) == [1, 2]
+    time.sleep(1.2)
+    assert loop(tmp_path, [3, 4], keep) == [3, 4]
+
+
 def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
     loop(tmp_path, range(3))
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
@@ -146,6 +176,14 @@ def test_save_every_may_be_a_function_or_a_time(tmp_path: pathlib.Path) -> None:
     assert loop(tmp_path / "c", range(3), save_every=datetime.timedelta(0)) == [0, 1, 2]
 
 
+def test_save_every_may_be_steps_or_a_time_whichever_comes_first(tmp_path: pathlib.Path) -> None:
+    assert loop(tmp_path / "a", range(6), save_every=(2, datetime.timedelta(hours=1))) == [0, 2, 4]
+    with tr.Checkpointer(tmp_path / "b", save_every=(100, datetime.timedelta(seconds=0.5))) as ckpts:
+        begun = time.monotonic()
+        saved = [step for step in range(101, 131) if not time.sleep(0.05) and ckpts.save(step, {"x": step})]
+        assert 1 <= len(saved) <= (time.monotonic() - begun) / 0.5
+
+
 def test_a_step_that_exists_is_an_error_or_skipped_or_replaced(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"x": 1})
@@ -171,9 +209,46 @@ def test_what_is_recorded_with_each_step(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("run", "step", "found"),
+    [
+        ({"lr": 0.1, "seed": 1}, {"seed": 2, "epoch": 3}, {"lr": 0.1, "seed": 2, "epoch": 3}),
+        ({"model": {"width": 8, "depth": 2}}, {"model": {"width": 16}}, {"model": {"width": 16}}),
+        ({"lr": 0.1}, None, {"lr": 0.1}),
+        ({"lr": 0.1}, {}, {"lr": 0.1}),
+        (None, {"epoch": 3}, {"epoch": 3}),
+        ({"lr": 0.1}, "third", "third"),
+        ("gpt", {"epoch": 3}, {"epoch": 3}),
+        (["gpt"], 0, 0),
+    ],
+)
+def test_metadata_of_a_step_goes_over_that_of_the_run(tmp_path: pathlib.Path, run: Any, step: Any, found: Any) -> None:
+    with tr.Checkpointer(tmp_path, metadata=run) as ckpts:
+        ckpts.save(1, {"x": 1}, metadata=step)
+        ckpts.save(2, {"x": 1})
+        assert ckpts.open(1).metadata == found and ckpts.open(2).metadata == run
+
+
+def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"metadata\['f'\]: a function is not JSON"):
+        tr.Checkpointer(tmp_path, metadata={"f": lambda: 1})
+    with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
+        with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: nan is not JSON"):
+            ckpts.save(1, {"x": 1}, metadata={"epoch": float("nan")})
+        with pytest.raises(UnsupportedError, match="OrderedDict is not JSON"):
+            ckpts.save(1, {"x": 1}, metadata=collections.OrderedDict(epoch=3))
+        assert ckpts.steps == [] and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"save_every": 0}, "save_every=0"),
+        ({"save_every": datetime.timedelta(-1)}, "save_every="),
+        ({"save_every": (10,)}, "save_every="),
+        ({"save_every": (0, datetime.timedelta(1))}, "save_every="),
+        ({"save_every": (datetime.timedelta(1), 10)}, "save_every="),
+        ({"save_every": (10, 20)}, "save_every="),
+        ({"save_every": "auto"}, "save_every='auto'"),
         ({"keep": 3}, r"keep=3: expected a policy such as treering.keep.last\(3\)"),
         ({"prefix": "a/b"}, "prefix"),
         ({"prefix": "run2"}, "prefix"),
@@ -195,6 +270,49 @@ def test_wrong_steps_and_modes(tmp_path: pathlib.Path) -> None:
     with pytest.raises(MismatchError, match="closed"):
         ckpts.save(2, {"x": 1})
     assert ckpts.restore() == {"x": 1}
+
+
+def test_when_a_checkpoint_was_committed(tmp_path: pathlib.Path) -> None:
+    begun = datetime.datetime.now(datetime.UTC)
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, {"x": np.ones(3)})
+        created = ckpts.open().created
+    assert created and created.utcoffset() == datetime.timedelta(0)
+    assert begun <= created <= datetime.datetime.now(datetime.UTC)
+    ckpt = ckpts.open()
+    assert ckpt.at("x").created == ckpt.apply([tr.rules.cast("x", "float32")]).created == created
+    tr.save(tmp_path / "a.safetensors", ckpt)
+    assert tr.open(tmp_path / "a.safetensors").created is None, "the file has no word about it"
+    file = tmp_path / "step-00000001" / "treering.json"
+    for text, found in [(b"1999-12-31T23:00:00-02:00", datetime.datetime(2000, 1, 1, 1)), (b"yesterday", None)]:
+        file.chmod(0o644)
+        seal(file, re.findall(rb'"created":"([^"]*)"', file.read_bytes())[0], text)
+        if found:
+            assert ckpts.open().created == found.replace(tzinfo=datetime.UTC)
+        else:
+            with pytest.raises(CorruptError, match="'yesterday' is not a time"):
+                print(tr.open(file.parent).created)
+
+
+def test_whether_a_save_is_under_way_and_where(tmp_path: pathlib.Path, use_disk: Any, monkeypatch: Any) -> None:
+    class Held(Disk):
+        gate = threading.Event()
+
+        def preallocate(self, fd: int, size: int) -> None:
+            assert self.gate.wait(30)
+            super().preallocate(fd, size)
+
+    use_disk(Held())
+    monkeypatch.chdir(tmp_path)
+    ckpts = tr.Checkpointer("run")
+    monkeypatch.chdir("/")
+    assert ckpts.directory == str(tmp_path / "run") and not ckpts.is_saving
+    pending = ckpts.save(1, {"x": np.ones(3)})
+    assert pending and ckpts.is_saving
+    Held.gate.set()
+    pending.result()
+    assert not ckpts.is_saving and os.path.dirname(ckpts.path(1)) == ckpts.directory
+    ckpts.close()
 
 
 def test_making_one_touches_nothing(tmp_path: pathlib.Path) -> None:

@@ -39,6 +39,27 @@ def test_every_counts_step_0() -> None:
     assert keep.every(4).kept(saved(0, 2, 4, 6, 8)) == {0, 4, 8}
 
 
+def test_every_keeps_the_first_step_at_or_after_each_multiple() -> None:
+    assert keep.every(1000).kept(saved(7, 507, 1007, 1507, 2007)) == {7, 1007, 2007}
+    assert keep.every(10).kept(saved(*range(1, 40, 2))) == {1, 11, 21, 31}
+    assert keep.every(10).kept(saved(3, 47, 48, 50)) == {3, 47, 50}
+    for steps in itertools.combinations(range(14), 5):  # as it is said, and as one step after another is saved
+        wanted = {next(step for step in steps if step >= at) for at in range(0, steps[-1] + 1, 4)}
+        assert keep.every(4).kept(saved(*steps)) == wanted
+        left: set[int] = set()
+        for step in steps:
+            left = keep.every(4).kept(saved(*sorted(left), step))
+        assert left == wanted
+
+
+def test_last_by_time_keeps_what_was_saved_within_it_of_the_newest() -> None:
+    hour = datetime.timedelta(hours=1)
+    assert keep.last(hour).kept(saved(1, 2, 3, 4, created=[0, 1000, 4000, 4600])) == {2, 3, 4}
+    assert keep.last(hour).kept(saved(1)) == {1} and keep.last(hour).kept([]) == set()
+    overwritten = keep.last(hour).kept(saved(1, 2, 3, created=[9000, 100, 5000]))
+    assert overwritten == {1, 3}, "what was saved after the newest is no older"
+
+
 def test_every_interval_of_time_keeps_the_first() -> None:
     times = [0, 10, 50, 61, 70, 200]
     found = keep.every(datetime.timedelta(minutes=1)).kept(saved(*range(6), created=times))
@@ -65,6 +86,11 @@ def test_a_union_keeps_what_any_of_its_parts_keeps() -> None:
     [
         lambda: keep.last(0),
         lambda: keep.last(True),
+        lambda: keep.last(1.5),  # type: ignore[arg-type]
+        lambda: keep.last(datetime.timedelta(0)),
+        lambda: keep.steps(1, 2.5),  # type: ignore[arg-type]
+        lambda: keep.steps(-1),
+        lambda: keep.best(1, None, "min"),  # type: ignore[arg-type]
         lambda: keep.every(1.5),  # type: ignore[arg-type]
         lambda: keep.every(datetime.timedelta(0)),
         lambda: keep.best(1, "loss", "lowest"),  # type: ignore[arg-type]

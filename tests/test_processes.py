@@ -346,8 +346,8 @@ report([steps, exists, skipped, pinned, undeletable, after, step, first])
     results = run_job(tmp_path, body, processes=2, recoverable=False)
     for result in results:
         steps, exists, skipped, pinned, undeletable, after, step, first = result.report
-        assert steps == [6, 10, 12] and exists[0] == "ExistsError" and skipped is None
-        assert pinned == [6, 10, 12, 14, 16]
+        assert steps == [2, 6, 10, 12] and exists[0] == "ExistsError" and skipped is None
+        assert pinned == [2, 6, 10, 12, 14, 16]
         assert undeletable[0] == "MismatchError" and after == step == 12
         assert first  # process 0 decides, and its time is up
     assert tr.steps(tmp_path / "timed") == [1]

@@ -454,9 +454,48 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
         assert report.nbytes > 8_000_000 and report.path == ckpts.path(report.step or 0)
         parts = report.write_seconds, report.sync_seconds, report.commit_seconds
         assert all(part > 0 for part in parts) and sum(parts) <= report.seconds and report.stall_seconds > 0
-        assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / report.seconds)
+        assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / (report.seconds - report.wait_seconds))
     lines = [record.message for record in caplog.records if record.levelno >= logging.INFO]
     assert len(lines) == 3 and all(line.startswith("saved /") and "GB/s" in line for line in lines)
+
+
+def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save_before(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = use_disk(Slow())
+    ckpts = tr.Checkpointer(tmp_path)
+    first = ckpts.save(1, {"x": np.ones(1000)})
+    threading.Timer(1.2, disk.gate.set).start()
+    begun = time.perf_counter()
+    second = ckpts.save(2, {"x": np.ones(1000)})
+    stood = time.perf_counter() - begun
+    assert first and second
+    quick, held_up = first.result(), second.result()
+    assert quick.wait_seconds < 0.01 and quick.stall_seconds < 1
+    assert 1 < held_up.wait_seconds <= held_up.stall_seconds <= stood <= held_up.stall_seconds + 0.1
+    assert held_up.stall_seconds <= held_up.seconds
+    assert held_up.gb_per_second == pytest.approx(held_up.nbytes / 1e9 / (held_up.seconds - held_up.wait_seconds))
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step 2: the loop stood still for 1." in warning and "for the save before" in warning
+    assert "save_every" in warning and 'when_busy="skip"' in warning and "1." in str(held_up)
+    ckpts.close()
+
+
+def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(Slow())
+    first = tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
+    threading.Timer(0.5, disk.gate.set).start()
+    report = tr.save(tmp_path / "b", {"x": np.ones(1000)})
+    assert 0.3 < report.wait_seconds < report.stall_seconds == report.seconds
+    assert first.result().wait_seconds == 0 and first.result().stall_seconds < first.result().seconds
+
+
+def test_waiting_for_room_behind_another_save_is_waiting_for_that_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    disk = use_disk(Slow())
+    tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
+    threading.Timer(0.5, disk.gate.set).start()
+    report = tr.save_async(tmp_path / "b", {n: np.ones(1000) for n in "xyz"}, memory_limit=8000).result()
+    assert 0.3 < report.wait_seconds <= report.stall_seconds <= report.seconds
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

@@ -180,6 +180,9 @@ class Run(RuleBasedStateMachine):
         self.step = max(self.model, default=0) + ahead if step is None else step
         return self.step, {"x": np.full(50, self.versions), "n": self.versions}
 
+    def _first_of_fives(self, steps: list[int]) -> set[int]:
+        return {step for n, step in enumerate(steps) if not n or step // 5 > steps[n - 1] // 5}
+
     def _saved(self, loss: float) -> None:
         """What the run has after a save: the step, and of the others those that are wanted, or are not counted."""
         if self.gone_back:
@@ -190,7 +193,7 @@ class Run(RuleBasedStateMachine):
         self.marked.discard(self.step)
         counted = sorted(step for step in self.model if step not in self.aside | self.marked)
         best = min(counted, key=lambda step: (self.model[step].loss, -step))
-        wanted = {*counted[-2:], best, self.step, self.restored, *(step for step in counted if step % 5 == 0)}
+        wanted = {*counted[-2:], best, self.step, self.restored, *self._first_of_fives(counted)}
         for step in counted:
             if step not in wanted and not self.model[step].pinned:
                 del self.model[step]

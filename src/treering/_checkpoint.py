@@ -1,6 +1,7 @@
 """An open checkpoint: names and shapes at once, contents on request."""
 
 import contextlib
+import datetime
 import functools
 import logging
 import operator
@@ -59,6 +60,11 @@ class Checkpoint(Mapping[str, Any]):
     def metadata(self) -> Any:
         """What was passed as `metadata=`; tuples have become lists."""
         return self._reader.metadata
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        """When it was committed, in UTC; None where the format has no word about it."""
+        return self._reader.created
 
     @property
     def nbytes(self) -> int:

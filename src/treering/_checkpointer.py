@@ -4,23 +4,26 @@ import contextlib
 import logging
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from . import _agreement, _processes, _run, _save, stores
+from . import _processes, _resume, _save
 from ._checkpoint import Checkpoint, index, latest_good, listed_again, open_one
+from ._collective import Collective
+from ._directory import Directory
 from ._history import History
+from ._last_state import LastState, SaveOptions
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
+from ._underway import UnderWay
 from ._upkeep import Upkeep
-from .errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
-from .formats.treering import manifest
+from .errors import MismatchError, TreeringError
 from .keep import Policy, rank
 from .rules import Rule
-from .stores import local
 
 _log = logging.getLogger("treering")
 
@@ -36,12 +39,16 @@ class Checkpointer:
 
     run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing. Only one at a time writes
         a run: until it is closed, or its process ends, another's saves are refused with `ExistsError`.
-    save_every: a number of steps (saved are its multiples), a `timedelta`, or a function of the step.
+    save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
+        comes first, or a function of the step.
     keep: which steps to keep, see `treering.keep`; None keeps all.
-    metadata: JSON-like configuration that goes into every checkpoint.
+    metadata: JSON-like configuration that goes into every checkpoint; see `save` for that of one step.
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
         were there before are called as well. With several processes JAX's preemption service says at which call.
+    save_on_error: whether an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest
+        call of `save` was given, if its arrays are still there: only weak references to them are held. NumPy arrays
+        are copied at every call. With several processes all must raise at the same step.
     when_busy: what `save` does while the save before it is still under way: "wait" for it, so that no more than one
         state is held, or "skip" this one unless it is forced.
     timeout: seconds without a sign of life after which another process is taken for dead.
@@ -66,6 +73,7 @@ class Checkpointer:
         timeout: float = 30,
         on_save: Callable[[SaveReport], object] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        save_on_error: bool = False,
     ):
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
@@ -77,28 +85,41 @@ class Checkpointer:
             raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
         self._root = absolute(run)
         self._schedule = Schedule(save_every)
-        self._metadata, self._prefix, self._when_busy, self._timeout = metadata, prefix, when_busy, timeout
+        _save.describe(None, None, metadata)  # raises now what every save would
+        self._metadata, self._when_busy = metadata, when_busy
         self._history = History(self._root, prefix, tensorboard)
-        self._upkeep = Upkeep(self._history, keep, on_save)
-        self._pending: list[PendingSave] = []
+        self._directory = Directory(self._history)
+        self._upkeep = Upkeep(self._directory, keep, on_save)
+        self._collective = Collective(self._root, timeout)
+        self._under_way = UnderWay()
         self._restored: int | None = None
-        self._gone_back = False  # to an earlier step than the latest; the later ones are of a branch that was left
+        self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
         self._preemption = Preemption() if save_on_preemption else None
         if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
             weakref.finalize(self, self._preemption.close).atexit = False
+
+    @property
+    def directory(self) -> str:
+        """Where the run lies, absolute."""
+        return self._root
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._under_way.over() < len(self._under_way)
 
     # Steps
 
     @property
     def steps(self) -> list[int]:
         """The committed steps, ascending, with those that another library has left in the directory."""
-        return list(_run.all_steps(self._root, self._prefix))
+        return list(self._directory.all_steps())
 
     @property
     def latest_step(self) -> int | None:
         """The newest committed step, None when there is none."""
-        return max(_run.all_steps(self._root, self._prefix), default=None)
+        return max(self._directory.all_steps(), default=None)
 
     @property
     def restored_step(self) -> int | None:
@@ -113,7 +134,7 @@ class Checkpointer:
     @property
     def pinned(self) -> list[int]:
         """The steps that are never deleted, ascending."""
-        return [step for step, path in self._history.committed().items() if local.pinned(stores.DISK, path)]
+        return self._directory.pinned()
 
     @property
     def disk_usage(self) -> dict[int, int]:
@@ -127,8 +148,7 @@ class Checkpointer:
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
-        step = index(step)
-        return _run.all_steps(self._root, self._prefix).get(step) or self._own_path(step)
+        return self._directory.path(index(step))
 
     # Saving
 
@@ -138,6 +158,7 @@ class Checkpointer:
         tree: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
         force: bool = False,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
         rules: Sequence[Rule] = (),
@@ -149,40 +170,56 @@ class Checkpointer:
         Returns None when nothing is saved. What a save in the background failed with is raised by the next
         call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
         After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
+        `metadata` is that of this step: of two dicts it goes over the run's key by key, and otherwise in its place.
         `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
+        begun = time.perf_counter()
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
+        options = SaveOptions(metrics, metadata, rules, dtype, memory_limit)
+        try:
+            return self._save_if_wanted(begun, step, tree, force, on_exists, options)
+        finally:
+            self._last.note(step, tree, options)
+
+    def _save_if_wanted(
+        self, begun: float, step: int, tree: Any, force: bool, on_exists: str, options: SaveOptions
+    ) -> PendingSave | None:
         several = _processes.several()
         if not several:  # or else each process would find out at another step
-            self._raise_failed(self._over())
+            self._under_way.settle(self._under_way.over())
         preempted = bool(self._preemption) and not self._preempted and self._preemption.reached()
         force = force or preempted
         # What a clock or a function says, process 0 says for all.
         if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
             return None
         self._check_open()
-        with self._call(f"save({step})") as call:
+        with self._collective.call(f"save({step})") as call:
             over, admitted = call.tell(lambda: self._admit(step, on_exists, force, several))
-            self._raise_failed(over)
+            self._under_way.settle(over)
             if admitted is None:
                 call.close()
                 self._preempted = self._preempted or preempted
                 return None
-            self._raise_failed(len(self._pending))
+            deciding = time.perf_counter()
+            self.wait()
+            waited = time.perf_counter() - deciding
             path, overwrite = admitted
             try:
-                wish = _save.Wish("treering", overwrite, rules, dtype, memory_limit, True, False, {})
-                info = _save.describe(step, metrics, self._metadata)
-                pending = _save.start(call, path, tree, info, wish, self._upkeep)
+                wish = _save.Wish(
+                    "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
+                )
+                info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
+                pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
-                    self._pending.append(PendingSave._of_failure(path, step, call, error))
+                    self._under_way.add(PendingSave._of_failure(path, step, call, error))
                 raise
-        self._gone_back = False
-        self._pending.append(pending)
+        self._directory.back_to = None
+        self._under_way.add(pending)
         self._schedule.saved()
+        pending._warn_of_stall()
         self._preempted = self._preempted or preempted
         return pending
 
@@ -191,41 +228,19 @@ class Checkpointer:
 
         Raises `ExistsError`.
         """
-        over = self._over()
-        if any(pending.failed for pending in self._pending[:over]):
+        over = self._under_way.over()
+        if self._under_way.any_failed(over):
             return over, None
         if not force and (several and not self._schedule.due(step)):
             return over, None
-        if not force and self._when_busy == "skip" and over < len(self._pending):
+        if not force and self._when_busy == "skip" and over < len(self._under_way):
             return over, None
         with as_save_error(self._root):
-            return over, self._place_for(step, on_exists, over)
-
-    def _place_for(self, step: int, on_exists: str, over: int) -> tuple[str, bool] | None:
-        committed = self._history.committed()
-        self._upkeep.going_back = None  # of a save that was refused
-        if self._gone_back and (restored := self._restored) is not None:
-            self._check_own_after(restored)
-            committed = {number: path for number, path in committed.items() if number <= restored}
-            self._upkeep.going_back = lambda: self._set_aside_after(restored)
-        path = committed.get(step) or self._own_path(step)
-        overwrite = on_exists == "overwrite"
-        if any(pending.step == step for pending in self._pending[over:]) or step in committed:
-            overwrite = overwrite or (step in committed and self._history.is_damaged(step, path))
-            if overwrite and local.pinned(stores.DISK, path):
-                raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
-            if not overwrite and on_exists == "skip":
-                return None
-            if not overwrite:
-                raise ExistsError(
-                    f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
-                    "or continue from ckpts.latest_step"
-                )
-        return path, overwrite
+            return over, self._directory.place_for(step, on_exists, self._under_way.steps(over))
 
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with."""
-        self._raise_failed(len(self._pending))
+        self._under_way.settle(len(self._under_way))
 
     def finish(self) -> None:
         """Closes, and marks the run as finished, by which `treering.follow` knows that no step comes any more.
@@ -234,7 +249,7 @@ class Checkpointer:
         """
         self.wait()
         self._check_open()
-        self._once("finish()", self._finish)
+        self._collective.once("finish()", self._directory.finish)
         self.close()
 
     def close(self) -> None:
@@ -244,10 +259,10 @@ class Checkpointer:
             self.wait()
         finally:
             try:
-                if self._over() == len(self._pending):
+                if self._under_way.over() == len(self._under_way):
                     self._upkeep.close()
                 else:  # an interrupt ended the wait, and one goes on
-                    self._upkeep.close_after(self._pending[-1])
+                    self._upkeep.close_after(self._under_way.last())
             finally:
                 if self._preemption:
                     self._preemption.close()
@@ -256,12 +271,31 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        if kind is None:
             self.close()
-        except TreeringError:
-            if kind is None:
-                raise
-            _log.exception("a save in the background failed, too")
+            return
+        try:
+            if self._last.step is not None:
+                self._save_last(self._last.step, kind.__name__)
+        finally:
+            with _logged():
+                self.close()
+
+    def _save_last(self, step: int, reason: str) -> None:
+        """Saves what the loop has shown last, unless it is saved already; why it is not possible is logged."""
+        while len(self._under_way):
+            with _logged():
+                self.wait()
+        try:
+            if self._admit(step, "skip", True, False)[1] is None:
+                return
+            tree, options = self._last.get()
+            self.save(step, tree, force=True, on_exists="skip", **options._asdict())
+            self.wait()
+        except Exception as error:
+            _log.error("%s: step %d is not saved, though %s ended the loop: %s", self._root, step, reason, error)
+        else:
+            _log.warning("%s: step %d is saved, for %s ended the loop", self._root, step, reason)
 
     # Restoring
 
@@ -269,8 +303,8 @@ class Checkpointer:
         """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
         self.wait()
         if step is not None:
-            return open_one(self._existing(step))
-        return listed_again(lambda: latest_good(self._root, self._newest_first(), lambda ckpt: ckpt)[1])
+            return open_one(self._directory.existing(step))
+        return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
 
     def restore(self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: Any) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
@@ -283,26 +317,13 @@ class Checkpointer:
         it; until then nothing changes. What was restored is never deleted by this job.
         """
         self.wait()
-        with self._call(f"restore({'' if step is None else f'step={step}'})") as call:
+        with self._collective.call(f"restore({'' if step is None else f'step={step}'})") as call:
             call.doing("restoring")
-
-            def attempt() -> tuple[int, tuple[str, Any]]:
-                places = call.tell(
-                    lambda: self._newest_first() if step is None else [(index(step), self._existing(step))]
-                )
-                return latest_good(
-                    self._root,
-                    places,
-                    lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
-                    fallback=fallback and step is None,
-                    damaged=lambda number: self._history.mark_damaged(number, dict(places)[number]),
-                    everywhere=lambda attempt: _agreement.everywhere(call, attempt),
-                )
-
-            self._restored, (_, tree) = attempt() if step is not None else listed_again(attempt)
+            self._restored, tree = _resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
         self._upkeep.restored = self._restored
-        self._gone_back = step is not None
+        self._directory.back_to = None if step is None else self._restored
+        self._last.forget()
         return tree
 
     def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
@@ -315,8 +336,8 @@ class Checkpointer:
         from . import _init
 
         self.wait()
-        with self._call("restore_or_init()") as call:
-            found = call.tell(self._has_begun)
+        with self._collective.call("restore_or_init()") as call:
+            found = call.tell(lambda: _resume.has_begun(self._directory))
             call.close()
         if found:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
@@ -324,36 +345,24 @@ class Checkpointer:
             return tree, self._restored
         return (init() if sharding is None else _init.sharded(init, sharding)), 0
 
-    def _has_begun(self) -> bool:
-        if _run.all_steps(self._root, self._prefix):
-            return True
-        _run.check_new(self._root)
-        return False
-
     # Managing
 
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
         self.wait()
-        self._once(f"pin({step})", lambda: local.pin(stores.DISK, self._own(step), True))
+        self._collective.once(f"pin({step})", lambda: self._directory.pin(step, True))
 
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
         self.wait()
-        self._once(f"unpin({step})", lambda: local.pin(stores.DISK, self._own(step), False))
+        self._collective.once(f"unpin({step})", lambda: self._directory.pin(step, False))
 
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         self.wait()
-        self._once(f"delete({step})", lambda: self._delete(step))
-
-    def _delete(self, step: int) -> None:
-        path = self._own(step)
-        if local.pinned(stores.DISK, path):
-            raise MismatchError(f"{path}: the step is pinned; unpin it first")
-        if os.path.islink(path):
-            raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        local.delete(stores.DISK, path, manifest.file_names)
+        self._collective.once(f"delete({step})", lambda: self._directory.delete(step))
+        if self._last.step == step:
+            self._last.forget()
 
     def rewind(self, step: int) -> None:
         """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
@@ -364,34 +373,9 @@ class Checkpointer:
         self.wait()
         self._check_open()
         step = index(step)
-        self._once(f"rewind({step})", lambda: self._rewind(step))
-        self._gone_back = False
-
-    def _rewind(self, step: int) -> None:
-        self._existing(step)
-        self._check_own_after(step)
-        self._upkeep.lock.acquire()
-        self._set_aside_after(step)
-
-    def _check_own_after(self, step: int) -> None:
-        own = self._history.committed()
-        foreign = [path for number, path in self._newest_first() if number > step and number not in own]
-        if foreign:
-            raise UnsupportedError(
-                f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
-                "of the run yourself, or go on in another directory"
-            )
-
-    def _set_aside_after(self, step: int) -> None:
-        _run.settle_aside(self._root)
-        later = [path for number, path in reversed(self._history.committed().items()) if number > step]
-        if later:
-            place = _run.set_aside(self._root, later)
-            _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
-
-    def _finish(self) -> None:
-        self._upkeep.lock.acquire()
-        _run.mark_finished(self._root)
+        self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
+        self._directory.back_to = None
+        self._last.forget()
 
     # What the above is made of
 
@@ -399,57 +383,18 @@ class Checkpointer:
         if self._closed:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
 
-    @contextlib.contextmanager
-    def _call(self, what: str) -> Iterator[_processes.Call]:
-        """A call that every process makes; with an error it ends for all."""
-        call = _processes.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
-        with _save.ending(call):
-            call.doing("deciding")
-            yield call
 
-    def _once(self, what: str, do: Callable[[], None]) -> None:
-        """Does something in process 0; all return when it is done, or raise its error."""
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """What a save in the background failed with does not hide the error that is on its way."""
+    try:
+        yield
+    except TreeringError:
+        _log.exception("a save in the background failed, too")
 
-        def attempt() -> None:
-            try:
-                do()
-            except TreeringError:
-                raise
-            except OSError as error:
-                raise SaveError(f"{self._root}: {what} failed: {error}") from error
 
-        with self._call(what) as call:
-            call.tell(attempt)
-            call.close()
-
-    def _own(self, step: int) -> str:
-        """Where a step is that was saved by us; what others have left is not ours to change."""
-        return self._existing(step, self._history.committed())
-
-    def _own_path(self, step: int) -> str:
-        return os.path.join(self._root, _run.step_name(self._prefix, step))
-
-    def _newest_first(self) -> list[tuple[int, str]]:
-        return list(reversed(_run.all_steps(self._root, self._prefix).items()))
-
-    def _existing(self, step: int, committed: Mapping[int, str] | None = None) -> str:
-        """Where a step is, among all or among the given ones. Raises `NotFoundError`."""
-        committed = _run.all_steps(self._root, self._prefix) if committed is None else committed
-        if (number := index(step)) not in committed:
-            shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
-            raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
-        return committed[number]
-
-    def _over(self) -> int:
-        """How many of the saves are over. They end in the order in which they began."""
-        return sum(pending.done() for pending in self._pending)
-
-    def _raise_failed(self, over: int) -> None:
-        """Waits for the first so many saves and forgets them; raises what the first of them that failed did."""
-        for pending in self._pending[:over]:
-            pending._wait()  # an interrupt here forgets none of them
-        ended, self._pending = self._pending[:over], self._pending[over:]
-        for n, pending in enumerate(ended):
-            if pending.failed:
-                self._pending = ended[n + 1 :] + self._pending
-                pending.result()
+def _combined(of_run: Any, of_step: Any) -> Any:
+    """The metadata of one step. A dict of another type counts as none, and is refused when it is described."""
+    if type(of_run) is dict and type(of_step) is dict:
+        return {**of_run, **of_step}
+    return of_run if of_step is None else of_step

@@ -103,7 +103,7 @@ class Fed:
     """A live tree that is being saved, as `treering.formats.Reader`: what writers of other formats are given."""
 
     format = "live"
-    nbytes, step, metadata = 0, None, None
+    nbytes, step, metadata, created = 0, None, None, None
     positional = False
     numbers_are_arrays = False
     untold: frozenset[str] = frozenset()

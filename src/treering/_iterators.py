@@ -21,6 +21,17 @@ _DEEPEST = 100
 _GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
 
 
+class _Frozen:
+    def __init__(self, state: Any):
+        self._state = state
+
+    def get_state(self) -> Any:
+        return _decode(self._state, 0)
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError  # it is only saved
+
+
 def is_iterator(leaf_type: type) -> bool:
     """Whether leaves of a type have a state to save."""
     return any(callable(getattr(leaf_type, name, None)) for name, _ in _METHODS) and _methods(leaf_type) is not None
@@ -35,6 +46,11 @@ def state_of(leaf: Any) -> Any:
             f"an iterator whose state takes {size} bytes; expected at most {_MOST}: save large buffers as arrays"
         )
     return state
+
+
+def frozen(leaf: Any) -> Any:
+    """An iterator that stands where this one stands now. Raises `UnsupportedError` for what no manifest can hold."""
+    return _Frozen(state_of(leaf))
 
 
 def together(path: str, states: Sequence[Any]) -> ValueEntry:

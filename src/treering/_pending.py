@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,9 @@ from ._latch import Latch
 from ._processes import Call
 from ._snapshot import Feed
 from .errors import SaveError, TreeringError
+
+_log = logging.getLogger("treering")
+_LONG_STALL = 1.0  # seconds
 
 last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
 unseen: "list[PendingSave]" = []  # failed, and nobody has been told
@@ -36,10 +40,11 @@ class Written(NamedTuple):
 class SaveReport:
     """What a save did.
 
-    `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, and `seconds` the
-    time from the call to the commit. Of these, this process was writing for `write_seconds`, was waiting for the
-    disk to make its file durable for `sync_seconds`, and for the commit, other processes included, for
-    `commit_seconds`; formats other than the native one count all of that as writing.
+    `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, `wait_seconds` the part
+    of that for which it waited until the save before was over, and `seconds` the time from the call to the commit.
+    Of these, this process was writing for `write_seconds`, was waiting for the disk to make its file durable for
+    `sync_seconds`, and for the commit, other processes included, for `commit_seconds`; formats other than the
+    native one count all of that as writing.
     """
 
     path: str
@@ -50,30 +55,49 @@ class SaveReport:
     write_seconds: float = 0.0
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     @property
     def gb_per_second(self) -> float:
-        """10^9 bytes a second, from the call to the commit."""
-        return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+        """10^9 bytes a second, from the call to the commit, without `wait_seconds`."""
+        own = self.seconds - self.wait_seconds
+        return self.nbytes / 1e9 / own if own else 0.0
 
     def __str__(self) -> str:
+        before = f", {self.wait_seconds * 1e3:.1f} ms of it for the save before" if self.wait_seconds >= 1e-4 else ""
         return (
             f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s); the "
-            f"caller waited for {self.stall_seconds * 1e3:.1f} ms"
+            f"caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
         )
 
 
 class PendingSave:
-    """A save that goes on in the background. Made by `save_async`."""
+    """A save that goes on in the background. Made by `save_async`.
 
-    def __init__(self, path: str, step: int | None, feed: Feed, call: Call, *, managed: bool):
+    `managed` says that a `Checkpointer` raises what it fails with, and `blocking` that its caller stands until it is
+    over. The caller made its call at `begun`, and has waited for the save before for `waited` seconds since.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        step: int | None,
+        feed: Feed,
+        call: Call,
+        *,
+        managed: bool,
+        blocking: bool = False,
+        begun: float | None = None,
+        waited: float = 0.0,
+    ):
         self.path = path
         self.step = step
         self._feed = feed
         self._call = call
-        self._managed = managed  # by a Checkpointer, which raises what this fails with
-        self._begun = time.perf_counter()
-        self._stall = 0.0
+        self._managed = managed
+        self._blocking = blocking
+        self._begun = time.perf_counter() if begun is None else begun
+        self._stall, self._waited = 0.0, waited
         self._returned = Latch()  # the caller has its thread back
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -134,8 +158,7 @@ class PendingSave:
         try:
             with crew:
                 self._feed.writers_needed.wait()
-                while previous and not self._feed.failed and not previous.wait(0.1):
-                    pass
+                self._await(previous)
                 self._feed.check()
                 write(crew)
         except BaseException as error:
@@ -150,16 +173,39 @@ class PendingSave:
             self._call.close(self._error)
             self._finished.set()
 
-    def _returns(self, stall: float) -> None:
-        """The caller goes on, after so many seconds."""
-        self._stall = stall
+    def _await(self, previous: Latch | None) -> None:
+        """Returns when the save before is over, or this one has failed."""
+        if previous is None or previous.is_set():
+            return
+        since = time.perf_counter()
+        while not self._feed.failed and not previous.wait(0.1):
+            pass
+        if self._blocking or not self._returned.is_set():  # the caller waits as well, for room if for nothing else
+            self._waited += time.perf_counter() - since
+
+    def _returns(self) -> None:
+        """The caller goes on."""
+        self._stall = time.perf_counter() - self._begun
         self._returned.set()
+
+    def _warn_of_stall(self) -> None:
+        """Logs that a loop was held up for long, and what helps."""
+        if self._stall < _LONG_STALL:
+            return
+        if self._waited > self._stall / 2:
+            why, help = f", {self._waited:.1f} s of it for the save before", ', and so does when_busy="skip"'
+        else:
+            why, help = ", while the state was copied", ""
+        stood = f"step {self.step}: the loop stood still for {self._stall:.1f} s"
+        _log.warning("%s: %s%s; a larger save_every helps%s", self.path, stood, why, help)
 
     def _committed(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._begun
         self._returned.wait()  # it has handed everything over, and is about to
         nbytes, *parts = written
-        self._report = SaveReport(self.path, self.step, nbytes, self._stall, max(seconds, self._stall), *parts)
+        stall = seconds if self._blocking else self._stall
+        waited = min(self._waited, stall)
+        self._report = SaveReport(self.path, self.step, nbytes, stall, max(seconds, stall), *parts, wait_seconds=waited)
         return self._report
 
     def _seen(self) -> None:

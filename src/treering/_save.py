@@ -156,12 +156,15 @@ def start(
     info: native.Info,
     wish: Wish,
     manager: "Manager | None" = None,
+    begun: float | None = None,
+    waited: float = 0.0,
 ) -> PendingSave:
     """What all ways of saving do; a `manager` is called in the background before and after the save is written.
 
+    The caller was called at `begun` (now, if not given), and has `waited` so many seconds since for the save before.
     The call ends with the save. With an error raised here, the caller ends it.
     """
-    begun = time.perf_counter()
+    begun = time.perf_counter() if begun is None else begun
     call.doing("copying the state")
     if manager is None:
         _raise_failed(call)
@@ -175,7 +178,16 @@ def start(
             manager.enter()
         if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
             check_free(stores.DISK, place, overwrite=wish.overwrite)
-    pending = PendingSave(place, info.step, work.feed, call, managed=manager is not None)
+    pending = PendingSave(
+        place,
+        info.step,
+        work.feed,
+        call,
+        managed=manager is not None,
+        blocking=not wish.background,
+        begun=begun,
+        waited=waited,
+    )
 
     def write(crew: Crew) -> None:
         if manager and call.index == 0:
@@ -195,7 +207,7 @@ def start(
         thread.start()
         _pending.last = pending._finished
         work.hand_over()
-        pending._returns(time.perf_counter() - begun)
+        pending._returns()
     except BaseException as error:
         pending._fail(error)
         if thread and thread.ident is not None:

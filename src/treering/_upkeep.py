@@ -5,15 +5,15 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import _run, stores
-from ._history import History
+from ._directory import Directory
+from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
 from .formats.treering import manifest
-from .keep import Policy
+from .keep import Policy, Saved
 from .stores import local
-from .stores.writer_lock import WriterLock
 
 _log = logging.getLogger("treering")
 
@@ -21,20 +21,17 @@ _log = logging.getLogger("treering")
 class Upkeep:
     """The `_save.Manager` of a run. None of what it does after a commit may fail the save."""
 
-    def __init__(self, history: History, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
-        self._history, self._keep, self._on_save = history, keep, on_save
-        self.lock = WriterLock(stores.DISK, history.root)
+    def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
+        self._directory, self._history = directory, directory.history
+        self._keep, self._on_save = keep, on_save
         self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
-        self.going_back: Callable[[], None] | None = None  # what is to be done before the next save
         self._cleaned = False
+        self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
         self._chores = _Chores()
 
     def enter(self) -> None:
         """Raises `ExistsError` when somebody else writes the run."""
-        self.lock.acquire()
-        if self.going_back:
-            self.going_back()
-            self.going_back = None
+        self._directory.enter()
 
     def before(self) -> None:
         """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
@@ -64,7 +61,7 @@ class Upkeep:
 
     def close(self) -> None:
         """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
-        self._chores.add("leaving the run", self.lock.release)
+        self._chores.add("leaving the run", self._directory.lock.release)
         self._chores.wait()
 
     def close_after(self, last: PendingSave) -> None:
@@ -72,7 +69,7 @@ class Upkeep:
 
         def wait() -> None:
             last._wait()
-            self._chores.add("leaving the run", self.lock.release)
+            self._chores.add("leaving the run", self._directory.lock.release)
 
         self._chores.add("waiting for the last save", wait)
 
@@ -80,12 +77,25 @@ class Upkeep:
         if self._keep is None:
             return
         saved = self._history.good()
+        self._name_unknown_metrics(saved, self._keep.metrics)
         wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
         committed = self._history.committed()
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted and not (local.pinned(stores.DISK, path) or os.path.islink(path)):
                 self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, manifest.file_names))
+
+    def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
+        if len(saved) < 2:  # of the first step they may be about to come
+            return
+        known = sorted({name for one in saved for name in one.metrics})
+        for metric in metrics.difference(known, self._unknown):
+            near = closest(metric, known)
+            hint = f"they have {few(tuple(known))}" if known else "they have no metrics"
+            hint += f"; the closest name is {near}" if near else ""
+            root, count = self._history.root, len(saved)
+            _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
+            self._unknown.add(metric)
 
 
 class _Chores:

@@ -1,5 +1,6 @@
 """Leaves that are made of other leaves when they are read: box by box, so that no more is read than is wanted."""
 
+import datetime
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -253,6 +254,10 @@ class View:
         self.metadata: Any = reader.metadata
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        return self._reader.created
 
     def source(self, path: str) -> str:
         """Under which path the (first) leaf that a leaf is made of is in what is not a view itself."""

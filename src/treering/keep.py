@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+import numpy as np
+
 from .errors import MismatchError
 
 
@@ -44,9 +46,16 @@ class Policy:
         """The steps to keep of those that are there, which come in ascending order."""
         return set().union(*(rule.kept(saved) for rule in self.rules))
 
+    @property
+    def metrics(self) -> set[str]:
+        """The metrics by which steps are chosen."""
+        return {rule.metric for rule in self.rules if isinstance(rule, _Best)}
 
-def last(n: int) -> Policy:
-    """The `n` newest steps."""
+
+def last(n: int | datetime.timedelta) -> Policy:
+    """The `n` newest steps; or those that were saved within a time of the newest."""
+    if isinstance(n, datetime.timedelta):
+        return Policy((_LastTime(_seconds("last", n)),))
     return Policy((_Last(_count("last", n)),))
 
 
@@ -55,29 +64,32 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
 
     Steps saved without the metric are kept, or not, as `unscored` says, and do not count.
     """
-    if mode not in ("min", "max"):
-        raise MismatchError(f"keep.best: expected the mode 'min' or 'max', found {mode!r}")
+    _check_mode(mode, "keep.best: ")
+    if not isinstance(metric, str):
+        raise MismatchError(f"keep.best: expected the name of a metric, found {metric!r}")
     if unscored not in ("keep", "drop"):
         raise MismatchError(f"keep.best: expected unscored='keep' or 'drop', found {unscored!r}")
     return Policy((_Best(_count("best", n), metric, mode, unscored),))
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
-    """Steps that are multiples of `interval`, step 0 included; or the first of each time interval since 1970."""
+    """The first step at or after each multiple of `interval`, 0 included; or of each interval of time since 1970.
+
+    >>> tr.keep.every(1000)  # of a run that saved 7, 507, 1007, 1507, 2000, 2007: keeps 7, 1007, 2000
+    """
     if isinstance(interval, datetime.timedelta):
-        if interval <= datetime.timedelta(0):
-            raise MismatchError(f"keep.every: expected a positive interval, found {interval}")
-        return Policy((_EveryTime(interval.total_seconds()),))
+        return Policy((_EveryTime(_seconds("every", interval)),))
     return Policy((_Every(_count("every", interval)),))
 
 
 def steps(*numbers: int) -> Policy:
     """These very steps."""
-    return Policy((_Steps(frozenset(numbers)),))
+    return Policy((_Steps(frozenset(_count("steps", number, least=0) for number in numbers)),))
 
 
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:
     """The steps that have the metric, best first; of equal ones the newer first, NaN last."""
+    _check_mode(mode)
     sign = -1 if mode == "max" else 1
 
     def key(one: Saved) -> tuple[bool, float, int]:
@@ -93,6 +105,14 @@ class _Last:
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         return {one.step for one in saved[-self.n :]}
+
+
+@dataclasses.dataclass(frozen=True)
+class _LastTime:
+    seconds: float
+
+    def kept(self, saved: Sequence[Saved]) -> set[int]:
+        return {one.step for one in saved if one.created >= saved[-1].created - self.seconds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +134,10 @@ class _Every:
     n: int
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        return {one.step for one in saved if one.step % self.n == 0}
+        first: dict[int, int] = {}
+        for one in saved:
+            first.setdefault(one.step // self.n, one.step)
+        return set(first.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +159,18 @@ class _Steps:
         return {one.step for one in saved if one.step in self.numbers}
 
 
-def _count(name: str, n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise MismatchError(f"keep.{name}: expected a number from 1, found {n!r}")
-    return n
+def _count(name: str, n: int, *, least: int = 1) -> int:
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < least:
+        raise MismatchError(f"keep.{name}: expected a number from {least}, found {n!r}")
+    return int(n)
+
+
+def _seconds(name: str, interval: datetime.timedelta) -> float:
+    if interval <= datetime.timedelta(0):
+        raise MismatchError(f"keep.{name}: expected a positive time, found {interval}")
+    return interval.total_seconds()
+
+
+def _check_mode(mode: str, where: str = "") -> None:
+    if mode not in ("min", "max"):
+        raise MismatchError(f"{where}expected the mode 'min' or 'max', found {mode!r}")

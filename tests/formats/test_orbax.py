@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import datetime
 import json
 import math
 import os
@@ -244,6 +245,20 @@ def test_steps_that_were_never_finished(tmp_path: Path) -> None:
     (tmp_path / "1" / "state.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "1" / "commit_success.txt").unlink()  # earlier releases did not write it
     assert_same(tr.restore(tmp_path / "1"), {"w": np.ones(3)})
+
+
+def test_when_a_step_was_committed(tmp_path: Path) -> None:
+    begun = datetime.datetime.now(datetime.UTC)
+    with manager(tmp_path) as run:
+        run.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+        run.wait_until_finished()
+    created = tr.open(tmp_path).created
+    assert created and begun <= created <= datetime.datetime.now(datetime.UTC)
+    assert created.utcoffset() == datetime.timedelta(0)
+    file = tmp_path / "1" / "_CHECKPOINT_METADATA"
+    for moment in (10**30, "now", True, -1):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "commit_timestamp_nsecs": moment}))
+        assert tr.open(tmp_path / "1").created is None
 
 
 def test_steps_of_earlier_releases(tmp_path: Path) -> None:

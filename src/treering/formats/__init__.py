@@ -4,6 +4,7 @@ A format knows files and what is in them. It never knows about templates, meshes
 catalogue of leaves by path and their contents on request; what it writes is given to it as just that.
 """
 
+import datetime
 import importlib
 import os
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
@@ -70,6 +71,11 @@ class Reader(Protocol):
     def metadata(self) -> Any: ...
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        """When the checkpoint was committed, in UTC, where that is known."""
+        ...
 
     @property
     def identity(self) -> str:

@@ -1,5 +1,6 @@
 """What readers of other libraries' formats have in common: a catalogue, and arrays that read boxes of themselves."""
 
+import datetime
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -65,6 +66,7 @@ class ForeignReader:
         metrics: Mapping[str, float] | None = None,
         metadata: Any = None,
         nbytes: int = 0,
+        created: datetime.datetime | None = None,
         immutable: bool = False,
         numbers_are_arrays: bool = False,
     ):
@@ -74,6 +76,7 @@ class ForeignReader:
             raise CorruptError(f"{path}: two leaves have one path")
         self.skeleton = skeleton
         self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
+        self.created = created
         self._arrays = arrays
         self.numbers_are_arrays = numbers_are_arrays
         self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to

@@ -1,6 +1,7 @@
 """Reading Orbax: what is known of a checkpoint as a whole. For its items see `orbax_items`."""
 
 import base64
+import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,7 @@ class _About(NamedTuple):
     deleted: Any
     metrics: Mapping[str, float]
     metadata: Any
+    created: datetime.datetime | None
 
 
 def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
@@ -66,8 +68,8 @@ def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
             found = read_items(disk, path, about.items, about.deleted, version_1=about.version_1)
     metadata = about.metadata or found.tree.metadata
     metrics = {**about.metrics, **found.metrics}
-    about_all = {"step": step, "metrics": metrics, "metadata": metadata, "nbytes": folder_size(disk, path)}
-    return OrbaxReader(disk, path, found, **about_all)
+    about_all = {"step": step, "metrics": metrics, "metadata": metadata, "created": about.created}
+    return OrbaxReader(disk, path, found, nbytes=folder_size(disk, path), **about_all)
 
 
 def _read_about(disk: Disk, path: str) -> _About:
@@ -81,7 +83,18 @@ def _read_about(disk: Disk, path: str) -> _About:
     version_1 = _VERSION_1 in names or any(".v1." in str(handler) for handler in items.values())
     metrics = numbers(found.get("metrics")) or {}
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
-    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, found.get("custom_metadata"))
+    metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
+    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+
+
+def _time(nanoseconds: Any) -> datetime.datetime | None:
+    """A moment since 1970, None for what is none."""
+    if type(nanoseconds) is not int or nanoseconds <= 0:
+        return None
+    try:
+        return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
+    except OverflowError:
+        return None
 
 
 def _read_shardings(disk: Disk, folder: str) -> dict[str, Any]:

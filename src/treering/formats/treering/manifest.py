@@ -86,10 +86,16 @@ class Summary(msgspec.Struct, frozen=True):
 
     def created_seconds(self) -> float:
         """When it was committed, in seconds since the epoch. Raises `CorruptError`."""
-        try:
-            return datetime.datetime.fromisoformat(self.created).timestamp()
-        except (ValueError, OverflowError):
-            raise CorruptError(f"manifest: {self.created!r} is not a time") from None
+        return as_utc(self.created).timestamp()
+
+
+def as_utc(text: str) -> datetime.datetime:
+    """A time as manifests have it; without an offset it is taken for UTC. Raises `CorruptError`."""
+    try:
+        time = datetime.datetime.fromisoformat(text)
+        return time.replace(tzinfo=time.tzinfo or datetime.UTC).astimezone(datetime.UTC)
+    except (ValueError, OverflowError):
+        raise CorruptError(f"manifest: {text!r:.100} is not a time") from None
 
 
 def xxh3(data: Any) -> str:

@@ -1,5 +1,6 @@
 """Reading the native format: which bytes a box needs, checked, and as an array."""
 
+import datetime
 import math
 import os
 import threading
@@ -72,6 +73,11 @@ class Reader:
         self._files: dict[int, ArrayFile] = {}
         self._grids: dict[int, Grid] = {}  # by layout
         self._opening = threading.Lock()
+
+    @property
+    def created(self) -> datetime.datetime:
+        """When it was committed, in UTC. Raises `CorruptError`."""
+        return manifest.as_utc(self._manifest.created)
 
     def check_present(self) -> None:
         """Raises `CorruptError` unless every array file is there in its full size."""

@@ -1,0 +1,37 @@
+"""Calls on a run that every process of the job makes, in which process 0 decides."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from . import _processes, _save
+from .errors import SaveError, TreeringError
+
+
+class Collective:
+    """Begins the calls of one run; with an error a call ends for all processes."""
+
+    def __init__(self, root: str, timeout: float):
+        self._root, self._timeout = root, timeout
+
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[_processes.Call]:
+        """One call. Unless it fails, the caller ends it."""
+        call = _processes.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
+        with _save.ending(call):
+            call.doing("deciding")
+            yield call
+
+    def once(self, what: str, do: Callable[[], None]) -> None:
+        """Does something in process 0; all return when it is done, or raise its error."""
+
+        def attempt() -> None:
+            try:
+                do()
+            except TreeringError:
+                raise
+            except OSError as error:
+                raise SaveError(f"{self._root}: {what} failed: {error}") from error
+
+        with self.call(what) as call:
+            call.tell(attempt)
+            call.close()

@@ -1,0 +1,96 @@
+"""The state that a loop has shown last, for a last save when the loop raises."""
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from . import _flax, _iterators
+from .errors import UnsupportedError
+from .rules import Rule
+
+
+class SaveOptions(NamedTuple):
+    """What belongs to the tree in a call of `Checkpointer.save`."""
+
+    metrics: Mapping[str, Any] | None
+    metadata: Any
+    rules: Sequence[Rule]
+    dtype: Any
+    memory_limit: int | None
+
+
+class _Noted(NamedTuple):
+    """One call: its leaves, as functions that return them, and what makes a tree of them."""
+
+    step: int
+    options: SaveOptions
+    leaves: Sequence[Callable[[], Any]]
+    build: Callable[[list[Any]], Any]
+    problem: str = ""
+
+
+class LastState:
+    """The step, tree and options of the newest call of `save`, as they were at that call.
+
+    JAX arrays never change, and only weak references to them are held: no memory of a device is in use longer than
+    the loop uses it. What the loop may change in place is copied. Unless `wanted`, nothing is noted.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._noted: _Noted | None = None
+
+    def forget(self) -> None:
+        """The loop goes on from elsewhere."""
+        self._noted = None
+
+    def note(self, step: int, tree: Any, options: SaveOptions) -> None:
+        """Takes the place of what was noted before, at once. What cannot be saved is raised by `get`."""
+        if self._wanted:
+            try:
+                self._noted = _note(step, tree, options)
+            except Exception as error:  # of containers and iterators that are anybody's code
+                problem = str(error) or type(error).__name__  # and not its traceback, which holds the tree
+                self._noted = _Noted(step, options, (), list, problem)
+
+    @property
+    def step(self) -> int | None:
+        """The step of that call, None before it."""
+        return self._noted and self._noted.step
+
+    def get(self) -> tuple[Any, SaveOptions]:
+        """The tree and the options of that call. Raises `UnsupportedError` when the tree is not there any more."""
+        assert self._noted
+        _, options, held, build, problem = self._noted
+        if problem:
+            raise UnsupportedError(f"it cannot be saved: {problem}")
+        leaves = [leaf() for leaf in held]
+        arrays = [leaf for leaf, own in zip(leaves, held, strict=True) if isinstance(own, weakref.ref)]
+        if gone := sum(array is None or array.is_deleted() for array in arrays):
+            raise UnsupportedError(
+                f"{gone} of its {len(arrays)} arrays are gone: donated, deleted or let go by the loop"
+            )
+        return build(leaves), options
+
+
+def _note(step: int, tree: Any, options: SaveOptions) -> _Noted:
+    metrics = None if options.metrics is None else dict(options.metrics)
+    options = options._replace(metrics=metrics, metadata=copy.deepcopy(options.metadata))
+    leaves, structure = jax.tree.flatten(_flax.split(tree)[0])
+    copies: dict[int, Any] = {}
+    return _Noted(step, options, [_held(leaf, copies) for leaf in leaves], structure.unflatten)
+
+
+def _held(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
+    """A leaf as it is now; `copies` are those of this tree, so that what is one array stays one."""
+    if isinstance(leaf, jax.Array):
+        return weakref.ref(leaf)
+    if isinstance(leaf, np.ndarray):
+        leaf = copies.setdefault(id(leaf), leaf.copy("K"))
+    elif _iterators.is_iterator(type(leaf)):
+        leaf = _iterators.frozen(leaf)
+    return lambda: leaf

@@ -1,0 +1,41 @@
+"""From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import _agreement, _run
+from ._checkpoint import index, latest_good, listed_again
+from ._directory import Directory
+from ._processes import Call
+
+
+def has_begun(directory: Directory) -> bool:
+    """Whether there is a step. Raises `MismatchError` when the directory is one checkpoint, and so no run."""
+    if directory.all_steps():
+        return True
+    _run.check_new(directory.history.root)
+    return False
+
+
+def restore(
+    call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
+) -> tuple[int, Any]:
+    """The step that was restored, and its tree; see `Checkpointer.restore`."""
+    history = directory.history
+
+    def choose() -> list[tuple[int, str]]:
+        return directory.newest_first() if step is None else [(index(step), directory.existing(step))]
+
+    def attempt() -> tuple[int, tuple[str, Any]]:
+        places = call.tell(choose)
+        return latest_good(
+            history.root,
+            places,
+            lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
+            fallback=fallback and step is None,
+            damaged=lambda number: history.mark_damaged(number, dict(places)[number]),
+            everywhere=lambda attempt: _agreement.everywhere(call, attempt),
+        )
+
+    number, (_, tree) = attempt() if step is not None else listed_again(attempt)
+    return number, tree

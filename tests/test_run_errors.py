@@ -1,0 +1,332 @@
+"""Loops that raise or are interrupted: the state that they have shown last is saved, if it is still there."""
+
+import gc
+import logging
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.errors import UnsupportedError
+from treering.stores.disk import Disk
+
+from .jobs import run_job
+from .test_checkpointer import Full
+
+
+def advance(state: Any) -> Any:
+    return jax.tree.map(lambda x: x + 1, state)
+
+
+def stop_at(run: pathlib.Path, last: int, error: BaseException, state: Any = None, **options: Any) -> None:
+    """A loop that saves every 100 steps and raises in the step after `last`."""
+    with tr.Checkpointer(run, save_every=100, save_on_error=True, **options) as ckpts:
+        state = {"w": jnp.zeros(3), "n": 0} if state is None else state
+        for step in range(1, 1000):
+            if step > last:
+                raise error
+            state = advance(state)
+            ckpts.save(step, state, metrics={"loss": 1 / step}, metadata={"step": step})
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(3), StopIteration()], ids=repr)
+def test_the_state_before_an_error_is_saved_and_the_error_goes_on(
+    tmp_path: pathlib.Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(type(error)) as raised:
+        stop_at(tmp_path, 7, error, metadata={"lr": 0.1})
+    assert raised.value is error and raised.value.__context__ is None
+    ckpt = tr.open(tmp_path)
+    assert tr.steps(tmp_path) == [7] and ckpt.metrics == {"loss": 1 / 7} and ckpt.metadata == {"lr": 0.1, "step": 7}
+    assert ckpt["n"] == 7 and (np.asarray(ckpt["w"]) == 7).all()
+    assert f"step 7 is saved, for {type(error).__name__} ended the loop" in caplog.text
+
+
+def test_without_the_option_nothing_is_saved_or_held(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100) as ckpts:
+        ckpts.save(1, {"w": jnp.zeros(3)})
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == []
+
+
+def test_a_loop_that_ends_well_saves_no_more_than_it_is_told_to(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
+        for step in range(6):
+            ckpts.save(step, {"n": step})
+    assert tr.steps(tmp_path) == [0, 2, 4]
+
+
+def test_a_step_that_is_there_already_is_left_alone(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
+        state = jnp.zeros(3)
+        ckpts.save(2, state)
+        state = donating(state)
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [2] and not caplog.records
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+        ckpts.save(2, state)  # another state, and not due
+        raise ZeroDivisionError
+    assert (tr.restore(tmp_path) == 0).all() and not caplog.records
+
+
+def test_donated_arrays_are_not_saved_and_the_log_says_so(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    donating = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+        state = {"key": jax.random.split(jax.random.key(0)), "w": jnp.zeros(3), "same": jnp.zeros(2)}
+        ckpts.save(1, state)
+        donating(state["w"])
+        state["same"] = donating(state["same"])
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "step 1 is not saved, though ZeroDivisionError" in record.message
+    assert "2 of its 3 arrays are gone: donated, deleted or let go" in record.message
+
+
+def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    import weakref
+
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+        state = {"w": jnp.zeros(3) + 1, "layers": [jax.random.key(3)]}
+        arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        ckpts.save(1, state)
+        del state
+        gc.collect()
+        assert [array() for array in arrays] == [None, None]
+        raise ZeroDivisionError
+    assert "2 of its 2 arrays are gone: donated, deleted or let go" in caplog.text and tr.steps(tmp_path) == []
+
+
+def test_the_newest_state_counts_and_each_call_replaces_the_one_before(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=10, save_on_error=True) as ckpts:
+        states = {step: {"n": jnp.full(2, step)} for step in (10, 11, 12)}
+        for step, state in states.items():
+            ckpts.save(step, state)
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [10, 12] and (tr.restore(tmp_path)["n"] == 12).all()
+
+
+class Counter:
+    """A data iterator."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __next__(self) -> int:
+        self.n += 1
+        return self.n
+
+    def get_state(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def test_what_changes_in_place_is_saved_as_it_was_at_the_call(tmp_path: pathlib.Path) -> None:
+    data, buffer, metadata = Counter(), np.arange(3), {"list": [1]}
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+        next(data)
+        state = {"data": data, "buffer": buffer, "tied": buffer, "scalar": np.float32(2), "text": "a", "none": None}
+        ckpts.save(1, state, metadata=metadata)
+        next(data)
+        buffer += 100
+        metadata["list"].append(2)
+        state["more"] = "not there at the call"
+        raise ZeroDivisionError
+    fresh = Counter()
+    found = tr.restore(tmp_path, {**{name: state[name] for name in list(state)[:-1]}, "data": fresh})
+    assert fresh.n == 1 and (found["buffer"] == [0, 1, 2]).all() and "more" not in tr.open(tmp_path)
+    assert tr.open(tmp_path).metadata == {"list": [1]}
+    tr.save(tmp_path / "directly", {**state, "data": fresh, "buffer": (b := np.arange(3)), "tied": b})
+    assert not tr.diff(tmp_path / "step-00000001", tr.open(tmp_path / "directly").apply([tr.rules.drop("more")]))
+
+
+def test_a_module_that_is_updated_in_place_is_never_taken_for_an_earlier_step(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path / "a", save_every=9, save_on_error=True) as ckpts:
+        ckpts.save(1, {"model": model, "n": 1})
+        raise ZeroDivisionError
+    tr.save(tmp_path / "b", {"model": model, "n": 1})
+    assert not tr.diff(tmp_path / "a", tmp_path / "b")
+    assert list(tr.open(tmp_path / "a")) == list(tr.open(tmp_path / "b")) == ["model/bias", "model/kernel", "n"]
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path / "c", save_every=9, save_on_error=True) as ckpts:
+        ckpts.save(1, {"model": model, "n": 1})
+        model.kernel[...] = model.kernel[...] + 1
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path / "c") == [] and "1 of its 2 arrays are gone" in caplog.text
+
+
+@pytest.mark.parametrize("back", ["rewind", "restore", "restore_or_init", "delete"])
+def test_a_state_that_was_left_behind_is_not_saved(tmp_path: pathlib.Path, back: str) -> None:
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=10, save_on_error=True) as ckpts:
+        state = {"n": jnp.zeros(2)}
+        ckpts.save(10, state)
+        if back != "delete":
+            ckpts.save(15, state)
+        ckpts.wait()
+        {
+            "rewind": lambda: ckpts.rewind(10),
+            "restore": lambda: ckpts.restore(step=10),
+            "restore_or_init": lambda: ckpts.restore_or_init(lambda: state),
+            "delete": lambda: ckpts.delete(10),
+        }[back]()
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == ([] if back == "delete" else [10])
+
+
+def test_on_a_new_branch_the_old_one_is_set_aside_as_by_any_save(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (10, 20, 30):
+            ckpts.save(step, {"n": np.array(step)})
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=10, save_on_error=True) as ckpts:
+        ckpts.restore(step=10)
+        ckpts.save(15, {"n": np.array(15)})
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [10, 15] and tr.steps(tmp_path / "rewound-1") == [20, 30]
+
+
+def test_a_save_that_fails_is_tried_once_more_with_what_is_newest(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_disk(Full())
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_on_error=True) as ckpts:
+        state = {"n": jnp.ones(2)}
+        pending = ckpts.save(1, state)
+        assert pending
+        pending._finished.wait()
+        use_disk(Disk())
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [1] and "No space left" in caplog.text
+    use_disk(Full())
+    caplog.clear()
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_on_error=True) as ckpts:
+        ckpts.save(2, state)
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [1] and "step 2 is not saved" in caplog.text and "No space left" in caplog.text
+
+
+def test_what_cannot_be_saved_hides_no_error(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    for tree in ({"x": object()}, {1: 0, "a": 0}, {"x": jax.ShapeDtypeStruct((), "int32")}):
+        with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=9, save_on_error=True) as ckpts:
+            ckpts.save(1, tree)
+            raise ZeroDivisionError
+        assert "step 1 is not saved" in caplog.text and tr.steps(tmp_path) == []
+        caplog.clear()
+    with pytest.raises(UnsupportedError), tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
+        state = {"x": jnp.zeros(3)}
+        ckpts.save(1, state)
+        ckpts.save(2, {**state, "y": object()})
+    assert tr.steps(tmp_path) == [] and "step 2 is not saved" in caplog.text
+
+
+def test_a_closed_run_is_not_written(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=9, save_on_error=True) as ckpts:
+        state = {"x": jnp.zeros(3)}
+        ckpts.save(1, state)
+        ckpts.close()
+        raise ZeroDivisionError
+    assert tr.steps(tmp_path) == [] and "this Checkpointer is closed" in caplog.text
+
+
+def test_a_second_interrupt_ends_the_last_save_and_gives_the_run_back(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class Interrupting(Disk):
+        def preallocate(self, fd: int, size: int) -> None:
+            signal.pthread_kill(main, signal.SIGINT)
+            super().preallocate(fd, size)
+
+    import threading
+
+    main = threading.main_thread().ident
+    assert main is not None
+    use_disk(Interrupting())
+    with pytest.raises(KeyboardInterrupt) as raised:
+        stop_at(tmp_path, 7, ZeroDivisionError())
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    use_disk(Disk())
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(8, {"x": 1})
+    assert tr.steps(tmp_path)[-1] == 8
+
+
+def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(leaf: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), tr.Checkpointer(tmp_path, save_every=9, save_on_error=True) as ckpts:
+        first = {"a": jnp.ones(2), "data": Counter()}
+        ckpts.save(1, first)
+        with monkeypatch.context() as patch:
+            patch.setattr("treering._iterators.frozen", interrupt)
+            ckpts.save(2, {"a": jnp.ones(2) + 1, "data": Counter()})
+    assert tr.steps(tmp_path) == [1] and (tr.restore(tmp_path, {"a": first["a"], "data": ...})["a"] == 1).all()
+
+
+def test_ctrl_c_of_a_real_loop(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import time, jax, jax.numpy as jnp, treering as tr
+step_fn = jax.jit(lambda s: {{"n": s["n"] + 1, "w": s["w"] * 1.5}})
+with tr.Checkpointer({str(tmp_path)!r}, save_every=10**9, save_on_error=True) as ckpts:
+    state, step = ckpts.restore_or_init(lambda: {{"n": jnp.zeros((), int), "w": jnp.ones(1000)}})
+    while True:
+        step += 1
+        state = step_fn(state)
+        ckpts.save(step, state)
+        print(step, flush=True)
+        time.sleep(0.05)
+"""
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as process:
+            assert process.stdout and process.stderr
+            for _ in range(3):
+                process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            errors = process.stderr.read()
+            assert process.wait() == -signal.SIGINT and "KeyboardInterrupt" in errors, errors
+    steps = tr.steps(tmp_path)
+    assert len(steps) == 2 and steps[1] >= steps[0] + 3 and tr.restore(tmp_path)["n"] == steps[1]
+
+
+@pytest.mark.slow
+def test_several_processes_save_together_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    body = """
+import logging
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record): lines.append(record.getMessage())
+logging.getLogger("treering").addHandler(Lines())
+def loop(run, last):
+    with tr.Checkpointer(tmp / run, save_every=100, save_on_error=True, timeout=3) as ckpts:
+        for step in range(1, 10):
+            state = {"w": put(np.full(8, step, np.float32), P("x")), "n": step}
+            ckpts.save(step, state)
+            if step == last:
+                raise ZeroDivisionError
+together = caught(lambda: loop("together", 5))
+sync("together")
+alone = caught(lambda: loop("alone", 5 if INDEX == 1 else 99))
+sync("alone")
+apart = caught(lambda: loop("apart", 5 + INDEX))
+report([together, alone, apart, [tr.steps(tmp / run) for run in ("together", "alone", "apart")], lines])
+"""
+    for index, result in enumerate(run_job(tmp_path, body, processes=2)):
+        together, alone, apart, steps, lines = result.report
+        assert together == apart == ["ZeroDivisionError", ""] and alone == (together if index else None)
+        assert steps == [[5], [], []]
+        failed = [line for line in lines if "is not saved" in line]
+        assert len(failed) == 1 + index and all("nothing heard" in line or "process" in line for line in failed)
