@@ -150,8 +150,8 @@ _MODULES = {
     "treering": "treering.formats.treering",
     "t5x": "treering.formats.t5x",
     "fjformer": "treering.formats.fjformer",
+    "safetensors": "treering.formats.safetensors_files",  # of a model in several formats that of most libraries
     "flax": "treering.formats.flax",
-    "safetensors": "treering.formats.safetensors_files",
     "equinox": "treering.formats.equinox",
     "tensorflow": "treering.formats.tensorflow",
     "orbax": "treering.formats.orbax",

@@ -3,6 +3,7 @@
 A key is the path as it is, slashes being levels; only ``~`` that escapes nothing is written ``~0`` in the path.
 """
 
+import logging
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ from .safetensors import header_size
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
+_FLAX = ("flax_model.msgpack", "flax_model.msgpack.index.json")
+_log = logging.getLogger("treering")
 _NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # left over, without a manifest
 
 
@@ -64,10 +67,13 @@ class Safetensors:
 
         found, main = disk.stat(path), path
         if found is not None and stat.S_ISDIR(found.st_mode):
-            name = _main_file(disk.list(path))
+            names = disk.list(path)
+            name = _main_file(names)
             if not name.endswith((INDEX, SUFFIX)):
                 raise UnsupportedError(f"{path}: {name}; open one by its own path")
             main = os.path.join(path, name)
+            if others := [other for other in names if other in _FLAX]:
+                _log.info("%s: opens %s; %s beside it opens by its own path", path, name, max(others))
         return (open_shards if main.endswith(INDEX) else open_file)(disk, path, main)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
