@@ -5,18 +5,19 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 import tensorstore
 
+import treering as tr
 from formats.test_tensorflow import CODES, Bundle
 from treering import _tree
-from treering.errors import CorruptError, MismatchError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from treering.formats import ArrayEntry, Box, Reader
 from treering.formats.foreign import ForeignReader
 from treering.formats.runs import check_shape
@@ -45,6 +46,26 @@ class TestSafetensors(FormatConformance):
     values = ()
     keys = False
     empty = False
+
+
+class TestSafetensorsFolder(TestSafetensors):
+    suffix = ""
+    options: ClassVar[Mapping[str, Any]] = {"max_shard_size": "40B"}
+
+    def test_foreign_things_are_never_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        for place in (tmp_path / "folder" / "notes.txt", tmp_path / "file"):
+            place.write_text("mine")
+        self.make(tmp_path / "folder", self.small())  # a folder takes the files in beside what it has
+        self.assert_holds(tmp_path / "folder", self.small())
+        for overwrite in (False, True):
+            with pytest.raises(ExistsError):
+                self.make(tmp_path / "file", self.small(), overwrite=overwrite)
+        assert (tmp_path / "folder" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+
+    def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
+        tr.save(tmp_path / "x.safetensors", self.small(), **self.options)  # a folder, called as a file usually is
+        self.assert_holds(tmp_path / "x.safetensors", self.small())
 
 
 class TestFlax(FormatConformance):

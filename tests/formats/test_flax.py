@@ -495,7 +495,8 @@ def test_a_folder_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert sorted(tr.open(tmp_path / name)) == sorted(names)
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: opens model.safetensors; flax_model.msgpack.index.json beside it opens by its own path"
+        f"{tmp_path}: opens model.safetensors; beside it, to be opened by their own paths: flax_model.msgpack, "
+        "flax_model.msgpack.index.json"
     )
 
 
