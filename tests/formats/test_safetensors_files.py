@@ -39,6 +39,7 @@ from treering.formats.safetensors_files import key_of, path_of
 from treering.formats.safetensors_folder import written_names
 from treering.formats.safetensors_shards import limit_of
 from treering.stores.disk import Disk
+from treering.testing._doubles import FailingDisk
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # dtype, shape and bytes by key
 _BITS = {code: 8 * size for code, size in SAFETENSORS.values()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -598,6 +599,31 @@ def test_after_an_error_a_folder_is_as_it_was(tmp_path: Path, use_disk: Any, las
     with pytest.raises(SaveError):
         tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
     assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Path, use_disk: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def save() -> None:
+        tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
+
+    counted = FailingDisk()
+    use_disk(counted)
+    save()
+    assert counted.count > 20
+    for at in range(1, counted.count + 1):
+        for name in written_names(stores.DISK, str(tmp_path)):
+            (tmp_path / name).unlink()
+        assert os.listdir(tmp_path) == ["config.json"]
+        use_disk(FailingDisk(at))
+        try:
+            save()
+        except (OSError, TreeringError):
+            use_disk(Disk())
+            assert os.listdir(tmp_path) == ["config.json"], at
+        else:  # it was about tidying up
+            use_disk(Disk())
+            assert set(tr.open(tmp_path)) == set(ROWS)
 
 
 def numbered(folder: Path, pattern: str = "model-{:05}-of-00003.safetensors", first: int = 1) -> list[str]:
