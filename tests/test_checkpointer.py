@@ -425,8 +425,9 @@ def test_a_directory_that_is_one_checkpoint_is_no_run(tmp_path: pathlib.Path, na
         ckpts.restore_or_init(init)
 
 
-def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathlib.Path) -> None:
-    tr.save(tmp_path / "model.safetensors", {"w": np.ones(3, np.float32)})
+@pytest.mark.parametrize("weights", ["model.safetensors", "flax_model.msgpack"])
+def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathlib.Path, weights: str) -> None:
+    tr.save(tmp_path / weights, {"w": np.ones(3, np.float32)})
     with tr.Checkpointer(tmp_path) as ckpts:
         assert ckpts.restore_or_init(init)[1] == 0
         ckpts.save(1, init())

@@ -349,7 +349,9 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
 def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c"
     options: Any = {"format": "safetensors", "max_shard_size": 100}
-    with whole.new_directory(stores.DISK, str(path), overwrite=True, owns=lambda old: True) as folder:
+    with whole.new_directory(
+        stores.DISK, str(path), overwrite=True, owned=lambda disk, path: disk.list(path)
+    ) as folder:
         tr.save(path, tree("new"), **options)
         assert os.path.isdir(folder)
         tr.save(folder + "/inside", tree("old"), **options)

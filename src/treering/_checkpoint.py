@@ -295,19 +295,23 @@ def latest_good(
     """
     first: CorruptError | None = None
     deleted = 0
+    passed: int | None = None
     for step, path in places:
+        if passed is not None:
+            _log.warning("taking step %d, the one before step %d", step, passed)
+        passed = step
         try:
             return step, everywhere(functools.partial(_use_current, path, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:
                 raise
-            _log.error("step %d is damaged, taking an earlier one: %s", step, error)
+            _log.error("step %d is damaged: %s", step, error)
             first = first or error
         except ReplacedError:
             if not fallback or stores.DISK.stat(os.path.join(path, MANIFEST)):
                 raise
-            _log.warning("step %d was deleted meanwhile, taking an earlier one", step)
+            _log.warning("step %d was deleted meanwhile", step)
             deleted += 1
     if deleted and not first:
         raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")

@@ -1,5 +1,6 @@
 """Checkpoints without names: their leaves are those of a template, in order."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +15,15 @@ from ._tree import Walk
 from .errors import MismatchError
 from .formats import Reader
 
+_log = logging.getLogger("treering")
 _SCALARS = (bool, int, float, complex)
 
 
 def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str) -> _views.View:
     """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
 
-    Only arrays and numbers have a record. Bytes of which the format does not tell the dtype are of the template's.
+    Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes of which the
+    format does not tell the dtype are of the template's.
     Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of them.
     """
     if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
@@ -40,8 +43,11 @@ def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str)
     for (path, leaf), entry, record in zip(wanted, entries.values(), _views.leaves_of(entries).values(), strict=True):
         leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.untold).at(path)
     rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
-    for path in rest:
-        leaves[path] = _views.Leaf(ValueEntry(path, "none"))
+    for path, leaf in rest.items():
+        value = leaf if type(leaf) in (str, bytes) else None
+        leaves[path] = _views.Leaf(ValueEntry(path, *encode(value)))
+    if text := [path or "(root)" for path in rest if leaves[path].entry.type != "none"]:
+        _log.info("%s: text and bytes are the template's, for the file has none: %s", name, ", ".join(text))
     return _views.View(reader, {path: leaves[path] for path in walked.paths})
 
 

@@ -80,7 +80,8 @@ def check_new(run: str) -> None:
     """
     disk = stores.DISK
     format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
-    if format not in (None, "safetensors"):  # which are weights that a run may begin with, beside its steps
+    weights = format == "safetensors" or (format == "flax" and os.path.isdir(run))  # to begin with, beside the steps
+    if format is not None and not weights:
         raise MismatchError(
             f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
             "directory, and restore this one with treering.restore where the run begins"

@@ -5,18 +5,19 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 import tensorstore
 
+import treering as tr
 from formats.test_tensorflow import CODES, Bundle
 from treering import _tree
-from treering.errors import CorruptError, MismatchError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from treering.formats import ArrayEntry, Box, Reader
 from treering.formats.foreign import ForeignReader
 from treering.formats.runs import check_shape
@@ -47,6 +48,26 @@ class TestSafetensors(FormatConformance):
     empty = False
 
 
+class TestSafetensorsFolder(TestSafetensors):
+    suffix = ""
+    options: ClassVar[Mapping[str, Any]] = {"max_shard_size": "40B"}
+
+    def test_foreign_things_are_never_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        for place in (tmp_path / "folder" / "notes.txt", tmp_path / "file"):
+            place.write_text("mine")
+        self.make(tmp_path / "folder", self.small())  # a folder takes the files in beside what it has
+        self.assert_holds(tmp_path / "folder", self.small())
+        for overwrite in (False, True):
+            with pytest.raises(ExistsError):
+                self.make(tmp_path / "file", self.small(), overwrite=overwrite)
+        assert (tmp_path / "folder" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+
+    def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
+        tr.save(tmp_path / "x.safetensors", self.small(), **self.options)  # a folder, called as a file usually is
+        self.assert_holds(tmp_path / "x.safetensors", self.small())
+
+
 class TestFlax(FormatConformance):
     format = "flax"
     suffix = ".msgpack"
@@ -73,7 +94,7 @@ class TestEquinox(FormatConformance):
     suffix = ".eqx"
     dtypes = (*NUMPY, "bfloat16", "datetime64[ns]", "timedelta64[s]", "<U3", "|S5")
     values = tuple(v for v in VALUES if v not in ("bigint", "str", "empty str", "bytes"))
-    left_out = ("none", "function")
+    left_out = ("none", "function", "str", "bytes")
     keys = False
     empty = False
     beside = ("metadata",)
@@ -212,7 +233,7 @@ class NpyFolder:
         bad = [e.path for e in entries if not isinstance(e, ArrayEntry) or e.type == "key" or e.dtype not in NUMPY]
         if bad:
             raise UnsupportedError("\n".join(["these are no arrays of NumPy:", *(f"  {path}" for path in bad)]))
-        with new_directory(disk, path, overwrite=overwrite, owns=lambda old: True) as folder:
+        with new_directory(disk, path, overwrite=overwrite, owned=lambda disk, path: disk.list(path)) as folder:
             return self.fill(disk, folder, contents)
 
     def fill(self, disk: Disk, folder: str, contents: Reader) -> int:

@@ -363,11 +363,11 @@ def test_metadata_is_the_first_line(tmp_path: Path) -> None:
 
 def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
     tree: dict[str, Any] = {name: jnp.ones(2, name) for name in (*UNTOLD, "float8_e5m2")}
-    tree |= {"fine": np.ones(2), "key": jax.random.key(0), "s": "x", "b": b"x", "big": 2**64, "small": -(2**63) - 1}
+    tree |= {"fine": np.ones(2), "key": jax.random.key(0), "text": "x", "big": 2**64, "small": -(2**63) - 1}
     with pytest.raises(UnsupportedError) as error:
         tr.save(tmp_path / "x.eqx", tree)
     lines = str(error.value).splitlines()
-    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(set(tree) - {"fine"})
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(set(tree) - {"fine", "text"})
     with pytest.raises(MismatchError, match="no options, found max_shard_size"):
         tr.save(tmp_path / "x.eqx", {"a": np.ones(2)}, max_shard_size=4)
     assert not os.listdir(tmp_path)
@@ -380,6 +380,61 @@ def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.
     tree = [noise(np.float32, (7, 11, 3)), noise(np.int8, (555,)), noise(np.float64, ())]
     tr.save(tmp_path / "x.eqx", tree)
     assert all(same(x, y) for x, y in zip(eqx.tree_deserialise_leaves(tmp_path / "x.eqx", tree), tree, strict=True))
+
+
+# Leaves of which Equinox saves nothing
+
+
+class Stateful(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    linear: eqx.nn.Linear
+    rest: tuple[Any, ...]
+
+    def __init__(self, seed: int):
+        self.norm = eqx.nn.BatchNorm(4, "batch" if seed == 0 else "other", mode="ema")  # its axis is a leaf
+        self.linear = eqx.nn.Linear(4, 4, key=jax.random.key(seed))
+        self.rest = (f"text {seed}", b"bytes %d" % seed, seed, 0.5 + seed, None, jnp.tanh)
+
+
+def stateful(seed: int) -> tuple[Stateful, eqx.nn.State]:
+    """A model, and the averages that it has seen."""
+    model, state = eqx.nn.make_with_state(Stateful)(seed)
+    x = jax.random.normal(jax.random.key(seed + 1), (5, 4))
+    apply = jax.vmap(model.norm, axis_name=("batch" if seed == 0 else "other"), in_axes=(0, None), out_axes=(0, None))
+    return model, apply(x, state)[1]
+
+
+TEXT = "0/norm/axis_name, 0/rest/0, 0/rest/1"
+
+
+def test_text_is_the_templates_as_equinox_has_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treering")
+    saved, like, path = stateful(0), stateful(1), tmp_path / "theirs.eqx"
+    eqx.tree_serialise_leaves(path, saved)
+    expected = eqx.tree_deserialise_leaves(path, like)
+    assert expected[0].norm.axis_name == "other" and expected[0].rest[:3] == ("text 1", b"bytes 1", 0)
+    abstract = eqx.filter_eval_shape(stateful, 1)
+    assert eqx.tree_equal(tr.restore(path, like), tr.restore(path, abstract), expected)
+    assert not eqx.tree_equal(expected[1], like[1])
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"{path}: text and bytes are the template's, for the file has none: {TEXT}"] * 2
+    part = [(like[0].norm.axis_name, like[0].norm.weight), "alone"]
+    assert eqx.tree_equal(tr.open(path).select("0").restore(part), [("other", saved[0].norm.weight), "alone"])
+
+
+def test_text_is_left_out_as_equinox_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treering")
+    saved, path = stateful(0), tmp_path / "ours.eqx"
+    tr.save(path, saved)
+    eqx.tree_serialise_leaves(tmp_path / "theirs.eqx", saved)
+    assert path.read_bytes() == (tmp_path / "theirs.eqx").read_bytes()
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert said == [f"{path}: left out, for Equinox takes text and bytes from the template: {TEXT}"]
+    expected = eqx.tree_deserialise_leaves(tmp_path / "theirs.eqx", stateful(1))
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(path, stateful(1)), tr.restore(path, stateful(1)), expected)
+    tr.save(tmp_path / "native", saved)
+    tr.convert(tmp_path / "native", tmp_path / "converted.eqx")
+    assert (tmp_path / "converted.eqx").read_bytes() == path.read_bytes()
 
 
 # Bad files

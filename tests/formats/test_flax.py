@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from jax.experimental.array_serialization.serialization import get_tensorstore_spec
 from jax.experimental.array_serialization.tensorstore_impl import async_serialize
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 import treering as tr
 from hostile import damaged, outcome, shuffled
@@ -471,6 +472,32 @@ def test_a_folder_with_an_index(tmp_path: Path, flat: bool) -> None:
     (tmp_path / places["b/c/d"]).unlink()
     with pytest.raises(CorruptError, match="expected a file flax_model-00003-of-00003"):
         tr.open(tmp_path)
+
+
+def test_a_folder_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treering")
+    tree = {"a": {"kernel": every_bit(np.dtype("f4"))}, "7": np.arange(3)}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "flax_model.msgpack").write_bytes(serialization.to_bytes(tree))
+    ckpt = tr.open(tmp_path)
+    assert (ckpt.format, ckpt.path, ckpt.step) == ("flax", str(tmp_path), None)
+    assert ckpt.nbytes == os.path.getsize(tmp_path / "flax_model.msgpack") and not tr.steps(tmp_path)
+    assert_equal(ckpt.restore(), tree)
+    assert not caplog.records
+    save_file({"other": np.ones(3)}, tmp_path / "model.safetensors")
+    places = save_shards(tmp_path, {"b": np.ones(2), "c": np.zeros(3)})
+    for name, names in [
+        ("", ["other"]),
+        ("model.safetensors", ["other"]),
+        ("flax_model.msgpack", [*tree, "a/kernel"][1:]),
+        ("flax_model.msgpack.index.json", list(places)),
+    ]:
+        assert sorted(tr.open(tmp_path / name)) == sorted(names)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}: opens model.safetensors; beside it, to be opened by their own paths: flax_model.msgpack, "
+        "flax_model.msgpack.index.json"
+    )
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:

@@ -25,9 +25,21 @@ from treering import formats, stores
 from treering._catalogue import ArrayEntry
 from treering._dtypes import SAFETENSORS
 from treering._sharding import whole
-from treering.errors import CorruptError, ExistsError, MismatchError, TreeringError, UnsafeError, UnsupportedError
+from treering.errors import (
+    CorruptError,
+    ExistsError,
+    MismatchError,
+    NotFoundError,
+    SaveError,
+    TreeringError,
+    UnsafeError,
+    UnsupportedError,
+)
 from treering.formats.safetensors_files import key_of, path_of
+from treering.formats.safetensors_folder import written_names
+from treering.formats.safetensors_shards import limit_of
 from treering.stores.disk import Disk
+from treering.testing._doubles import FailingDisk
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # dtype, shape and bytes by key
 _BITS = {code: 8 * size for code, size in SAFETENSORS.values()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -274,7 +286,7 @@ def test_a_tree_comes_back_by_its_paths(tmp_path: Path) -> None:
 def test_two_keys_of_one_path(tmp_path: Path) -> None:
     data = noise(np.uint8, (4,)).tobytes()
     path = save_raw(tmp_path / "x.safetensors", {"a~b": ("U8", (4,), data), "a~0b": ("U8", (4,), data)})
-    with pytest.raises(CorruptError, match="two leaves have one path"):
+    with pytest.raises(CorruptError, match=r"one leaf at a~0b, found 'a~b' in x\.safetensors and 'a~0b' in x\.safe"):
         tr.open(path)
 
 
@@ -318,7 +330,10 @@ def test_a_tensor_that_no_index_names_is_there_and_one_of_two_is_taken(tmp_path:
     found = json.loads(index.read_text())
     del found["weight_map"]["model.layers.0.w"]
     index.write_text(json.dumps(found))
-    with pytest.raises(CorruptError, match="two leaves have one path"):
+    doubled = (
+        "one leaf at model.layers.0.w, found .* in model-00001-of-00003.safetensors and .* in model-00003-of-00003"
+    )
+    with pytest.raises(CorruptError, match=doubled):
         tr.open(index)
 
 
@@ -361,7 +376,7 @@ def test_folders(tmp_path: Path) -> None:
     assert refuses(tmp_path) is None and list(tr.open(tmp_path)) == ["a"]
     (tmp_path / "other.safetensors").write_bytes(data)
     assert "several safetensors files" in str(refuses(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open one"):
+    with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open the one that is meant"):
         format.open(stores.DISK, str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(raw({"b": ("U8", (2,), b"ab")}))
     assert list(tr.open(tmp_path)) == ["b"]
@@ -471,10 +486,223 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path)
 
 
 def test_options(tmp_path: Path) -> None:
-    for options in ({"max_shard_size": 0}, {"max_shard_size": "5GB"}, {"max_shard_size": True}, {"max_shard": 5}):
-        with pytest.raises(MismatchError, match="max_shard_size"):
-            tr.save(tmp_path / "x.safetensors", {"a": np.ones(2)}, **options)
+    sizes = (0, -1, True, 2.5, "", "5", "5gb", "5Gb", "5 PB", "GB", "-5GB", "0.1B", "1e3B", "0GB", b"5GB")
+    patterns = ("x.safetensors", "{suffix}{suffix}.safetensors", "a{suffix}", "a/b{suffix}.safetensors", 5, "")
+    patterns += (".x{suffix}.safetensors", "{a}{suffix}.safetensors", "{suffix}.safetensors", "a\0{suffix}.safetensors")
+    wrong = [*({"max_shard_size": size} for size in sizes), *({"filename_pattern": pattern} for pattern in patterns)]
+    for options in (*wrong, {"max_shard": 5}):
+        with pytest.raises(MismatchError, match="|".join(options)):
+            tr.save(tmp_path / "x", {"a": np.ones(2)}, format="safetensors", **options)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        *(("800B", 800), ("1KB", 1000), ("1KiB", 1024), ("0.8 KB", 800), ("1.5MB", 1_500_000), ("2GiB", 2 << 30)),
+        *(("5GB", 5 * 10**9), ("1TB", 10**12), ("1TiB", 1 << 40)),
+    ],
+)
+def test_sizes_as_text(tmp_path: Path, size: str, nbytes: int) -> None:
+    assert limit_of(size) == nbytes
+    if nbytes > 2000:
+        return
+    fits = {f"l{n}": np.zeros(nbytes // 4, np.uint8) for n in range(4)}
+    tr.save(tmp_path / "fits", fits, format="safetensors", max_shard_size=size)
+    assert os.listdir(tmp_path / "fits") == ["model.safetensors"]
+    tr.save(tmp_path / "more", {**fits, "m": np.zeros(1, np.uint8)}, format="safetensors", max_shard_size=size)
+    assert len(os.listdir(tmp_path / "more")) == 3
+
+
+def test_names_of_files_by_a_pattern(tmp_path: Path) -> None:
+    tree = {f"l{n}": noise(np.float32, (10, 10), n) for n in range(3)}
+    pattern = "diffusion_model{suffix}.safetensors"
+    tr.save(tmp_path / "three", tree, format="safetensors", max_shard_size="400B", filename_pattern=pattern)
+    shards = [f"diffusion_model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = "diffusion_model.safetensors.index.json"
+    assert sorted(os.listdir(tmp_path / "three")) == [*shards, index]
+    weights = json.loads((tmp_path / "three" / index).read_text())["weight_map"]
+    assert weights == dict(zip(tree, shards, strict=True))
+    for options in ({"filename_pattern": pattern}, {"filename_pattern": pattern, "max_shard_size": "5GB"}):
+        tr.save(tmp_path / "one", tree, format="safetensors", overwrite=True, **options)
+        assert os.listdir(tmp_path / "one") == ["diffusion_model.safetensors"]
+    for name in ("three", "one"):
+        assert all(same(value, tree[key]) for key, value in tr.restore(tmp_path / name).items())
+
+
+SHARDS = [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
+ROWS = {f"l{n}": noise(np.float32, (10, 10), n) for n in range(3)}
+
+
+class Watching(Disk):
+    """Calls back before anything gets its name."""
+
+    def __init__(self, called: Any) -> None:
+        self._called = called
+
+    def link(self, old: str, new: str) -> None:
+        self._called(new)
+        super().link(old, new)
+
+
+def test_shards_in_a_folder_that_is_there(tmp_path: Path, use_disk: Any) -> None:
+    save = {"format": "safetensors", "max_shard_size": "400B"}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "step-00000001").mkdir()
+    seen: list[str] = []
+
+    def look(new: str) -> None:
+        seen.append(os.path.basename(new))
+        try:
+            assert set(tr.open(tmp_path)) == set(ROWS)  # never the half of them
+        except (CorruptError, NotFoundError):
+            pass
+
+    use_disk(Watching(look))
+    report = tr.save(tmp_path, ROWS, **save)
+    assert seen == [*SHARDS, "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*seen, "config.json", "step-00000001"])
+    assert report.nbytes == sum((tmp_path / name).stat().st_size for name in seen)
+    assert all(same(value, ROWS[key]) for key, value in tr.restore(tmp_path).items())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "README.md").write_text("")
+    tr.save(tmp_path / "other", ROWS, format="safetensors", max_shard_size="5GB")
+    assert sorted(os.listdir(tmp_path / "other")) == ["README.md", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*SHARDS, "model.safetensors.index.json", "model.safetensors", "a.safetensors"])
+def test_a_folder_with_a_checkpoint_takes_no_shards(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"theirs")
+    with pytest.raises(ExistsError, match=rf"found {name}; choose another one, or pass overwrite=True"):
+        tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
+    assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_bytes() == b"theirs"
+
+
+def test_a_folder_of_another_format_takes_no_shards(tmp_path: Path) -> None:
+    for format in ("treering", "orbax", "levanter", "t5x"):
+        tr.save(tmp_path / format, ROWS, format=format)
+        before = sorted(os.listdir(tmp_path / format))
+        with pytest.raises(ExistsError, match=f"found a checkpoint of the format '{format}'"):
+            tr.save(tmp_path / format, ROWS, format="safetensors", max_shard_size="400B")
+        assert sorted(os.listdir(tmp_path / format)) == before
+
+
+@pytest.mark.parametrize("last", [*SHARDS, "model.safetensors.index.json"])
+def test_after_an_error_a_folder_is_as_it_was(tmp_path: Path, use_disk: Any, last: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def fail(new: str) -> None:
+        if new.endswith(last):
+            raise OSError(28, "no space left")
+
+    use_disk(Watching(fail))
+    with pytest.raises(SaveError):
+        tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Path, use_disk: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def save() -> None:
+        tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
+
+    counted = FailingDisk()
+    use_disk(counted)
+    save()
+    assert counted.count > 20
+    for at in range(1, counted.count + 1):
+        for name in written_names(stores.DISK, str(tmp_path)):
+            (tmp_path / name).unlink()
+        assert os.listdir(tmp_path) == ["config.json"]
+        use_disk(FailingDisk(at))
+        try:
+            save()
+        except (OSError, TreeringError):
+            use_disk(Disk())
+            assert os.listdir(tmp_path) == ["config.json"], at
+        else:  # it was about tidying up
+            use_disk(Disk())
+            assert set(tr.open(tmp_path)) == set(ROWS)
+
+
+def numbered(folder: Path, pattern: str = "model-{:05}-of-00003.safetensors", first: int = 1) -> list[str]:
+    """Three files without an index."""
+    names = [pattern.format(n + first) for n in range(3)]
+    for name, key in zip(names, ROWS, strict=True):
+        safetensors.numpy.save_file({key: ROWS[key]}, folder / name, metadata={"format": "pt"})
+    return names
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("pattern", ["model-{:05}-of-00003.safetensors", "x-{:05}-of-00003.fp16.safetensors"])
+def test_numbered_files_without_an_index(tmp_path: Path, pattern: str, first: int) -> None:
+    names = numbered(tmp_path, pattern, first)
+    ckpt = tr.open(tmp_path)
+    assert list(ckpt) == list(ROWS) and ckpt.metadata == {"format": "pt"}
+    assert all(same(value, ROWS[key]) for key, value in ckpt.restore().items())
+    assert written_names(stores.DISK, str(tmp_path)) == set(names)
+    for gone in names:
+        (tmp_path / gone).rename(tmp_path / "aside")
+        with pytest.raises(CorruptError, match=f"found 2; fetch {gone}" if gone != names[0] or first else "fetch"):
+            tr.open(tmp_path)
+        (tmp_path / "aside").rename(tmp_path / gone)
+    safetensors.numpy.save_file({"l0": ROWS["l1"]}, tmp_path / names[2])
+    with pytest.raises(CorruptError, match=f"one leaf at l0, found 'l0' in {names[0]} and 'l0' in {names[2]}"):
+        tr.open(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["x.safetensors", "model-00001-of-00002.safetensors", "y-00001-of-00003.safetensors"])
+def test_numbered_files_and_others(tmp_path: Path, other: str) -> None:
+    names = numbered(tmp_path)
+    (tmp_path / names[0]).rename(tmp_path / other)
+    with pytest.raises(NotFoundError, match=r"several safetensors files and no index .*; open the one that is meant"):
+        tr.open(tmp_path)
+    assert written_names(stores.DISK, str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
+
+
+def test_a_part_of_a_set_is_not_all_of_it(tmp_path: Path) -> None:
+    name = "model-00002-of-999999999.safetensors"
+    safetensors.numpy.save_file(ROWS, tmp_path / name)
+    with pytest.raises(CorruptError, match=r"found 1; fetch model-00001-of-999999999\.safetensors, model-00003-of"):
+        tr.open(tmp_path)
+    assert list(tr.open(tmp_path / name)) == list(ROWS)
+
+
+def test_what_a_folder_is_not_opened_by_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treering")
+    for name in ("model.safetensors", "model.fp16.safetensors"):
+        safetensors.numpy.save_file(ROWS, tmp_path / name)
+    tr.open(tmp_path)
+    (record,) = caplog.records
+    text = "opens model.safetensors; beside it, to be opened by their own paths: model.fp16.safetensors"
+    assert record.getMessage() == f"{tmp_path}: {text}"
+
+
+def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
+    def names(path: Path) -> set[str]:
+        return written_names(stores.DISK, str(path))
+
+    index, _ = shards(tmp_path / "m")
+    own = {*SHARDS, "model.safetensors.index.json"}
+    for other in (
+        "README.md",
+        "model-00004-of-00004.safetensors",
+        "adapter.safetensors",
+        "arrays-0a1b2c-00000-of-00001",
+    ):
+        (tmp_path / "m" / other).write_bytes(b"theirs")
+    assert names(tmp_path / "m") == own
+    (tmp_path / "m" / SHARDS[1]).unlink()
+    assert names(tmp_path / "m") == own - {SHARDS[1]}
+    for text in ("{", '{"weight_map": {"a": "../README.md"}}', '{"weight_map": {"a": "config.json"}}'):
+        index.write_text(text)
+        found = names(tmp_path / "m")
+        assert found <= own | {"model-00004-of-00004.safetensors"} | ({"config.json"} if "config" in text else set())
+        assert "model.safetensors.index.json" in found
+    tr.save(tmp_path / "one", ROWS, format="safetensors", max_shard_size="5GB")
+    (tmp_path / "one" / "config.json").write_text("{}")
+    assert names(tmp_path / "one") == {"model.safetensors"} and names(tmp_path) == set()
 
 
 def test_shards_are_written_as_others_read_them(tmp_path: Path) -> None:
@@ -495,7 +723,7 @@ def test_shards_are_written_as_others_read_them(tmp_path: Path) -> None:
     assert ckpt.step == 3 and ckpt.metadata == {"format": "np"}
     assert all(same(value, tree[key]) for key, value in tr.restore(path).items())
     tr.save(path, {"a": np.ones(9)}, format="safetensors", max_shard_size=1, overwrite=True)
-    assert sorted(os.listdir(path)) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert sorted(os.listdir(path)) == ["model.safetensors"]  # as Hugging Face has it where one file does
 
 
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

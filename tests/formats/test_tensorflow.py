@@ -607,12 +607,50 @@ def test_names_of_t5(tmp_path: Path) -> None:
     for n, name in enumerate(names):
         bundle.add(name, np.float32(n))
     path = bundle.save(tmp_path / "model.ckpt-1000000", per_block=40)
-    to_t5x = [rules.rename(pattern, new, optional=True) for pattern, new in T5_TO_T5X]
-    ckpt = tr.open(path).apply(to_t5x)
+    ckpt = tr.open(path).apply(T5_TO_T5X)
     assert {path: float(ckpt[path][...]) for path in ckpt} == {new: n for n, new in enumerate(names.values())}
-    found = tr.restore(path, rules=to_t5x, at="")
+    found = tr.restore(path, rules=T5_TO_T5X, at="")
     assert found["target"]["decoder"]["layers_7"]["encoder_decoder_attention"]["out"]["kernel"].shape == ()
     assert found["state"]["param_states"]["token_embedder"]["embedding"].keys() == {"v_row"}
+
+
+def renamed(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """What the rules make of each name."""
+    bundle = Bundle()
+    for n, name in enumerate(names):
+        bundle.add(name, np.float32(n))
+    ckpt = tr.open(bundle.save(folder / "model.ckpt-1")).apply(T5_TO_T5X)
+    return {name: path for n, name in enumerate(names) for path in ckpt if ckpt[path][...] == n}
+
+
+BIAS = "layer_000/SelfAttention/relative_attention_bias"
+
+
+@pytest.mark.parametrize("own", [{"encoder", "decoder"}, {"encoder"}, {"decoder"}, set[str]()])
+def test_position_biases_of_each_layer_and_shared_ones(tmp_path: Path, own: set[str]) -> None:
+    names: dict[str, str] = {}
+    for tower in ("encoder", "decoder"):
+        for layer in range(12 if tower in own else 1):
+            place = f"{tower}/layers_{layer}" if tower in own else tower
+            name = f"{tower}/block_{layer:03}/{BIAS}"
+            names[name] = f"target/{place}/relpos_bias/rel_embedding"
+            names[f"{name}_slot_v"] = f"state/param_states/{place}/relpos_bias/rel_embedding/v"
+    assert renamed(tmp_path, names) == names
+
+
+def test_names_of_language_models(tmp_path: Path) -> None:
+    names = {
+        "transformer/embedding": "target/decoder/token_embedder/embedding",
+        "transformer/logits/kernel": "target/decoder/logits_dense/kernel",
+        "transformer/final_layer_norm/scale": "target/decoder/decoder_norm/scale",
+        "transformer/block_1/layer_000/layer_norm/scale": "target/decoder/layers_1/pre_self_attention_layer_norm/scale",
+        "transformer/block_011/layer_001/rms_norm/scale": "target/decoder/layers_11/pre_mlp_layer_norm/scale",
+        "transformer/block_011/layer_001/DenseReluDense/wo/kernel": "target/decoder/layers_11/mlp/wo/kernel",
+        "transformer/block_000/layer_000/SelfAttention/q": "target/decoder/layers_0/self_attention/query/kernel",
+        f"transformer/block_000/{BIAS}_slot_vr": "state/param_states/decoder/layers_0/relpos_bias/rel_embedding/v_row",
+        f"transformer/block_003/{BIAS}": "target/decoder/layers_3/relpos_bias/rel_embedding",
+    }
+    assert renamed(tmp_path, names) == names
 
 
 # What TensorFlow itself wrote
@@ -641,8 +679,7 @@ def test_files_of_tensorflow(name: str, step: int | None) -> None:
 
 
 def test_names_of_t5_in_a_file_of_tensorflow() -> None:
-    to_t5x = [rules.rename(pattern, new, optional=True) for pattern, new in T5_TO_T5X]
-    found = tr.restore(REAL / "t5", rules=to_t5x)
+    found = tr.restore(REAL / "t5", rules=T5_TO_T5X)
     layer = found["target"]["encoder"]["layers_1"]
     assert layer["attention"]["out"]["kernel"].shape == (8, 4) and layer["pre_attention_layer_norm"]["scale"].size == 4
     assert found["target"]["token_embedder"]["embedding"].shape == (16, 4)

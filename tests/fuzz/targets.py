@@ -12,7 +12,7 @@ from treering.errors import TreeringError
 from treering.formats import equinox, fjformer, flax, safetensors, tensorflow_table, zarr_metadata
 from treering.formats.runs import File
 from treering.formats.safetensors_files import read_beside
-from treering.formats.safetensors_read import open_file
+from treering.formats.safetensors_read import open_files
 from treering.formats.tensorflow_index import read_header, read_tensor
 from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
@@ -56,7 +56,7 @@ def _header(data: bytes, folder: Path) -> None:
     read_beside(header.metadata)
     path = folder / "x.safetensors"
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
-    _all_of(open_file(stores.DISK, str(path), str(path)))
+    _all_of(open_files(stores.DISK, str(path), [str(path)]))
 
 
 def _table(data: bytes, folder: Path) -> None:

@@ -15,7 +15,9 @@ from .._paths import few
 from .._sharding import Box
 from .._tree import Skeleton
 from ..errors import MismatchError, UnsupportedError
+from ..stores import lfs
 from ..stores.disk import Disk
+from . import kinds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,8 +173,8 @@ _MODULES = {
     "treering": "treering.formats.treering",
     "t5x": "treering.formats.t5x",
     "fjformer": "treering.formats.fjformer",
+    "safetensors": "treering.formats.safetensors_files",  # of a model in several formats that of most libraries
     "flax": "treering.formats.flax",
-    "safetensors": "treering.formats.safetensors_files",
     "equinox": "treering.formats.equinox",
     "tensorflow": "treering.formats.tensorflow",
     "orbax": "treering.formats.orbax",
@@ -210,14 +212,22 @@ def for_path(path: str, name: str | None) -> Format:
 
 
 def detect(disk: Disk, path: str) -> Format:
-    """The format of what lies at a path. Raises `UnsupportedError` that says why each of them refuses it."""
+    """The format of what lies at a path.
+
+    Raises `UnsupportedError` that says what else it is, and why each of them refuses it; `CorruptError` for pointers of
+    git-lfs, which may be anything.
+    """
     reasons: list[str] = []
     for name in names():
         reason = get(name).refuses(disk, path)
         if reason is None:
             return get(name)
         reasons.append(f"  {name}: {reason}")
-    raise UnsupportedError("\n".join([f"{path}: of no format that is known here:", *reasons]))
+    for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
+        lfs.check_all(disk, path + ending, levels=2)
+    what = kinds.described(disk, path)
+    head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
+    raise UnsupportedError("\n".join([head, *reasons]))
 
 
 def is_known(disk: Disk, path: str) -> bool:

@@ -21,8 +21,8 @@ class Equinox:
     """See `treering.formats.Format`.
 
     Metadata is the line of JSON before the records. Who reads such a file with Equinox calls `readline` first; without
-    metadata there is no such line. Step and metrics have no place in the format. Of None and functions nothing is
-    written: Equinox takes them from the template.
+    metadata there is no such line. Step and metrics have no place in the format. Of None, functions, text and bytes
+    nothing is written: Equinox takes them from the template. Text and bytes that are left out are logged.
     """
 
     name = "equinox"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from ..stores.disk import Disk
 from ..stores.whole import Appended, new_file
 from . import Reader
 
+_log = logging.getLogger("treering")
+_TEXT = ("str", "bytes")
 _SLICE = 64 << 20  # bytes of an array in memory at a time
 
 
@@ -31,10 +34,12 @@ def write(disk: Disk, path: str, contents: Reader, *, overwrite: bool) -> int:
                 file.write(_header(dtype, entry.shape))
                 for box in in_slices(entry.shape, dtype.itemsize, _SLICE):
                     _append(file, contents.read([(entry, box)], verify=True)[0])
-            elif entry.type not in NO_ARRAY:
+            elif entry.type not in (*NO_ARRAY, *_TEXT):
                 value = np.asarray(entry.decode())
                 file.write(_header(value.dtype, ()))
                 _append(file, value)
+    if text := [leaf or "(root)" for leaf, entry in contents.entries.items() if entry.type in _TEXT]:
+        _log.info("%s: left out, for Equinox takes text and bytes from the template: %s", path, ", ".join(text))
     return file.size
 
 
@@ -46,8 +51,6 @@ def _problem(entry: Entry) -> str | None:
         dtype = _dtypes.to_numpy(entry.dtype)
         known = dtype.kind in "biufcSUmM" and dtype.str != "<f1"
         return None if known or entry.dtype == "bfloat16" else f"{entry.dtype}, which Equinox cannot read; cast it"
-    if entry.type in ("str", "bytes"):
-        return f"{entry.type}; pass it as metadata=, and drop it by a rule"
     if entry.type == "int" and not -(1 << 63) <= entry.decode() < 1 << 64:
         return "an int of more than 64 bits"
     return None

@@ -1,8 +1,9 @@
 """Flax's MessagePack files: those of `flax.serialization` and of the checkpoints from before Orbax.
 
-One file is one state dict. Hugging Face cuts large ones up into several files with an index, and jobs of several
-processes put the arrays that they share into a folder of zarr arrays beside the file, ``{file}_gda``. Of a tree
-that is written, lists and tuples become maps from ``"0"``, as Flax has it; functions, which have no value, become nil.
+One file is one state dict. Hugging Face calls it ``flax_model.msgpack`` in a folder of its own, and cuts large ones up
+into several files with an index. Jobs of several processes put the arrays that they share into a folder of zarr arrays
+beside the file, ``{file}_gda``. Of a tree that is written, lists and tuples become maps from ``"0"``, as Flax has it;
+functions, which have no value, become nil.
 """
 
 import itertools
@@ -26,7 +27,8 @@ from .msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
 if TYPE_CHECKING:
     from .statedict import Leaves
 
-_INDEX = "flax_model.msgpack.index.json"
+_WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
+_INDEX = _WEIGHTS + ".index.json"
 _ARRAYS = "_gda"  # what the folder is called beside the file
 _PREFIX = "checkpoint_"  # unless it is asked for another
 # The shortest beginning after which a number is left, of which a sign is part unless it divides words.
@@ -68,12 +70,14 @@ class Flax:
             if stat.S_ISDIR(found.st_mode):
                 if path.endswith(_ARRAYS):
                     return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
-                if disk.stat(os.path.join(path, _INDEX)):
+                if _main(disk, path) != path:
                     return None
                 runs = self._runs(disk, path, disk.list(path))
                 if (run := _meant(runs)) and isinstance(max(run), float):
                     return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
-                return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_INDEX}"
+                return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
+            if os.path.basename(path) == _INDEX:
+                return None if stat.S_ISREG(found.st_mode) else "not a file"
             data = beginning(disk, path)
         except OSError as error:
             return str(error)
@@ -82,18 +86,17 @@ class Flax:
     def open(self, disk: Disk, path: str) -> Reader:
         from .foreign import ForeignReader
 
-        found = disk.stat(path)
-        folder = found is not None and stat.S_ISDIR(found.st_mode)
+        main = _main(disk, path)
         with paused():
-            leaves, nbytes = _open_shards(disk, path) if folder else _open_file(disk, path)
-        named = step_of(os.path.basename(path))
+            leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
+        named = step_of(os.path.basename(path)) if main == path else None
         return ForeignReader(
             self.name,
             path,
             leaves.entries,
             leaves.arrays,
             skeleton=leaves.skeleton or None,
-            step=named[1] if named and not folder and isinstance(named[1], int) else None,
+            step=named[1] if named and isinstance(named[1], int) else None,
             nbytes=nbytes,
         )
 
@@ -128,6 +131,16 @@ class Flax:
         with new_file(disk, path, overwrite=overwrite) as file:
             writing.write(file, writing.tree_of(contents), contents)
         return file.size
+
+
+def _main(disk: Disk, path: str) -> str:
+    """The file by which a path is opened: in a folder that of Hugging Face's model, where there is one."""
+    found = disk.stat(path)
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        for file in (os.path.join(path, _INDEX), os.path.join(path, _WEIGHTS)):
+            if (there := disk.stat(file)) and stat.S_ISREG(there.st_mode):
+                return file
+    return path
 
 
 def _meant(runs: "_Runs") -> dict[int | float, str]:
@@ -183,11 +196,11 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
     return scanned.leaves(scanned.whole(0, file.size)), file.size + beside
 
 
-def _open_shards(disk: Disk, folder: str) -> "tuple[Leaves, int]":
+def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
     """The same of a state dict in several files, which are named by an index."""
     from .statedict import Leaves, check_apart, check_inside
 
-    index = os.path.join(folder, _INDEX)
+    folder = os.path.dirname(index)
     try:
         places = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

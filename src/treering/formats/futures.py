@@ -1,11 +1,14 @@
 """TensorStore's futures: a bounded number of bytes under way, and its errors as ours."""
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from .. import stores
 from ..errors import CorruptError
+from ..stores import lfs
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
@@ -57,4 +60,7 @@ def errors(path: str) -> Iterator[None]:
     except (ValueError, OverflowError) as error:
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
         kind = OSError if text.startswith(_FAILURES) else CorruptError
+        if kind is CorruptError:
+            place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
+            lfs.check_all(stores.DISK, place)
         raise kind(f"{path}: {text}") from None

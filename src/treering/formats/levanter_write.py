@@ -1,7 +1,6 @@
 """Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
 
 import datetime
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +25,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
     entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
     _check(entries)
-    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
         writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
@@ -47,10 +46,13 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _owns(disk: Disk, path: str) -> bool:
-    """Whether Levanter wrote this as part of a step."""
-    name = os.path.basename(path)
-    return name == FILE or zarr.DATABASE_PARTS.fullmatch(name) is not None or holds_arrays(disk, path)
+def _owned(disk: Disk, folder: str) -> list[str]:
+    """What Levanter has written of a step."""
+    return [
+        name
+        for name in disk.list(folder)
+        if name == FILE or zarr.DATABASE_PARTS.fullmatch(name) or holds_arrays(disk, os.path.join(folder, name))
+    ]
 
 
 def _check(entries: list[Entry]) -> None:

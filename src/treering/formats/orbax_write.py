@@ -1,7 +1,6 @@
 """Writing Orbax: one tree right in a folder, its arrays in an OCDBT database of zarr 2."""
 
 import base64
-import functools
 import json
 import os
 import time
@@ -53,7 +52,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     leaves = list(_leaves(contents))
     _check(leaves)
-    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
         begun = time.time_ns()
         chunks = _write_arrays(folder, contents, leaves)
         _put(disk, os.path.join(folder, TREE), _tree(leaves))
@@ -72,14 +71,19 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _owns(disk: Disk, path: str) -> bool:
-    """Whether Orbax wrote this as part of a step: its files, arrays, and items, which are no checkpoints themselves."""
-    name = os.path.basename(path)
-    if name in _OWN or zarr.DATABASE_PARTS.fullmatch(name):
-        return True
-    inner = disk.list(path)
-    item = any(file in inner for file in (TREE, STATE, *VALUES))
-    return CHECKPOINT not in inner and (item or holds_arrays(disk, path))
+def _owned(disk: Disk, folder: str) -> list[str]:
+    """What Orbax has written of a step: its files, arrays, and items, which are no checkpoints themselves."""
+    return [
+        name
+        for name in disk.list(folder)
+        if name in _OWN or zarr.DATABASE_PARTS.fullmatch(name) or _is_part(disk, os.path.join(folder, name))
+    ]
+
+
+def _is_part(disk: Disk, path: str) -> bool:
+    names = disk.list(path)
+    item = any(name in names for name in (TREE, STATE, *VALUES))
+    return CHECKPOINT not in names and (item or holds_arrays(disk, path))
 
 
 def _leaves(contents: Reader) -> Iterator[_Leaf]:

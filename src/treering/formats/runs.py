@@ -13,6 +13,7 @@ import numpy as np
 
 from .._sharding import Box, extent, rows_apart, slices, whole
 from ..errors import CorruptError, UnsafeError
+from ..stores import lfs
 from ..stores.buffers import adoptable
 from ..stores.disk import Disk
 
@@ -47,6 +48,7 @@ class File:
         self._close = weakref.finalize(self, disk.close, self._fd)
         self.size = disk.size(self._fd)
         self.local = disk.is_local(self._fd)
+        lfs.check_open(disk, self._fd, path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` when the file ends before."""

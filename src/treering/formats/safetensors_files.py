@@ -1,8 +1,9 @@
-"""Safetensors files of other programs: a single file, or a folder of shards with an index.
+"""Safetensors files of other programs: a single file, or a folder of shards, with an index or numbered.
 
 A key is the path as it is, slashes being levels; only ``~`` that escapes nothing is written ``~0`` in the path.
 """
 
+import logging
 import os
 import re
 import stat
@@ -17,11 +18,11 @@ from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk, opened
 from . import ABOUT, Reader
 from .safetensors import header_size
+from .safetensors_folder import INDEX, SUFFIX, candidates, chosen
 
-SUFFIX = ".safetensors"
-INDEX = ".safetensors.index.json"
 OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
-_NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # left over, without a manifest
+_FLAX = ("flax_model.msgpack", "flax_model.msgpack.index.json")
+_log = logging.getLogger("treering")
 
 
 class Safetensors:
@@ -30,8 +31,10 @@ class Safetensors:
     `__metadata__` is the checkpoint's metadata. Metadata that is not text by name lies there as JSON under the key
     ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, and so do step and metrics.
 
-    Option for writing: `max_shard_size` in bytes, for a folder of files of at most that size (a larger array has one of
-    its own) with an index, as Hugging Face lays them out.
+    Options for writing a folder, as Hugging Face lays it out: `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
+    ``"2GiB"`` (of 2^30), for files of at most that size (a larger array has one of its own) with an index, where one
+    file does not do; `filename_pattern`, for other names than ``"model{suffix}.safetensors"``. A folder that is there
+    already takes them in beside what it has, unless that is a checkpoint.
     """
 
     name = "safetensors"
@@ -44,8 +47,8 @@ class Safetensors:
             if found is None:
                 return "there is nothing"
             if stat.S_ISDIR(found.st_mode):
-                main = _main_file(disk.list(path))
-                return None if main.endswith((INDEX, SUFFIX)) else main
+                main = chosen(disk.list(path))
+                return main if isinstance(main, str) else None
             if not stat.S_ISREG(found.st_mode):
                 return "not a file"
             if path.endswith(INDEX):
@@ -61,15 +64,22 @@ class Safetensors:
             return str(error)
 
     def open(self, disk: Disk, path: str) -> Reader:
-        from .safetensors_read import open_file, open_shards
+        from .safetensors_read import open_files, open_shards
 
-        found, main = disk.stat(path), path
+        found, files = disk.stat(path), [path]
         if found is not None and stat.S_ISDIR(found.st_mode):
-            name = _main_file(disk.list(path))
-            if not name.endswith((INDEX, SUFFIX)):
-                raise UnsupportedError(f"{path}: {name}; open one by its own path")
-            main = os.path.join(path, name)
-        return (open_shards if main.endswith(INDEX) else open_file)(disk, path, main)
+            names = disk.list(path)
+            main = chosen(names)
+            if isinstance(main, str):
+                raise UnsupportedError(f"{path}: {main}")
+            if main.missing:
+                raise CorruptError(
+                    f"{path}: expected as many files as {main.names[0]} says, found {len(main.names)}; fetch "
+                    f"{', '.join(main.missing)}, or open a single file by its own path"
+                )
+            files = [os.path.join(path, name) for name in main.names]
+            _log_others(path, main.names, names)
+        return open_shards(disk, path, files[0]) if files[0].endswith(INDEX) else open_files(disk, path, files)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
@@ -105,16 +115,11 @@ class Beside(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     metadata: Any = None
 
 
-def _main_file(names: Sequence[str]) -> str:
-    """The file by which a folder is opened, or why it has none."""
-    indexes = [name for name in names if name.endswith(INDEX)]
-    files = indexes or [name for name in names if name.endswith(SUFFIX) and not _NATIVE.fullmatch(name)]
-    for usual in ("model" + INDEX, "model" + SUFFIX):
-        if usual in files:
-            return usual
-    if len(files) > 1:
-        return f"several {'indexes' if indexes else 'safetensors files and no index'} ({few(tuple(files))})"
-    return files[0] if files else "there is no safetensors file in this folder"
+def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
+    """Says what a folder has beside what it is opened by; of an index, beside whatever files it names."""
+    others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
+    if beside := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
+        _log.info("%s: opens %s; beside it, to be opened by their own paths: %s", folder, opened[0], few(tuple(beside)))
 
 
 def read_beside(text: Mapping[str, str]) -> Beside:

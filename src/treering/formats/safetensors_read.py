@@ -5,7 +5,6 @@ import stat
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from .. import _dtypes
@@ -13,12 +12,13 @@ from .._catalogue import ArrayEntry, Entry, decode_float
 from .._collector import paused
 from .._sharding import Box
 from ..errors import CorruptError, UnsafeError, UnsupportedError
-from ..stores.disk import Disk, read_file
+from ..stores.disk import Disk
 from . import Reader
 from .foreign import ForeignReader, Stored
 from .runs import File, Layout, Runs, layout
 from .safetensors import Header, check_side_by_side, decode_header, header_size
 from .safetensors_files import path_of, read_beside
+from .safetensors_folder import weights_of
 
 _NAMES = {code: name for name, (code, _) in _dtypes.SAFETENSORS.items()}
 _NIBBLES = "float4_e2m1fn"
@@ -30,29 +30,20 @@ class _Opened(NamedTuple):
     header: Header
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def open_file(disk: Disk, path: str, main: str) -> Reader:
-    """A single file."""
+def open_files(disk: Disk, path: str, files: Sequence[str]) -> Reader:
+    """A single file, or several that are one checkpoint."""
     with paused():
-        found = _open(disk, main)
-        return _reader(path, [found], ((key, found) for key in found.header.tensors))
+        found = [_open(disk, file) for file in files]
+        return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
 def open_shards(disk: Disk, path: str, index: str) -> Reader:
     """The files beside an index."""
-    try:
-        weights = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
-    except FileNotFoundError:
-        raise CorruptError(f"{index}: expected an index of safetensors files, found nothing") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(f"{index}: not an index of safetensors files: {error}") from None
+    weights = weights_of(disk, index)
+    there = disk.stat(index)
+    size = 0 if there is None else there.st_size
     files: dict[str, _Opened] = {}
     for name in dict.fromkeys(weights.values()):
-        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-            raise UnsafeError(f"{index}: {name!r} is not the name of a file beside it")
         place = os.path.join(os.path.dirname(index), name)
         there = disk.stat(place)
         if there is None or not stat.S_ISREG(there.st_mode):
@@ -65,7 +56,7 @@ def open_shards(disk: Disk, path: str, index: str) -> Reader:
     # What no index names is there all the same; of several files that have a key, the index says which one counts.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
     with paused():
-        return _reader(path, list(files.values()), tensors)
+        return _reader(path, list(files.values()), tensors, size)
 
 
 def _open(disk: Disk, path: str) -> _Opened:
@@ -93,8 +84,8 @@ class _Nibbles:
         return np.ascontiguousarray(own).view(_dtypes.to_numpy(_NIBBLES))
 
 
-def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened]]) -> Reader:
-    """Arrays may be mapped without being asked to: these files are not rewritten in place."""
+def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened]], index: int = 0) -> Reader:
+    """Arrays may be mapped without being asked to: these files are not rewritten in place. `index`: its bytes."""
     entries: list[Entry] = []
     arrays: dict[str, Stored] = {}
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
@@ -110,6 +101,8 @@ def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _O
                 f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(tensor.shape)}"
             )
         place = path_of(key)
+        if place in arrays:
+            raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
         entries.append(ArrayEntry(place, "numpy", dtype, tensor.shape))
         runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
         arrays[place] = _Nibbles(runs) if dtype == _NIBBLES else runs
@@ -122,8 +115,17 @@ def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _O
         step=beside.step,
         metrics={name: decode_float(value) for name, value in beside.metrics.items()},
         metadata=beside.metadata,
-        nbytes=sum(found.file.size for found in files),
+        nbytes=index + sum(found.file.size for found in files),
         immutable=True,
+    )
+
+
+def _holders(place: str, files: Sequence[_Opened]) -> str:
+    return " and ".join(
+        f"{key!r} in {os.path.basename(one.file.path)}"
+        for one in files
+        for key in one.header.tensors
+        if path_of(key) == place
     )
 
 

@@ -1,10 +1,7 @@
 """Writing safetensors files, single or in shards with an index."""
 
-import contextlib
 import json
-import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +13,11 @@ from .._sharding import in_slices
 from .._shares import alignment
 from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
-from ..stores.whole import Appended, new_directory, new_file
+from ..stores.whole import Appended, new_file
 from . import Reader
 from .safetensors import Tensor, encode_header
-from .safetensors_files import INDEX, OWN, SUFFIX, Beside, key_of
+from .safetensors_files import OWN, Beside, key_of
+from .safetensors_shards import checked, created, cut, limit_of, names_of
 
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
 _SLICE = 64 << 20  # bytes of an array in memory at a time
@@ -33,33 +31,43 @@ _HINTS = {
 
 
 def write(
-    disk: Disk, path: str, contents: Reader, *, overwrite: bool, max_shard_size: Any = None, **unknown: Any
+    disk: Disk,
+    path: str,
+    contents: Reader,
+    *,
+    overwrite: bool,
+    max_shard_size: int | str | None = None,
+    filename_pattern: str | None = None,
+    **unknown: Any,
 ) -> int:
     """See `Safetensors`. Returns the size in bytes."""
     if unknown:
-        raise MismatchError(f"safetensors: expected no option but max_shard_size, found {', '.join(unknown)}")
-    if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
-        raise MismatchError(f"max_shard_size={max_shard_size!r}: expected a number of bytes")
+        raise MismatchError(
+            f"safetensors: expected no options but max_shard_size and filename_pattern, found {', '.join(unknown)}"
+        )
+    folder = max_shard_size is not None or filename_pattern is not None
+    limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
     entries, metadata = _holdable(contents), _metadata(contents)
-    if max_shard_size is None:
-        header, order = _laid_out(entries, metadata)
+    if not folder:
         with new_file(disk, path, overwrite=overwrite) as file:
-            _write_tensors(file, header, order, contents)
+            _write_tensors(file, *_laid_out(entries, metadata), contents)
         return file.size
-    shards = _shards(entries, max_shard_size)
+    shards = cut(entries, limit)
+    names = names_of(pattern, len(shards))
     plans = [_laid_out(shard, metadata) for shard in shards]
-    names = [f"model-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
-    weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    index = {"metadata": {"total_size": sum(map(_nbytes, entries))}, "weight_map": weights}
-    total = 0
-    with new_directory(disk, path, overwrite=overwrite, owns=lambda old: old.endswith((SUFFIX, INDEX))) as folder:
-        for name, (header, order) in zip(names, plans, strict=True):
-            with _appended(disk, os.path.join(folder, name)) as file:
-                _write_tensors(file, header, order, contents)
+    with created(disk, path, names, overwrite=overwrite) as create:
+        total = 0
+        for name, plan in zip(names, plans, strict=False):
+            with create(name) as file:
+                _write_tensors(file, *plan, contents)
             total += file.size
-        with _appended(disk, os.path.join(folder, "model" + INDEX)) as file:
-            file.write(json.dumps(index, indent=2).encode())
-    return total + file.size
+        if len(shards) > 1:  # then the last name is that of the index, which comes last: nobody opens the half
+            weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=False) for entry in shard}
+            index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weights}
+            with create(names[-1]) as file:
+                file.write(json.dumps(index, indent=2).encode())
+            total += file.size
+    return total
 
 
 def _holdable(contents: Reader) -> list[ArrayEntry]:
@@ -96,30 +104,13 @@ def _metadata(contents: Reader) -> dict[str, str]:
     return text if own == Beside() else {**text, OWN: msgspec.json.encode(own).decode()}
 
 
-def _nbytes(entry: ArrayEntry) -> int:
-    return math.prod(entry.shape) * _dtypes.itemsize(entry.dtype)
-
-
-def _shards(entries: Sequence[ArrayEntry], limit: int) -> list[list[ArrayEntry]]:
-    """The leaves in order, cut into groups of at most `limit` bytes, where single ones allow."""
-    shards: list[list[ArrayEntry]] = [[]]
-    held = 0
-    for entry in entries:
-        if shards[-1] and held + _nbytes(entry) > limit:
-            shards.append([])
-            held = 0
-        shards[-1].append(entry)
-        held += _nbytes(entry)
-    return shards
-
-
 def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
     """The header of a file, and its tensors in the order in which each is aligned for its elements."""
-    order = sorted(entries, key=lambda entry: alignment(_nbytes(entry)))
+    order = sorted(entries, key=lambda entry: alignment(entry.nbytes))
     tensors: dict[str, Tensor] = {}
     position = 0
     for entry in order:
-        end = position + _nbytes(entry)
+        end = position + entry.nbytes
         tensors[key_of(entry.path)] = Tensor(_dtypes.SAFETENSORS[entry.dtype][0], entry.shape, (position, end))
         position = end
     try:
@@ -129,16 +120,6 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
             f"{len(order)} arrays in one safetensors file take {error}, more than the format allows; pass a smaller "
             "max_shard_size"
         ) from None
-
-
-@contextlib.contextmanager
-def _appended(disk: Disk, path: str) -> Iterator[Appended]:
-    file = Appended(disk, path)
-    try:
-        yield file
-        file.close()
-    finally:
-        file.discard()
 
 
 def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Reader) -> None:

@@ -1,13 +1,15 @@
 """The names of T5's variables in TensorFlow, and what T5X calls them.
 
->>> from treering import rules
 >>> from treering.formats.t5_names import T5_TO_T5X
->>> to_t5x = [rules.rename(pattern, new, optional=True) for pattern, new in T5_TO_T5X]
->>> print(tr.open("t5-small/model.ckpt-1000000").apply(to_t5x))
+>>> print(tr.open("t5-small/model.ckpt-1000000").apply(T5_TO_T5X))
 
-Those of T5 and T5 1.1, encoder and decoder, of any size; position biases are those that all layers share, as in all
-released models. Adafactor's state lies below ``state/param_states``. The rules go in order, each over all names.
+Those of T5 and T5 1.1, encoder and decoder, of any size, and of language models, whose one tower is called transformer
+there and decoder in T5X. Adafactor's state lies below ``state/param_states``.
 """
+
+import re
+
+from ..rules import Leaves, Rule, rename
 
 _NORMS = (
     ("encoder", 0, "pre_attention_layer_norm"),
@@ -15,21 +17,40 @@ _NORMS = (
     ("decoder", 0, "pre_self_attention_layer_norm"),
     ("decoder", 1, "pre_cross_attention_layer_norm"),
     ("decoder", 2, "pre_mlp_layer_norm"),
+    ("transformer", 0, "pre_self_attention_layer_norm"),
+    ("transformer", 1, "pre_mlp_layer_norm"),
 )
 _MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _SLOTS = {"vr": "v_row", "vc": "v_col", "v": "v", "m": "m"}
+_BIAS = r"^({})/block_0*(\d+)/layer_0*0/SelfAttention/relative_attention_bias"
 
-T5_TO_T5X: tuple[tuple[str, str], ...] = (
+
+class _PositionBiases:
+    """Names the position biases of a tower: one that all layers share has no layer, several are those of their layers.
+
+    In TensorFlow the shared one lies in the first layer.
+    """
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        for tower in ("encoder", "decoder"):
+            pattern = _BIAS.format(tower)
+            shared = {found[2] for path in leaves if (found := re.search(pattern, path))} == {"0"}
+            place = "" if shared else r"/layers_\2"
+            leaves = rename(pattern, rf"\1{place}/relpos_bias/rel_embedding", optional=True).apply(leaves)
+        return leaves
+
+
+_RENAMED = (
     (r"^global_step$", "state/step"),
     (r"^shared/embedding", "token_embedder/embedding"),
-    (r"^(encoder|decoder)/embedding", r"\1/token_embedder/embedding"),
-    (r"^decoder/logits/kernel", "decoder/logits_dense/kernel"),
-    (r"^(encoder|decoder)/(?:final_layer|rms)_norm/scale", r"\1/\1_norm/scale"),
-    (r"^(encoder|decoder)/block_000/layer_000/SelfAttention/relative_attention_bias", r"\1/relpos_bias/rel_embedding"),
     *(
         (rf"^{tower}/block_0*(\d+)/layer_0*{layer}/(?:layer|rms)_norm/scale", rf"{tower}/layers_\1/{norm}/scale")
         for tower, layer, norm in _NORMS
     ),
+    (r"^transformer/", "decoder/"),
+    (r"^(encoder|decoder)/embedding", r"\1/token_embedder/embedding"),
+    (r"^decoder/logits/kernel", "decoder/logits_dense/kernel"),
+    (r"^(encoder|decoder)/(?:final_layer|rms)_norm/scale", r"\1/\1_norm/scale"),
     (r"^(encoder|decoder)/block_0*(\d+)/layer_\d+/DenseReluDense/(w[io](?:_\d+)?/kernel)", r"\1/layers_\2/mlp/\3"),
     *(
         (rf"^{tower}/block_0*(\d+)/layer_\d+/{kind}/{matrix}(?=$|_slot_)", rf"{tower}/layers_\1/{new}/{name}/kernel")
@@ -40,6 +61,15 @@ T5_TO_T5X: tuple[tuple[str, str], ...] = (
         )
         for matrix, name in _MATRICES.items()
     ),
+)
+_PLACED = (
     *((rf"^(.+)_slot_{slot}$", rf"state/param_states/\1/{name}") for slot, name in _SLOTS.items()),
     (r"^(?!state/)(.+)$", r"target/\1"),
 )
+
+T5_TO_T5X: tuple[Rule, ...] = (
+    *(rename(pattern, new, optional=True) for pattern, new in _RENAMED),
+    _PositionBiases(),
+    *(rename(pattern, new, optional=True) for pattern, new in _PLACED),
+)
+"""Rules that go in order, each over all names."""

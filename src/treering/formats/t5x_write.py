@@ -38,7 +38,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
     large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
-    with new_directory(disk, path, overwrite=overwrite, owns=functools.partial(_owns, disk)) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
         arrays = zarr.Writer(folder, driver="zarr", ocdbt=False)
         try:
             instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
@@ -58,9 +58,13 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _owns(disk: Disk, path: str) -> bool:
-    """Whether T5X wrote this as part of a step: also the state of its data, which belongs to that step alone."""
-    return os.path.basename(path) == FILE or os.path.basename(path).startswith("train_ds-") or holds_arrays(disk, path)
+def _owned(disk: Disk, folder: str) -> list[str]:
+    """What T5X has written of a step: also the state of its data, which belongs to that step alone."""
+    return [
+        name
+        for name in disk.list(folder)
+        if name == FILE or name.startswith("train_ds-") or holds_arrays(disk, os.path.join(folder, name))
+    ]
 
 
 def _add(arrays: zarr.Writer, contents: Reader, entry: ArrayEntry, name: str) -> bytes:

@@ -19,6 +19,7 @@ import numpy as np
 from .. import _dtypes, stores
 from .._sharding import Box, extent, slices
 from ..errors import CorruptError, UnsafeError, UnsupportedError
+from ..stores import lfs
 from ..stores.buffers import adoptable
 from ..stores.disk import opened, read_file
 from . import zarr_metadata
@@ -244,6 +245,7 @@ class Array:
             return
         there = _check_file(path)
         if self._layout.plain and there.st_size != nbytes:
+            lfs.check_all(stores.DISK, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
         if there.st_size > 2 * nbytes + _MOST_METADATA:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
@@ -251,6 +253,7 @@ class Array:
             head = bytearray(16)
             with opened(stores.DISK, path) as fd:
                 stores.DISK.read(fd, memoryview(head), 0)
+                lfs.check_open(stores.DISK, fd, path)
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:

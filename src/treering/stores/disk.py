@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import CorruptError, UnsafeError
+from . import lfs
 
 try:
     import fcntl
@@ -334,12 +335,17 @@ def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
 
 
 def read_file(disk: Disk, path: str) -> bytes:
-    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none."""
+    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none.
+
+    Raises `CorruptError` for a pointer of git-lfs.
+    """
     with opened(disk, path) as fd:
         if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))
-        return bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
+        data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
+        lfs.check(path, data)
+        return data
 
 
 @contextlib.contextmanager

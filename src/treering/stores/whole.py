@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from .._paths import few
 from ..errors import ExistsError, SaveError
@@ -21,6 +21,7 @@ from .disk import Disk, make_dirs, opened
 
 _BUFFER = 4 << 20
 _TRIES = 50  # at making a file or directory, while others tidy up
+Owned = Callable[[Disk, str], Collection[str]]  # which names in a directory belong to a checkpoint of some format
 _log = logging.getLogger("treering")
 
 
@@ -119,17 +120,17 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
 
 
 @contextlib.contextmanager
-def new_directory(disk: Disk, path: str, *, overwrite: bool, owns: Callable[[str], bool]) -> Iterator[str]:
+def new_directory(disk: Disk, path: str, *, overwrite: bool, owned: Owned) -> Iterator[str]:
     """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
 
     Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
     one in one step where the system can, else in two, between which a crash leaves it beside its place.
 
-    owns: whether a file or directory in the old one, given with its path, is part of what is to be replaced. Other
-    files are kept. Raises `ExistsError` for other directories, which may be anything.
+    owned: which names in the old one are part of what is to be replaced. Other files are kept. Raises `ExistsError` for
+    other directories, which may be anything.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
-    _others(disk, path, owns)
+    _others(disk, path, owned)
     parent = os.path.dirname(path)
     with _parents(disk, path):
         temporary, fd = _new_directory(disk, path)
@@ -137,7 +138,7 @@ def new_directory(disk: Disk, path: str, *, overwrite: bool, owns: Callable[[str
         try:
             yield temporary
             replaces = overwrite and disk.stat(path) is not None
-            for name in _others(disk, path, owns):
+            for name in _others(disk, path, owned):
                 _keep(disk, os.path.join(path, name), os.path.join(temporary, name))
             _sync_tree(disk, temporary)
             if replaces:
@@ -162,9 +163,10 @@ def new_directory(disk: Disk, path: str, *, overwrite: bool, owns: Callable[[str
     _clean(disk, path)
 
 
-def _others(disk: Disk, path: str, owns: Callable[[str], bool]) -> list[str]:
+def _others(disk: Disk, path: str, owned: Owned) -> list[str]:
     """The names of the files in a directory that are not part of what is replaced. Raises `ExistsError`."""
-    others = [name for name in disk.list(path) if not owns(os.path.join(path, name))]
+    ours = owned(disk, path)
+    others = [name for name in disk.list(path) if name not in ours]
     if folders := [name for name in others if _is_dir(disk, os.path.join(path, name))]:
         raise ExistsError(
             f"{path}: expected a checkpoint to replace, found folders in it that are no part of it: "

@@ -47,7 +47,8 @@ class Subject:
     """The leaves other than arrays that it holds, by their names in `treering.testing.VALUES`."""
 
     left_out: ClassVar[Collection[str]] = ()
-    """Of None and functions ("none", "function"), those that leave no trace: a template brings them back."""
+    """Of None, functions, text and bytes ("none", "function", "str", "bytes"), those that leave no trace: they are the
+    template's."""
 
     keys: ClassVar[bool] = True
     """Whether it holds typed PRNG keys."""
@@ -137,11 +138,13 @@ class Subject:
     def leaves(self, tree: Any) -> dict[str, Any]:
         """The leaves of a tree that a checkpoint of it has, under their names there."""
         walked = _tree.walk(tree)
-        found = {p: leaf for p, leaf in zip(walked.paths, walked.leaves, strict=True) if not self._is_left_out(leaf)}
+        found = {p: leaf for p, leaf in zip(walked.paths, walked.leaves, strict=True) if not self.is_left_out(leaf)}
         return {str(n): leaf for n, leaf in enumerate(found.values())} if self.positional else found
 
-    def _is_left_out(self, leaf: Any) -> bool:
-        return ("none" if leaf is None else "function" if is_function(leaf) else "") in self.left_out
+    def is_left_out(self, leaf: Any) -> bool:
+        """Whether a leaf leaves no trace."""
+        kind = "none" if leaf is None else "function" if is_function(leaf) else type(leaf).__name__
+        return kind in self.left_out
 
     def assert_holds(self, checkpoint: Path | Checkpoint, tree: Any) -> None:
         """Asserts that a checkpoint has all leaves of a tree and no others, equal bit for bit."""

@@ -26,7 +26,8 @@ class Writing(Subject):
         """One error names every such leaf and no other, and nothing is written."""
         self.needs_writer()
         arrays = {f"d{n:02}": sample(d) for n, d in enumerate(DTYPES) if d not in self.dtypes}
-        values = {f"v{n:02}": VALUES[v] for n, v in enumerate(VALUES) if v not in {*self.values, *self.left_out}}
+        refused = {name: v for name, v in VALUES.items() if name not in self.values and not self.is_left_out(v)}
+        values = {f"v{n:02}": value for n, value in enumerate(refused.values())}
         names = {name: {"x": sample("float32")} for name in NAMES if name not in self.names}
         keys = {} if self.keys else {"key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0), 3)}
         good = {f"f{n:02}": sample(d) for n, d in enumerate(self.dtypes)}

@@ -16,6 +16,7 @@ from ..._crew import in_parallel
 from ..._sharding import Box, Grid, extent, intersect, whole
 from ..._tree import LEAF, Node, Skeleton
 from ...errors import CorruptError, NotFoundError, UnsupportedError
+from ...stores import lfs
 from ...stores.buffers import adoptable
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
@@ -87,6 +88,7 @@ class Reader:
             if found is None:
                 self._raise_missing(file.name)
             if found.st_size != file.size:
+                lfs.check_all(self._disk, path)
                 raise CorruptError(f"{path}: expected {file.size} bytes, found {found.st_size}; it is cut short")
 
     def hold(self) -> None:
