@@ -190,3 +190,22 @@ def test_importing_loads_nothing_heavy_and_reading_needs_no_jax(tmp_path: pathli
     tr.save(tmp_path / "c", {"x": np.arange(4)})
     done = subprocess.run([sys.executable, "-c", SMALL, str(tmp_path / "c")], capture_output=True, text=True)
     assert done.stdout == "[1 2] 1\n", done.stderr
+
+
+def test_an_abstract_tree_is_a_template_for_what_jax_has_not(tmp_path: pathlib.Path) -> None:
+    tree = {
+        "wide": np.arange(3),
+        "date": np.array(["2020-01-01"], "M8[D]"),
+        "text": np.array(["a", "bc"]),
+        "complex": np.zeros((2, 0), complex),
+        "large": np.zeros((1 << 20,), np.float64),
+        "jax": jax.numpy.ones(2),
+    }
+    tr.save(tmp_path / "c", tree)
+    shapes = tr.open(tmp_path / "c").abstract()
+    assert isinstance(shapes["jax"], jax.ShapeDtypeStruct) and shapes["large"].strides == (0,)
+    for found in (tr.restore(tmp_path / "c", shapes), tr.open(tmp_path / "c").restore(shapes, mmap=False)):
+        assert {name: (type(a), a.dtype, a.tolist()) for name, a in found.items() if name != "jax"} == {
+            name: (np.ndarray, a.dtype, a.tolist()) for name, a in tree.items() if name != "jax"
+        }
+        assert found["wide"].flags.writeable and isinstance(found["jax"], jax.Array)

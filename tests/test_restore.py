@@ -555,3 +555,54 @@ def test_an_array_file_that_is_cut_short_while_open_is_damage(saved: Any, mmap: 
         opened.truncate(100_000)
     with pytest.raises(CorruptError, match="cut short while open"):
         ckpt.restore(mmap=mmap)
+
+
+def test_a_number_becomes_an_array_without_axes_if_nothing_is_lost(tmp_path: pathlib.Path) -> None:
+    numbers = {"a": 0.5, "b": float("nan"), "c": -0.0, "d": 1.5 + 2j, "e": True, "f": 0.1, "g": 0.1j}
+    tr.save(tmp_path / "c", numbers)
+    skipped = dict.fromkeys("fg", ...)
+    like = {
+        "a": jnp.float32(0),
+        "b": np.zeros((), np.float16),
+        "c": jnp.bfloat16(0),
+        "d": np.zeros((), np.complex64),
+        "e": jnp.array(False),
+        **skipped,
+    }
+    found = tr.restore(tmp_path / "c", like)
+    assert_same(
+        found,
+        {
+            "a": jnp.float32(0.5),
+            "b": np.array(np.nan, np.float16),
+            "c": jnp.bfloat16(-0.0),
+            "d": np.array(1.5 + 2j, np.complex64),
+            "e": jnp.array(True),
+            **skipped,
+        },
+    )
+    exact = {**dict.fromkeys("abcde", ...), "f": np.zeros(()), "g": np.zeros((), complex)}
+    assert (tr.restore(tmp_path / "c", exact)["f"], tr.restore(tmp_path / "c", exact)["g"]) == (0.1, 0.1j)
+    narrow = {**dict.fromkeys("abcde", ...), "f": jnp.float32(0), "g": ...}
+    with pytest.raises(
+        MismatchError, match=r"f: expected float32\[\], found float 0.1; it would become 0.1000.*'template'"
+    ):
+        tr.restore(tmp_path / "c", narrow)
+    assert_same(tr.restore(tmp_path / "c", narrow, dtype="template")["f"], jnp.float32(0.1))
+    assert_same(tr.restore(tmp_path / "c", narrow, dtype="bfloat16")["f"], jnp.bfloat16(0.1))
+    wrong = {**dict.fromkeys("abcdef", ...), "g": np.zeros((), np.complex64)}
+    with pytest.raises(MismatchError, match=r"g: expected complex64.*it would become"):
+        tr.restore(tmp_path / "c", wrong)
+    for kind in (np.zeros(1), np.zeros((), int), np.zeros((), bool)):
+        with pytest.raises(MismatchError, match="found float; a template leaf of type float would take it"):
+            tr.restore(tmp_path / "c", {**dict.fromkeys("bcdefg", ...), "a": kind})
+
+
+def test_what_jax_has_not_is_said_of_the_side_that_has_it(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"a": np.arange(3, dtype=np.int32), "d": np.array(["2020-01-01"], "M8[D]")})
+    with pytest.raises(MismatchError, match=r"a: expected int64 \(the template has it\).*found int32\[3\]; use int32"):
+        tr.restore(tmp_path / "c", {"a": jax.ShapeDtypeStruct((3,), np.int64), "d": ...})
+    with pytest.raises(MismatchError, match=r"d: expected a dtype that JAX has, found .*restore it into a NumPy array"):
+        tr.restore(tmp_path / "c", {"a": ..., "d": jax.ShapeDtypeStruct((1,), "M8[D]")})
+    with pytest.raises(MismatchError, match="d: expected a dtype that JAX has"):
+        tr.restore(tmp_path / "c", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))

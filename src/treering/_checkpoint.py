@@ -137,8 +137,15 @@ class Checkpoint(Mapping[str, Any]):
         return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)
 
     def abstract(self) -> Any:
-        """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array."""
+        """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
+
+        Arrays of a dtype that JAX has not (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's: they take
+        no memory, and come back as NumPy's.
+        """
         import jax
+        import numpy as np
+
+        from ._match import is_of_jax
 
         def shape(entry: Entry) -> Any:
             if isinstance(entry, ValueEntry):
@@ -148,6 +155,8 @@ class Checkpoint(Mapping[str, Any]):
 
                 return jax.eval_shape(lambda d: as_key(d, entry), jax.ShapeDtypeStruct(entry.shape, "uint32"))
             dtype = _dtypes.to_numpy(entry.dtype)
+            if not is_of_jax(dtype):
+                return np.broadcast_to(np.zeros((), dtype), entry.shape)
             return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
 
         check_whole(self._entries.values())

@@ -210,12 +210,7 @@ def _target(leaf: Any, entry: Entry, policy: Policy, numbers_are_arrays: bool) -
     want = np.dtype(leaf.dtype)
     shape = tuple(leaf.shape)
     if isinstance(entry, ValueEntry):
-        expected = _shape_text(leaf)
-        if entry.type != "int" or shape != () or not _dtypes.is_integer(want):
-            _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
-        dtype, value = want, entry.decode()
-        if np.array(value).dtype.hasobject or not fits(np.array(value), want):
-            _differ(expected, f"int {shorten(value)}", "it does not fit; use a wider integer in the template")
+        dtype, value = _number(leaf, entry, want, policy), entry.decode()
     else:
         if entry.type == "key" or shape != entry.shape:
             hint = "shapes must be equal" if entry.type != "key" else "a typed key is no plain array"
@@ -227,10 +222,28 @@ def _target(leaf: Any, entry: Entry, policy: Policy, numbers_are_arrays: bool) -
         if isinstance(dtype, str):
             _differ(_shape_text(leaf), entry, dtype)
     if not on_host:
-        _check_width(dtype, entry)
+        _check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it")
     weak = not on_host and bool(getattr(leaf, "weak_type", False)) and dtype == want
     make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
     return Target(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
+
+
+def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], policy: Policy) -> np.dtype[Any]:
+    """The dtype of the array without axes that a number of Python becomes, of which nothing may be lost unasked."""
+    expected, value = _shape_text(leaf), entry.decode()
+    of_kind = {"bool": want.kind == "b", "int": _dtypes.is_integer(want), "complex": want.kind == "c"}
+    if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and _dtypes.is_float(want)):
+        _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
+    if entry.type == "int" and (np.array(value).dtype.hasobject or not fits(np.array(value), want)):
+        _differ(expected, f"int {shorten(value)}", "it does not fit; use a wider integer in the template")
+    if entry.type == "float" and policy.dtype not in (None, "template"):
+        return np.dtype(policy.dtype)
+    if entry.type in ("float", "complex") and not (entry.type == "float" and policy.dtype == "template"):
+        narrowed = type(value)(np.array(value).astype(want))
+        if narrowed != value and value == value:
+            allowed = "dtype='template' allows that" if entry.type == "float" else f"use {np.dtype(complex)}"
+            _differ(expected, f"{entry.type} {shorten(value)}", f"it would become {narrowed!r}; {allowed}")
+    return want
 
 
 @functools.lru_cache(maxsize=512)
@@ -323,17 +336,31 @@ def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
 
 
-def _check_width(dtype: np.dtype[Any], found: Entry) -> None:
+def _check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
+    """Raises when JAX has not, as it is set up, the dtype that an array is to have there."""
     allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
-    if allowed != dtype:
-        raise _Difference(
-            f"{allowed.name}, for jax_enable_x64 is off", describe(found), "switch it on, or restore into NumPy"
-        )
+    if allowed == dtype:
+        return
+    if allowed is None:
+        raise _Difference("a dtype that JAX has", describe(found), "restore it into a NumPy array")
+    if isinstance(found, ArrayEntry) and found.dtype == dtype.name:
+        hint = "switch it on, or restore into NumPy"
+        raise _Difference(f"{allowed.name}, for jax_enable_x64 is off", describe(found), hint)
+    raise _Difference(
+        f"{dtype.name}{why or ' (the template has it)'}, which JAX has not while jax_enable_x64 is off",
+        describe(found),
+        f"use {allowed.name}, or switch it on",
+    )
+
+
+def is_of_jax(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX, as it is set up, has a dtype."""
+    return _canonical(dtype, jax.config.read("jax_enable_x64")) == dtype
 
 
 @functools.lru_cache(maxsize=512)
-def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:  # x64 only tells the cached answers apart
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any] | None:  # x64 only tells the cached answers apart
+    return None if dtype.kind in "MmSU" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _shape_text(leaf: Any) -> str:
