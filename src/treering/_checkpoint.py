@@ -139,8 +139,8 @@ class Checkpoint(Mapping[str, Any]):
     def abstract(self) -> Any:
         """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
 
-        Arrays of a dtype that JAX has not (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's: they take
-        no memory, and come back as NumPy's.
+        Arrays of a dtype that JAX has not (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's: they
+        take no memory, and come back as NumPy's.
         """
         import jax
         import numpy as np
@@ -371,7 +371,8 @@ def restore(
     extra: what to do about the opposite: "error", "ignore", or globs of what may be left out.
     dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
     sharding: wins over the template's: a sharding, a `PartitionSpec` for the mesh that is set, a function of (path,
-        shape, dtype), or a pytree of those that is a prefix of the template.
+        shape, dtype), or a pytree of those that is a prefix of the template. "saved": as it was recorded, on the mesh
+        that is set, else on one like that of the save; without a template NumPy's arrays stay NumPy's then.
     verify: checks the checksum of every byte that is used before anything is returned.
     mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.

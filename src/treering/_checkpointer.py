@@ -343,7 +343,9 @@ class Checkpointer:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
-        return (init() if sharding is None else _init.sharded(init, sharding)), 0
+        if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
+            return init(), 0
+        return _init.sharded(init, sharding), 0
 
     # Managing
 

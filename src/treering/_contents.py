@@ -4,36 +4,45 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import msgspec
 import numpy as np
 
 from . import _box_levels, _dtypes, _tree, _views
 from ._catalogue import ArrayEntry, Entry, check_whole, decode
 from ._checkpoint import Checkpoint
-from ._leaves import Content, Source
-from ._paths import below
-from ._sharding import Box, extent, in_slices, intersect, slices, whole
+from ._lazy import LazyArray
+from ._leaves import Content, Source, lazy_sources
+from ._paths import below, few
+from ._sharding import Box, extent, intersect, slices
 from ._shares import alignment
 from ._snapshot import Feed
 from ._tree import Skeleton
+from .errors import UnsupportedError
 from .formats import Problem, Reader
 from .formats.treering.write import Info
 
 if TYPE_CHECKING:
     from .rules import Rule
 
-_SLICE = 16 << 20  # bytes of an array in a checkpoint that are read at a time
 
+def expanded(tree: Any) -> Any:
+    """A tree with the containers and leaves of the checkpoints in it, in their places; its arrays are not read.
 
-class Deferred:
-    """A part of an array that is read when somebody wants its contents."""
+    Raises `UnsupportedError` for what only its own place in a checkpoint gives a meaning.
+    """
 
-    def __init__(self, reader: Reader, entry: ArrayEntry, box: Box):
-        self._reader, self._entry, self._box = reader, entry, box
+    def whole_tree(ckpt: Checkpoint) -> Any:
+        check_whole(ckpt._entries.values())
+        if iterators := tuple(path for path, entry in ckpt._entries.items() if entry.type == "iterator"):
+            raise UnsupportedError(
+                f"{ckpt.path}: {few(iterators)}: the state of a data iterator cannot be saved as a part of another "
+                "tree; leave it out with treering.rules.drop"
+            )
+        values = [ckpt[path] for path in ckpt]
+        return _tree.nest(ckpt, values) if ckpt._skeleton is None else _tree.build(ckpt._skeleton, values)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        (array,) = self._reader.read([(self._entry, self._box)])
-        return np.ascontiguousarray(array, dtype)
+    return jax.tree.map(lambda leaf: whole_tree(leaf) if isinstance(leaf, Checkpoint) else leaf, tree)
 
 
 def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> _views.View:
@@ -89,11 +98,7 @@ def of_reader(reader: Reader) -> Content:
         if isinstance(entry, ArrayEntry):
             dtype = _dtypes.to_numpy(entry.dtype)
             order = alignment(math.prod(entry.shape) * dtype.itemsize)
-            for box in in_slices(entry.shape, dtype.itemsize, _SLICE):
-                nbytes = math.prod(extent(box)) * dtype.itemsize
-                sources.append(
-                    (order, Source(leaf, box, Deferred(reader, entry, box), dtype, nbytes, True, whole(entry.shape)))
-                )
+            sources += [(order, source) for source in lazy_sources(leaf, LazyArray(reader, entry), dtype)]
     sources.sort(key=lambda one: one[0])
     content.sources.extend(source for _, source in sources)
     return content

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _box_levels, _flax, _leaves, _tree
+from . import _box_levels, _contents, _flax, _leaves, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._dtypes import itemsize
@@ -76,7 +76,7 @@ def _side(source: Any) -> tuple[_Side, _box_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
-    walked = _tree.walk(_flax.split(source)[0])
+    walked = _tree.walk(_flax.split(_contents.expanded(source))[0])
     entries = _leaves.collect(walked.paths, walked.leaves).entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _dtypes
 from ._catalogue import ArrayEntry
-from ._sharding import whole
+from ._sharding import Box, whole
 from .formats import Reader
 
 if TYPE_CHECKING:
@@ -23,6 +23,15 @@ class LazyArray:
 
     def __init__(self, reader: Reader, entry: ArrayEntry):
         self._reader, self._entry = reader, entry
+
+    @property
+    def entry(self) -> ArrayEntry:
+        """What the checkpoint says of it."""
+        return self._entry
+
+    def part(self, box: Box) -> "_Part":
+        """A box of it, which is read when it becomes a NumPy array."""
+        return _Part(self._reader, self._entry, box)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,17 +61,7 @@ class LazyArray:
     @property
     def sharding(self) -> "jax.sharding.NamedSharding | None":
         """How the array was spread when it was saved, on a mesh without devices; None when it was not."""
-        found = self._reader.sharding(self._entry)
-        if found is None:
-            return None
-        from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-
-        try:
-            mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
-            spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
-            return NamedSharding(mesh, spec)
-        except (KeyError, TypeError, ValueError, AttributeError):  # for information only
-            return None
+        return recorded_sharding(self._reader, self._entry)
 
     def __getitem__(self, index: Any) -> Any:
         """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
@@ -89,6 +88,34 @@ class LazyArray:
         from ._match import describe
 
         return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
+
+
+def recorded_sharding(reader: Reader, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
+    """How an array was spread when it was saved, on a mesh without devices; None where that is not known."""
+    found = reader.sharding(entry)
+    if found is None:
+        return None
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    try:
+        mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
+        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
+        return NamedSharding(mesh, spec)
+    except (KeyError, TypeError, ValueError, AttributeError):  # written by who knows whom
+        return None
+
+
+class _Part:
+    """A box of an array that is still in its checkpoint."""
+
+    def __init__(self, reader: Reader, entry: ArrayEntry, box: Box):
+        self._reader, self._entry, self._box = reader, entry, box
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        import numpy as np
+
+        (array,) = self._reader.read([(self._entry, self._box)])
+        return np.ascontiguousarray(array, dtype)
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 import functools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ from jax import core
 
 from . import _dtypes, _iterators
 from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
-from ._sharding import Box, local_shards, whole
+from ._lazy import LazyArray
+from ._sharding import Box, extent, in_slices, local_shards, whole
 from .errors import UnsupportedError
 
 _FUNCTIONS = (
@@ -24,6 +25,7 @@ _FUNCTIONS = (
     jax.custom_jvp,
     jax.custom_vjp,
 )
+_SLICE = 16 << 20  # bytes of an array in a checkpoint that are read at a time
 # Leaves that only stand where an array is shared from elsewhere in the tree.
 _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
@@ -89,7 +91,9 @@ def collect(
                 content.tied[n] = first_use[id(leaf)]
                 content.entries.append(content.entries[content.tied[n]].at(path))
             else:
-                if kind in ("numpy", "numpy-scalar"):
+                if kind == "lazy":
+                    _add_lazy(content, path, leaf, cast, alone)
+                elif kind in ("numpy", "numpy-scalar"):
                     _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
                 else:
                     _add_jax(content, path, kind, leaf, cast, alone)
@@ -119,6 +123,21 @@ def whole_bytes(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "V" or not _dtypes.is_integer(array.dtype):
         return array
     return array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)
+
+
+def lazy_sources(leaf: int, array: LazyArray, stored: np.dtype[Any], *, sliced: bool = True) -> Iterator[Source]:
+    """The parts of an array that is still in a checkpoint, each of which is read when its bytes are wanted."""
+    box = whole(array.shape)
+    for part in in_slices(array.shape, stored.itemsize, _SLICE) if sliced else (box,):
+        yield Source(leaf, part, array.part(part), stored, math.prod(extent(part)) * stored.itemsize, True, box)
+
+
+def _add_lazy(content: Content, path: str, array: LazyArray, cast: Any, alone: bool) -> None:
+    entry = array.entry
+    stored, text, _ = _storage(array.dtype, None if entry.type == "key" else cast)
+    leaf = len(content.entries)
+    content.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
+    content.sources.extend(lazy_sources(leaf, array, stored, sliced=alone))
 
 
 def _add_numpy(content: Content, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
@@ -188,6 +207,8 @@ def _kind(leaf_type: type) -> str:
         if leaf_type is not np.ndarray:
             raise UnsupportedError(f"{name}, a subclass of numpy.ndarray that would not come back; use numpy.asarray")
         return "numpy"
+    if leaf_type is LazyArray:
+        return "lazy"
     if leaf_type is jax.ShapeDtypeStruct:
         raise UnsupportedError("a jax.ShapeDtypeStruct, which has no values")
     if leaf_type.__name__ == "PRNGKeyArray":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -138,8 +138,8 @@ def match(
     return targets
 
 
-def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: str) -> list[Target]:
-    """Targets without a template: NumPy arrays (or JAX ones), typed keys, and values as they were."""
+def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str) -> list[Target]:
+    """Targets without a template: NumPy arrays, JAX ones of those of some types, typed keys, and values as they are."""
     check_whole(entries)
     targets: list[Target] = []
     problems: list[str] = []
@@ -152,9 +152,9 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: bool, name: st
         else:
             dtype = cast(entry.dtype)
             try:
-                if to_jax:
+                if entry.type in to_jax:
                     _check_width(dtype, entry)
-                make = "jax" if to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
+                make = "jax" if entry.type in to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
                 targets.append(Target(make, entry, dtype, entry.type == "jax-weak"))
             except _Difference as difference:
                 problems.append(_line(entry.path, *difference.args))

@@ -1,7 +1,8 @@
 """From host arrays to JAX arrays: which sharding each gets, and the transfer in one batch."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +12,12 @@ from jax import core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from . import _flax
+from ._catalogue import ArrayEntry, Entry
+from ._lazy import recorded_sharding
 from ._sharding import Box, box_of, whole
 from ._tree import flatten
 from .errors import MismatchError
+from .formats import Reader
 
 Where = Sharding | None  # None: the default device, uncommitted
 _UNCOMMITTED = object()
@@ -45,6 +49,44 @@ def resolve(
     places = [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]
     _check_shapes(places, paths, arrays)
     return places
+
+
+def as_saved(reader: Reader, entries: Mapping[str, Entry], name: str) -> Callable[[str, Any, Any], Any]:
+    """The recorded sharding of each leaf, as `resolve` takes it: on the mesh that is set, or on one like the recorded.
+
+    Leaves of which none is recorded go where they would without a wish. Raises `MismatchError` where that is so of all.
+    """
+    found: dict[str, NamedSharding] = {}
+    for path, entry in entries.items():
+        if isinstance(entry, ArrayEntry) and (recorded := recorded_sharding(reader, entry)):
+            axes = len(entry.shape) - (entry.type == "key")  # of which the data has one more
+            found[path] = NamedSharding(recorded.mesh, PartitionSpec(*recorded.spec[:axes]))
+    if not found:
+        raise MismatchError(
+            f"{name}: sharding='saved': expected arrays of which the sharding is recorded, found none; pass shardings"
+        )
+    ambient = _ambient_mesh()
+
+    def where(path: str, shape: Any, dtype: Any) -> Any:
+        recorded = found.get(path)
+        return None if recorded is None else recorded.spec if ambient else _on_devices(recorded, name)
+
+    return where
+
+
+@functools.lru_cache(maxsize=64)
+def _on_devices(recorded: NamedSharding, name: str) -> NamedSharding:
+    """The sharding on a mesh of the devices that there are. Raises `MismatchError` when they are too few."""
+    axes = dict(recorded.mesh.shape)
+    count, there = math.prod(axes.values()), jax.device_count()
+    if count > there:
+        raise MismatchError(
+            f"{name}: sharding='saved': expected {count} devices, for a mesh of {axes}, found {there}; set another "
+            "mesh with these axes by jax.set_mesh, or pass shardings"
+        )
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=jax.devices()[:count])
+    return NamedSharding(mesh, recorded.spec)
 
 
 def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequence[Any]) -> None:

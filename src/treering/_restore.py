@@ -3,7 +3,7 @@
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from .errors import MismatchError, UnsupportedError
 from .formats import Reader
 
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
+_OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 
@@ -38,9 +39,14 @@ def restore(
     progress: bool,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
+    as_saved = isinstance(sharding, str)
+    if as_saved and sharding != "saved":
+        raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
     if like is None:
         with paused():
-            targets = _match.untemplated(list(entries.values()), policy, sharding is not None, name)
+            to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
+            targets = _match.untemplated(list(entries.values()), policy, to_jax, name)
+            sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
             places = _untemplated_places(sharding, entries, skeleton)
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
         with paused():
@@ -59,6 +65,7 @@ def restore(
         if levels := _box_levels.hidden(walked.paths, walked.boxes, entries):
             names = {there: path for path, there in levels.items()}
             entries = {names.get(path, path): entry for path, entry in entries.items()}
+        sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
         targets = _match.match(walked, entries, skeleton, policy, name, numbers_are_arrays=reader.numbers_are_arrays)
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)

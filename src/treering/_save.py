@@ -55,7 +55,8 @@ def save(
 
     path: a new directory; parents are made. `overwrite` replaces a checkpoint that is there, in one step.
     tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone); or a
-        `Checkpoint` of any format, which is copied in bounded memory.
+        `Checkpoint` of any format, which is copied in bounded memory. Checkpoints and their arrays (`LazyArray`) may
+        also be leaves: parts of several checkpoints become one tree.
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata

@@ -190,7 +190,10 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
 
 
 def _misalignment(source: Source) -> int:
-    return alignment(source.nbytes)
+    """Of the piece that a source is a part of, for its parts stay together."""
+    if source.piece is None:
+        return alignment(source.nbytes)
+    return alignment(math.prod(extent(source.piece)) * np.dtype(source.dtype).itemsize)
 
 
 def alignment(nbytes: int) -> int:

@@ -274,7 +274,11 @@ class View:
         self._reader.check_present()
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        return None
+        leaf = self.leaves[entry.path]
+        if not leaf.plain or not isinstance(leaf.entry, ArrayEntry):
+            return None
+        ((source, _),) = leaf.plan_of(whole(leaf.entry.shape)).needs
+        return self._reader.sharding(source)
 
     def maps(self, wish: bool | None) -> bool:
         plain = all(leaf.plain or leaf.plan is None for leaf in self.leaves.values())

@@ -64,7 +64,9 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
     if copied:
         return _from_reader(call, place, _contents.prepared(tree, wish.rules, wish.dtype, info), info, wish, format)
     with paused():
-        walked = _tree.walk(_flax.plain(tree) if "variable" in format.boxes else _flax.split(tree)[0])
+        walked = _walk(tree, format)
+        if Checkpoint in set(map(type, walked.leaves)):
+            walked = _walk(_contents.expanded(tree), format)
         content = _leaves.collect(
             walked.paths,
             walked.leaves,
@@ -105,6 +107,10 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
             return native.write(stores.DISK, job, feed, crew, call)
 
     return Work(feed, hand_over, write)
+
+
+def _walk(tree: Any, format: Format) -> _tree.Walk:
+    return _tree.walk(_flax.plain(tree) if "variable" in format.boxes else _flax.split(tree)[0])
 
 
 def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wish, format: Format) -> Work:

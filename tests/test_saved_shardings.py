@@ -1,0 +1,86 @@
+"""Arrays restored to where they were: the shardings that are recorded."""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treering as tr
+from treering import _place
+from treering.errors import MismatchError
+
+
+@pytest.fixture
+def spread(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    """A checkpoint of arrays on a mesh of 4 x 2 devices, and of others."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    tree = {
+        "w": put(jax.numpy.arange(64.0).reshape(8, 8), "x", "y"),
+        "both": put(jax.numpy.arange(16), ("x", "y")),
+        "rows": put(jax.numpy.ones((4, 3), jax.numpy.bfloat16), "x"),
+        "replicated": put(jax.numpy.ones(3)),
+        "keys": put(jax.random.split(jax.random.key(0), 8), "x"),
+        "alone": jax.numpy.ones(2),
+        "numpy": np.arange(3),
+        "step": 7,
+    }
+    tr.save(tmp_path / "c", tree)
+    return tmp_path / "c", tree
+
+
+def assert_as_saved(found: Any, tree: Any) -> None:
+    for name, leaf in tree.items():
+        assert type(found[name]) is type(leaf)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            assert found[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), name
+    plain = {name: leaf for name, leaf in tree.items() if name != "keys"}
+    jax.tree.map(np.testing.assert_array_equal, {name: found[name] for name in plain}, plain)
+    assert (jax.random.key_data(found["keys"]) == jax.random.key_data(tree["keys"])).all()
+
+
+def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
+    path, tree = spread
+    assert_as_saved(tr.restore(path, sharding="saved"), tree)  # on a mesh like the one that was
+    shapes = tr.open(path).abstract()
+    found = tr.restore(path, {**shapes, "numpy": tree["numpy"]}, sharding="saved")
+    assert_as_saved({**found, "alone": tree["alone"]}, tree)
+    names = [tr.rules.rename("^w$", "weight"), tr.rules.drop("step")]
+    found = tr.restore(path, rules=names, sharding="saved")
+    assert found["weight"].sharding.is_equivalent_to(tree["w"].sharding, 2)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        assert ckpts.restore_or_init(lambda: {"a": 1}, sharding="saved") == ({"a": 1}, 0)
+        ckpts.save(1, tree)
+        assert_as_saved(ckpts.restore(sharding="saved"), tree)
+
+
+def test_the_mesh_that_is_set_comes_first(spread: Any) -> None:
+    path, tree = spread
+    mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        found = tr.restore(path, sharding="saved")
+        assert found["w"].sharding == NamedSharding(mesh, PartitionSpec("x", "y"))
+        assert (np.asarray(found["w"]) == np.asarray(tree["w"])).all()
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("z",))),
+        pytest.raises(MismatchError, match="does not fit the mesh that is set"),
+    ):
+        tr.restore(path, sharding="saved")
+
+
+def test_what_cannot_go_where_it_was_is_refused(
+    spread: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = spread
+    with pytest.raises(MismatchError, match="sharding='save': expected 'saved'"):
+        tr.restore(path, sharding="save")
+    tr.save(tmp_path / "plain", {"a": np.ones(2)})
+    with pytest.raises(MismatchError, match="expected arrays of which the sharding is recorded, found none"):
+        tr.restore(tmp_path / "plain", sharding="saved")
+    monkeypatch.setattr(jax, "device_count", lambda: 4)  # a mock: a machine with fewer devices
+    _place._on_devices.cache_clear()
+    with pytest.raises(MismatchError, match=r"expected 8 devices, for a mesh of {'x': 4, 'y': 2}, found 4"):
+        tr.restore(path, sharding="saved")
