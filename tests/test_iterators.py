@@ -1,5 +1,6 @@
 """Data iterators as leaves."""
 
+import base64
 import itertools
 import pathlib
 from typing import Any
@@ -266,3 +267,13 @@ report([expected, problem])
     tr.restore(tmp_path / "c", like={"data": ..., "whole": alone, "w": jax.ShapeDtypeStruct((8,), jnp.float32)})
     assert next(alone).tolist() == list(range(40, 48))
     assert [len(states) for states in (tr.open(tmp_path / "c")["data"], tr.open(tmp_path / "c")["whole"])] == [2, 1]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("int4", b"\1\xff"), ("int2", b"\1\xff"), ("uint4", b"\1\3")])
+def test_small_integers_in_states_are_encoded_as_in_array_files(dtype: str, expected: bytes) -> None:
+    """Every bit of their bytes is defined: they are sign-extended."""
+    array = np.array([1, -1 if dtype[0] == "i" else 3], np.int8).astype(dtype)
+    kind, (_, text, shape, data) = _iterators._encode(array, "", 0)
+    assert (kind, text, shape, base64.b64decode(data)) == ("array", dtype, [2], expected)
+    back = _iterators._decode([kind, [True, text, shape, data]], 0)
+    assert back.dtype == dtype and back.tolist() == array.tolist()

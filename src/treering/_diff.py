@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _box_levels, _contents, _flax, _leaves, _tree
+from . import _box_levels, _contents, _dtypes, _flax, _leaves, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._checkpoint import Checkpoint, open_checkpoint
-from ._dtypes import itemsize
 from ._match import describe
 
 _SLICE = 64 << 20  # bytes of one array that are compared at a time
@@ -106,7 +105,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
     if not entry.shape or not all(entry.shape):
         yield ()
         return
-    row = math.prod(entry.shape[1:]) * itemsize(entry.dtype)
+    row = math.prod(entry.shape[1:]) * _dtypes.itemsize(entry.dtype)
     count = max(_SLICE // max(row, 1), 1)
     for start in range(0, entry.shape[0], count):
         yield (slice(start, start + count),)
@@ -120,7 +119,7 @@ def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
         source = jax.random.key_data(source)
     array = np.asarray(source[part] if part else source)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(_leaves.whole_bytes(little)).reshape(-1)
+    return np.ascontiguousarray(_dtypes.whole_bytes(little)).reshape(-1)
 
 
 def _text(entry: Entry, leaf: Any) -> str:

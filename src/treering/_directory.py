@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from . import _run, stores
 from ._checkpoint import index
 from ._history import History
-from .errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from .errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .formats.treering import manifest
 from .stores import local
+from .stores.disk import read_file
 from .stores.writer_lock import WriterLock
 
 _log = logging.getLogger("treering")
@@ -53,12 +54,13 @@ class Directory:
         local.pin(stores.DISK, self._own(step), wanted)
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` when it is pinned, or a link."""
+        """Deletes a step. Raises `MismatchError` when it is pinned or a link, `UnsupportedError` for a later one's."""
         path = self._own(step)
         if local.pinned(stores.DISK, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
         if os.path.islink(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
+        self._check_ours({step: path})
         local.delete(stores.DISK, path, manifest.file_names)
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
@@ -68,6 +70,8 @@ class Directory:
             self._check_own_after(back_to)
             committed = {number: path for number, path in committed.items() if number <= back_to}
         path = committed.get(step) or self._own_path(step)
+        if on_exists == "overwrite" and step in committed:
+            self._check_ours({step: path})
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
             overwrite = overwrite or (step in committed and self.history.is_damaged(step, path))
@@ -115,6 +119,20 @@ class Directory:
                 f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or go on in another directory"
             )
+        self._check_ours({number: path for number, path in own.items() if number > step})
+
+    def _check_ours(self, steps: Mapping[int, str]) -> None:
+        """Raises `UnsupportedError` for steps of a later release, whose files this one does not know."""
+        for step, path in steps.items():
+            name = os.path.join(path, local.MANIFEST)
+            try:
+                manifest.decode(read_file(stores.DISK, name), name)  # as a whole: what is moved is looked at closely
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"step {step} is neither moved nor replaced; go on in another directory: {error}"
+                ) from None
+            except (CorruptError, FileNotFoundError):
+                pass  # which may go
 
     def _own(self, step: int) -> str:
         return self._find(step, self.history.committed())

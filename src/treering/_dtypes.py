@@ -133,3 +133,12 @@ def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[A
         if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
             array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
         return array.astype(dtype, order="C")
+
+
+def whole_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """The same values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
+    if array.dtype.kind != "V" or not is_integer(array.dtype):
+        return array
+    import numpy as np
+
+    return array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from . import _run, stores
 from ._checkpoint import Checkpoint, index, open_one
 from ._paths import absolute
-from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from .errors import CorruptError, MismatchError, NotFoundError
 from .formats.treering.read import Reader
 from .stores.local import MANIFEST
 
@@ -31,7 +31,7 @@ def follow(
     Ends when the run is marked as finished (`Checkpointer.finish`) and nothing is left to yield. Nothing is written,
     and the run need not exist yet. A step that is deleted before it is reached is left out; one that is deleted
     afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
-    that is saved again, after a `rewind`, is a new one.
+    that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
     """
     place, first = absolute(run), -1 if after is None else index(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
@@ -73,7 +73,7 @@ def _open(step: int, path: str) -> Checkpoint | None:
     except NotFoundError:
         _log.info("step %d was deleted before it was reached", step)
         return None
-    except (CorruptError, UnsupportedError) as error:
+    except CorruptError as error:
         _log.warning("step %d is left out: %s", step, error)
         return None
     return ckpt

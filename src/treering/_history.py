@@ -19,7 +19,7 @@ from .stores.local import MANIFEST
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
 _Signature = tuple[int, int, int]  # of a step's directory: where a file is replaced or added, it is another
-_Verdict = Saved | Literal["damaged", "foreign", "gone"]
+_Verdict = Saved | Literal["damaged", "unsupported", "gone"]
 
 
 class History:
@@ -122,6 +122,6 @@ def _read(step: int, path: str) -> _Verdict:
         return "damaged"
     except UnsupportedError as error:
         _log.warning("step %d was written by a later release and is left alone: %s", step, error)
-        return "foreign"
+        return "unsupported"
     except FileNotFoundError:
         return "gone"  # deleted by somebody else since it was listed

@@ -125,7 +125,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
         text = _dtypes.to_text(array.dtype)
-        data = np.ascontiguousarray(array, _dtypes.to_numpy(text)).tobytes()
+        data = _dtypes.whole_bytes(np.ascontiguousarray(array, _dtypes.to_numpy(text))).tobytes()
         return ["array", [kind is np.ndarray, text, list(array.shape), base64.b64encode(data).decode()]]
     try:
         return list(encode(value))

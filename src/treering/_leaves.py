@@ -115,14 +115,7 @@ def host_bytes(source: Source, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]
     array = np.asarray(data)
     if array.dtype != source.dtype or not array.flags.c_contiguous or isinstance(source.data, np.ndarray):
         array = _dtypes.cast(array, source.dtype)
-    return whole_bytes(array).reshape(-1).view(np.uint8)
-
-
-def whole_bytes(array: np.ndarray) -> np.ndarray:
-    """The same values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
-    if array.dtype.kind != "V" or not _dtypes.is_integer(array.dtype):
-        return array
-    return array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)
+    return _dtypes.whole_bytes(array).reshape(-1).view(np.uint8)
 
 
 def lazy_sources(leaf: int, array: LazyArray, stored: np.dtype[Any], *, sliced: bool = True) -> Iterator[Source]:

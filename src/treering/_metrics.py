@@ -53,6 +53,7 @@ def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
     try:
         data = read_file(stores.DISK, os.path.join(path, MANIFEST))
         manifest.check(data, path)
+        manifest.check_envelope(data, path)
         metrics.write(stores.DISK, path, manifest.xxh3(data), numbers)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
@@ -61,11 +62,16 @@ def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
 
 
 def recorded(disk: Disk, path: str, identity: str) -> dict[str, float]:
-    """What was added to a checkpoint. A damaged file is logged, and does not count."""
+    """What was added to a checkpoint. A damaged file is logged, and does not count.
+
+    Raises `UnsupportedError` for what a later release added, by which nothing can be judged.
+    """
     found: dict[str, float] = {}
     for _, content in metrics.read(disk, path, identity):
         if isinstance(content, dict):
             found.update(content)
+        elif isinstance(content, UnsupportedError):
+            raise content
         else:
             _log.warning("metrics that were recorded do not count: %s", content)
     return found

@@ -117,6 +117,9 @@ class Transaction(Files):
 
     def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
         check_free(disk, path, overwrite=overwrite)
+        if overwrite:  # what a later release wrote is not replaced: which files it consists of is not known
+            with contextlib.suppress(CorruptError, FileNotFoundError):
+                named(read_file(disk, os.path.join(path, MANIFEST)))
         super().__init__(disk, path, secrets.token_hex(3))
         self._overwrite, self._named = overwrite, named
         self._manifest = os.path.join(path, MANIFEST)
@@ -285,11 +288,14 @@ def delete(disk: Disk, path: str, named: Named) -> None:
 
 
 def withdraw(disk: Disk, path: str, named: Named) -> Callable[[], None]:
-    """Takes a checkpoint away, which is quick; what this returns removes its files, which is not."""
+    """Takes a checkpoint away, which is quick; what this returns removes its files, which is not.
+
+    Raises `UnsupportedError` for a checkpoint of a later release, whose files are not known.
+    """
     manifest = os.path.join(path, MANIFEST)
     try:
         names = list(named(read_file(disk, manifest)))
-    except (CorruptError, UnsupportedError, FileNotFoundError):
+    except (CorruptError, FileNotFoundError):
         names = []  # cleaning up finds its files once it has no manifest
     with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
         disk.unlink(manifest)

@@ -5,15 +5,22 @@ import datetime
 import os
 import socket
 import weakref
+from typing import Any
 
 import msgspec
 
-from ..errors import ExistsError, SaveError
+from ..errors import ExistsError, SaveError, UnsupportedError
 from .disk import Disk, make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
+_VERSION = 1
 _MOST = 4096  # bytes of it that are read
 _held: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+
+
+class _Envelope(msgspec.Struct):
+    version: Any = _VERSION
+    requires: Any = ()
 
 
 class WriterLock:
@@ -33,7 +40,7 @@ class WriterLock:
             return
         try:
             self._acquire()
-        except ExistsError:
+        except (ExistsError, UnsupportedError):
             raise
         except OSError as error:
             raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
@@ -67,9 +74,10 @@ class WriterLock:
                         "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
                     )
                 if self._disk.same_file(fd, path):  # or the one before has removed it by now
+                    _check_version(self._disk, fd, path)
                     return fd
-            except BaseException:
-                if locked is False:  # the file is another's
+            except BaseException as error:
+                if locked is False or isinstance(error, UnsupportedError):  # the file is another's
                     self._disk.close(fd)
                 else:
                     _give_back(self._disk, fd, path, [])
@@ -105,14 +113,31 @@ def _remove_empty(disk: Disk, made: list[str]) -> None:
 
 def _word() -> bytes:
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return msgspec.json.encode({"host": socket.gethostname(), "process": os.getpid(), "since": since})
+    about = {"version": _VERSION, "host": socket.gethostname(), "process": os.getpid(), "since": since}
+    return msgspec.json.encode(about)
+
+
+def _check_version(disk: Disk, fd: int, path: str) -> None:
+    """Raises `UnsupportedError` when a later release has left the file: what its lock means then is not known."""
+    try:
+        found = msgspec.json.decode(_read(disk, fd), type=_Envelope)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # empty, or cut off when its writer was killed
+        return
+    if found.version != _VERSION or found.requires:
+        raise UnsupportedError(
+            f"{path}: expected version {_VERSION} of this file, found version {found.version!r:.100}; a later release "
+            "of treering writes this run: upgrade treering, or make sure that no job writes it and remove the file"
+        )
+
+
+def _read(disk: Disk, fd: int) -> bytes:
+    buffer = bytearray(min(disk.size(fd), _MOST))
+    return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
 
 
 def _holder(disk: Disk, fd: int) -> str:
     try:
-        buffer = bytearray(min(disk.size(fd), _MOST))
-        disk.read(fd, memoryview(buffer), 0)
-        word = msgspec.json.decode(buffer, type=dict[str, str | int])
+        word = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
         return f"process {word['process']} on {word['host']}, since {word['since']},"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it has only just got it, or let go of it
         return "another process"

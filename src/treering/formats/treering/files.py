@@ -17,7 +17,7 @@ from ..._collector import paused
 from ..._crew import in_parallel
 from ..._paths import few
 from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
-from ...errors import CorruptError
+from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk
 from .. import safetensors
@@ -79,6 +79,26 @@ class Memory:
         return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
 
 
+class _About(msgspec.Struct):
+    metadata: Any = msgspec.field(name="__metadata__", default=None)
+
+
+def _check_version(header: bytes | bytearray, path: str) -> None:
+    """Raises `UnsupportedError` for the header of a later version, whose checksum is right."""
+    try:
+        found = msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # whoever decodes it all says what is wrong
+    about = found if isinstance(found, dict) else {}
+    version, features = about.get("version"), about.get("requires", "")
+    if about.get("format") != manifest.FORMAT or version != str(manifest.VERSION) or features:
+        requires = f" that requires {features!r:.100}" if features else ""
+        raise UnsupportedError(
+            f"{path}: expected an array file of version {manifest.VERSION}, found version {version!r:.40}{requires}; "
+            "it is undamaged, but a later release wrote it: upgrade treering to read it"
+        )
+
+
 class ArrayFile:
     """An open array file whose size and header have been checked."""
 
@@ -99,6 +119,7 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
             raise CorruptError(f"{self.path}: the header has not the size that the manifest gives")
+        _check_version(data, self.path)
         with paused():
             self.header = safetensors.decode_header(data, self.path)
         safetensors.check_side_by_side(self.header, size, self.path)

@@ -73,14 +73,20 @@ def piece_key(path: str, box: Box | None) -> str:
     return path + "~@" + ",".join(str(start) for start, _ in box or ())
 
 
+class _Envelope(msgspec.Struct, frozen=True):
+    """What no version will ever change about a sealed file, and who wrote it; of whatever types they are."""
+
+    format: Any = None
+    version: Any = None
+    requires: Any = ()
+    software: Any = None
+
+
 class Summary(msgspec.Struct, frozen=True):
     """The parts of a manifest that managing a run takes; read without parsing the rest."""
 
-    format: str
-    version: int
     created: str
     files: list[File]
-    requires: list[str] = []
     step: int | None = None
     metrics: dict[str, float | str] = {}
 
@@ -118,42 +124,71 @@ def check(data: bytes, name: str) -> None:
         raise CorruptError(f"{name}: the manifest's checksum does not fit its bytes; it is damaged")
 
 
+def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any = None) -> None:
+    """Raises `UnsupportedError` unless a sealed file is of a format and version that this release reads.
+
+    To be called when the seal is known to be right, and before anything else in the file is looked at: what a later
+    release wrote is no damage, however it may look. `default` is the version of files that do not say theirs.
+    """
+    try:
+        found = msgspec.json.decode(data, type=_Envelope)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _unsupported(name, f"what is not understood ({error})", None) from None
+    version = default if found.version is None else found.version
+    if found.format != format and not (found.format is None and default is not None):
+        raise _unsupported(name, f"the format {found.format!r:.100}", found.software)
+    if type(version) is not int or version != VERSION:
+        raise _unsupported(name, f"version {version!r:.100}", found.software)
+    if found.requires != () and found.requires != []:
+        features = found.requires if isinstance(found.requires, list) else [found.requires]
+        listed = ", ".join(feature if isinstance(feature, str) else repr(feature) for feature in features[:5])
+        raise _unsupported(name, f"that it requires {listed:.200}", found.software)
+
+
+def _unsupported(name: str, found: str, software: Any) -> UnsupportedError:
+    release = software.get("treering") if isinstance(software, dict) else None
+    writer = (
+        f"treering {release} wrote it" if type(release) is str and release.isprintable() else "a later one wrote it"
+    )
+    return UnsupportedError(
+        f"{name}: expected format version {VERSION} without further features, which is all that this release reads, "
+        f"found {found}; it is undamaged: {writer:.100}; upgrade treering to read it"
+    )
+
+
 def decode(data: bytes, name: str) -> Manifest:
-    """Parses the file. Raises `CorruptError`, or `UnsupportedError` for a later version."""
+    """Parses the file. Raises `CorruptError`, and `UnsupportedError` for what a later version wrote.
+
+    A sealed manifest that cannot be parsed is of a later version, too, whatever it says: it is as it was written.
+    """
     check(data, name)
+    check_envelope(data, name)
     try:
         top = json.loads(data, object_pairs_hook=unique, parse_constant=_refuse, parse_float=_finite)
-        _check_common(msgspec.convert(top, Summary), name)  # first: of a later version the rest may look otherwise
         manifest = msgspec.convert(top, Manifest)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
+        raise _unsupported(name, f"what is not understood ({error})", None) from None
+    _check_files(manifest.files, name)
     return manifest
 
 
 def summarize(data: bytes, name: str) -> Summary:
-    """Checks the bytes and parses a few fields. Raises `CorruptError`."""
+    """Checks the bytes and parses a few fields. Raises `CorruptError` and `UnsupportedError`."""
     check(data, name)
+    check_envelope(data, name)
     try:
         summary = msgspec.json.decode(data, type=Summary)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(f"{name}: not a manifest of this format: {error}") from None
-    _check_common(summary, name)
+        raise _unsupported(name, f"what is not understood ({error})", None) from None
+    _check_files(summary.files, name)
     return summary
 
 
-def _check_common(summary: Summary, name: str) -> None:
-    if summary.format != FORMAT:
-        raise CorruptError(f"{name}: not a manifest of this format")
-    if summary.version > VERSION or summary.requires:
-        found = f"version {summary.version}" if summary.version > VERSION else ", ".join(summary.requires)
-        raise UnsupportedError(
-            f"{name}: expected format version {VERSION} without further features, found {found}; a later release "
-            "wrote it, upgrade treering to read it"
-        )
-    for file in summary.files:
+def _check_files(files: list[File], name: str) -> None:
+    for file in files:
         if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or not _NAME.fullmatch(file.name):
             raise UnsafeError(f"{name}: {file.name!r:.100} is not the name of a file beside the manifest")
-    if len({file.name for file in summary.files}) != len(summary.files):
+    if len({file.name for file in files}) != len(files):
         raise CorruptError(f"{name}: one array file is listed twice")
 
 

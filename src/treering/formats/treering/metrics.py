@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from ..._catalogue import decode
-from ...errors import CorruptError
+from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk, read_file
 from ...stores.local import Files
@@ -21,8 +21,13 @@ from . import manifest
 _NAME = re.compile(r"metrics-([0-9a-f]{16})-(\d{20})-[0-9a-f]{6}\.json")
 
 
+_FORMAT = "treering-metrics"
+
+
 class _File(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str]
+    format: str = _FORMAT
+    version: int = manifest.VERSION
 
 
 def write(disk: Disk, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
@@ -50,18 +55,21 @@ def names(disk: Disk, path: str, identity: str) -> list[str]:
     return [match[0] for match in sorted(found, key=lambda match: (match[2], match[0])) if match[1] == identity]
 
 
-def read(disk: Disk, path: str, identity: str) -> Iterator[tuple[str, dict[str, float] | CorruptError]]:
-    """The files and what they hold, or what is wrong with them, the oldest first."""
+def read(
+    disk: Disk, path: str, identity: str
+) -> Iterator[tuple[str, dict[str, float] | CorruptError | UnsupportedError]]:
+    """The files and what they hold, or why that cannot be said, the oldest first."""
     for name in names(disk, path, identity):
         file = os.path.join(path, name)
         try:
             data = read_file(disk, file)
             manifest.check(data, file)
+            manifest.check_envelope(data, file, _FORMAT, default=manifest.VERSION)
             found = msgspec.json.decode(data, type=_File).metrics
             yield name, {metric: decode("float", value) for metric, value in found.items()}
         except FileNotFoundError:
             continue  # deleted with its checkpoint meanwhile
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            yield name, CorruptError(f"{file}: not a file of metrics: {error}")
-        except CorruptError as error:
+            yield name, UnsupportedError(f"{file}: expected metrics, found what is not understood: {error}")
+        except (CorruptError, UnsupportedError) as error:
             yield name, error

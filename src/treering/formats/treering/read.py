@@ -1,6 +1,7 @@
 """Reading the native format: which bytes a box needs, checked, and as an array."""
 
 import datetime
+import logging
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from . import manifest, metrics
 from .files import ArrayFile, Memory, Part, merge, parts_of
 from .manifest import ArrayRow, piece_key
 
+_log = logging.getLogger("treering")
 _ALONE = 16 << 20  # bytes that are not worth more threads than one
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 
@@ -69,6 +71,8 @@ class Reader:
         for _, found in metrics.read(disk, path, self.identity):
             if isinstance(found, dict):  # damaged ones are told by `problems`
                 self.metrics.update(found)
+            elif isinstance(found, UnsupportedError):
+                _log.warning("metrics that were recorded are left out: %s", found)
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
@@ -139,7 +143,7 @@ class Reader:
                 sizes = [_item_size(file.header, key) for key in file.header.tensors]
                 safetensors.check(file.header, sizes, listed.size, file.path)
                 bad = file.bad_blocks([(0, listed.size - listed.header)])
-            except (CorruptError, UnsupportedError, OSError) as error:
+            except (CorruptError, OSError) as error:
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
                 unread.add(number)
                 continue
