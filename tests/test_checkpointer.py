@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xxhash
+from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
+from helpers import assert_same
 from treering import _history, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.disk import Disk
@@ -83,7 +85,11 @@ def test_a_nan_is_never_best(tmp_path: pathlib.Path) -> None:
     assert loop(tmp_path, losses, tr.keep.best(1, "loss", "min"), lambda s: {"loss": losses[s]}) == [1, 3]
     ckpts = tr.Checkpointer(tmp_path)
     assert ckpts.best_step("loss", "min") == 1 and ckpts.best_step("loss", "max") == 3
-    assert ckpts.best_step("other", "max") is None
+    with pytest.raises(MismatchError, match="metric='other': expected one that a step has, found loss"):
+        ckpts.best_step("other", "max")
+    with pytest.raises(MismatchError, match="mode"):
+        ckpts.best_step("loss", "maximum")  # type: ignore[arg-type]
+    assert tr.Checkpointer(tmp_path / "none").best_step("loss", "min") is None
     only = tmp_path / "only"
     loop(only, [1], metrics=lambda s: {"loss": float("nan")})
     assert tr.Checkpointer(only).best_step("loss", "min") is None
@@ -395,14 +401,54 @@ def test_restore_or_init_begins_and_goes_on(tmp_path: pathlib.Path) -> None:
 
     with tr.Checkpointer(tmp_path) as ckpts:
         state, step = ckpts.restore_or_init(counted)
-        assert step == 0 and calls == [False] and ckpts.restored_step is None
+        assert step == 0 and calls == [False, True] and ckpts.restored_step is None
+        calls.clear()
         ckpts.save(4, state | {"w": state["w"] * 2, "step": 4})
     with tr.Checkpointer(tmp_path) as ckpts:
         state, step = ckpts.restore_or_init(counted)
-        assert calls == [False, True]
+        assert calls == [True]
         assert step == 4 == ckpts.restored_step == state["step"]
         assert state["act"] is jax.nn.relu and state["none"] is None and float(state["w"][0, 0]) == 2.0
         assert state["key"] == jax.random.key(1)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_init_that_cannot_be_traced_is_called(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, sharded: bool
+) -> None:
+    where = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+
+    def init() -> Any:
+        w = jnp.arange(8.0)
+        return {"w": w, "scale": float(w.sum()), "host": np.asarray(w), "key": jax.random.key(int(w[3]))}
+
+    options = {"sharding": lambda path, shape, dtype: where if path == "w" else None} if sharded else {}
+    with caplog.at_level("INFO"), tr.Checkpointer(tmp_path) as ckpts:
+        first, step = ckpts.restore_or_init(init, **options)
+        assert step == 0 and "init cannot be traced" in caplog.text
+        ckpts.save(1, {**first, "w": first["w"] + 1})
+    caplog.clear()
+    with tr.Checkpointer(tmp_path) as ckpts:
+        state, step = ckpts.restore_or_init(init, **options)
+    assert step == 1 and caplog.text.count("init cannot be traced, so it is called") == 1
+    assert "ConcretizationTypeError" in caplog.text or "TracerArrayConversionError" in caplog.text
+    assert_same({**state, "w": state["w"] - 1}, first)
+    assert state["w"].committed is sharded and (not sharded or state["w"].sharding == where)
+
+
+def test_an_init_of_which_a_trace_shows_something_else_is_refused_on_the_first_day(tmp_path: pathlib.Path) -> None:
+    def init() -> Any:
+        w = jnp.ones(3)
+        return {"w": w, "n": 1} if isinstance(w, jax.core.Tracer) else {"w": jnp.ones((3, 2)), "n": 1.5, "more": w}
+
+    with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(MismatchError) as error:
+        ckpts.restore_or_init(init)
+    for line in (
+        "w: float32[3, 2] of JAX when called, float32[3] of JAX when traced",
+        "n: float when called, int when",
+    ):
+        assert line in str(error.value)
+    assert "more: float32[3] of JAX when called, nothing when traced" in str(error.value)
 
 
 @pytest.mark.parametrize(

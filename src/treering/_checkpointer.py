@@ -15,7 +15,7 @@ from ._collective import Collective
 from ._directory import Directory
 from ._history import History
 from ._last_state import LastState, SaveOptions
-from ._paths import absolute
+from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
@@ -142,8 +142,15 @@ class Checkpointer:
         return {one.step: one.nbytes for one in self._history.good()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The good step that is best by a metric; None when none has it. NaN is never best."""
-        numbers = [one for one in self._history.good(foreign=True) if not math.isnan(one.metrics.get(metric, math.nan))]
+        """The good step that is best by a metric; None when there are no metrics yet. NaN is never best.
+
+        Raises `MismatchError` for a metric that no step has, where steps have others.
+        """
+        good = self._history.good(foreign=True)
+        known = sorted({name for one in good for name in one.metrics})
+        if known and metric not in known:
+            raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
+        numbers = [one for one in good if not math.isnan(one.metrics.get(metric, math.nan))]
         return next(iter(rank(numbers, metric, mode)), None)
 
     def path(self, step: int) -> str:
@@ -329,8 +336,9 @@ class Checkpointer:
     def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
         """The latest good step's tree and its number, or what `init()` returns and 0 when there is none.
 
-        When there is a checkpoint, `init` is only traced: its result is the template. `sharding` says where the
-        arrays go in either case; `options` are those of `restore`. A run whose steps are all damaged raises
+        When there is a checkpoint, `init` is only traced (or called, if it cannot be traced): its result is the
+        template. The first job traces it, too, and raises `MismatchError` when that gives another tree. `sharding` says
+        where the arrays go in either case; `options` are those of `restore`. A run whose steps are all damaged raises
         `CorruptError` rather than begin anew, and a directory that is one checkpoint `MismatchError`.
         """
         from . import _init
@@ -344,7 +352,9 @@ class Checkpointer:
             assert self._restored is not None
             return tree, self._restored
         if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
-            return init(), 0
+            state = init()
+            _init.check(init, state)
+            return state, 0
         return _init.sharded(init, sharding), 0
 
     # Managing
