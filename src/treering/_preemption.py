@@ -7,10 +7,11 @@ import threading
 from typing import Any
 
 from . import _processes
+from ._latch import Latch
 from .errors import MismatchError, UnsupportedError
 
 _calls = itertools.count(1)  # in which JAX was asked; its number, for all Checkpointers of a process
-_announced = threading.Event()  # JAX has said so
+_announced = Latch()  # JAX has said so
 
 
 class Preemption:

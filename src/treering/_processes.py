@@ -11,7 +11,9 @@ in the first exchange, and ``0/answer`` what process 0 made of the words.
 """
 
 import collections
+import contextlib
 import itertools
+import queue
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ import msgspec
 import xxhash
 
 from . import errors
+from ._crew import start
 from .errors import MismatchError, PeerError, TreeringError, UnsupportedError
 
 _PULSE = 1.0  # seconds between signs of life
@@ -144,7 +147,7 @@ class Together:
         self._silent: dict[int, tuple[str, float]] = {}  # the last pulse of a process, and for how long it is that
         self._looked = time.monotonic()
         self._ended = False
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
         self._pulse: threading.Thread | None = None
         self.name = self._next_name()
         while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
@@ -152,10 +155,10 @@ class Together:
 
     def doing(self, what: str) -> None:
         self._doing = what
-        self._wake.set()
+        self._wake.put(None)
         if self._pulse is None:
             self._pulse = threading.Thread(target=self._beat, name="treering-pulse", daemon=True)
-            self._pulse.start()
+            start(self._pulse)
 
     def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         exchange = next(self._exchanges)
@@ -180,8 +183,8 @@ class Together:
         if self._ended:
             return
         self._ended = True
-        self._wake.set()
-        if self._pulse:
+        self._wake.put(None)
+        if self._pulse and self._pulse.is_alive():  # or an interrupt came first; if it ever begins, it ends at once
             self._pulse.join(self._timeout)  # so that no pulse comes after what is said next
         if error:
             kind = type(error).__name__ if isinstance(error, TreeringError) else ""
@@ -276,13 +279,13 @@ class Together:
     def _beat(self) -> None:
         try:
             for beat in itertools.count():
-                self._wake.clear()
                 if self._ended:
                     return
                 self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
                 if not beat:
                     self._put(f"treering/now/{self.index}", f"not in this call; its last is {self._what}")
-                self._wake.wait(min(_PULSE, self._timeout / 4))
+                with contextlib.suppress(queue.Empty):
+                    self._wake.get(timeout=min(_PULSE, self._timeout / 4))
         except PeerError:  # process 0 is gone, and its store; who waits for it finds out
             return
 
@@ -331,7 +334,7 @@ class Together:
             work()
         else:  # its client waits for ever for a process 0 that stands still
             thread = threading.Thread(target=work, name="jax-store", daemon=True)
-            thread.start()
+            start(thread)
             thread.join(self._timeout)
         if not found:
             raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
