@@ -28,7 +28,8 @@ class Preemption:
                 "save_on_preemption=True: Python sets signal handlers in the main thread alone; make the Checkpointer "
                 "there, or catch SIGTERM yourself and save with force=True"
             )
-        self._earlier: Any = signal.signal(signal.SIGTERM, self._handle)
+        self._earlier: Any = signal.getsignal(signal.SIGTERM)  # before SIGTERM may come
+        signal.signal(signal.SIGTERM, self._handle)
 
     def reached(self) -> bool:
         """Whether to save now; from then on always. With several processes every one asks as often as the others."""
