@@ -6,6 +6,8 @@ import signal
 import threading
 from typing import Any
 
+import jax
+
 from . import _processes
 from ._latch import Latch
 from .errors import MismatchError, UnsupportedError
@@ -62,9 +64,9 @@ class Preemption:
 
 
 def _check_service() -> None:
-    from jax._src import distributed
-
-    if distributed.global_state.preemption_sync_manager is None:
+    job = _processes.state()
+    # Whether it was asked for is all that can be known in public; if it is missing all the same, JAX says so later.
+    if job.preemption_sync_manager is None if job else not jax.config.jax_enable_preemption_service:  # type: ignore
         raise MismatchError(
             "save_on_preemption=True: expected JAX's preemption service, by which all processes agree on the step to "
             "save; set jax_enable_preemption_service before jax.distributed.initialize"

@@ -101,6 +101,13 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
     job = _job() if processes == "all" else None
+    if job and job[0] is None:
+        import jax
+
+        raise UnsupportedError(
+            f"{what}: expected the key-value store of the job, which JAX has no public way to, found none where JAX "
+            f"{jax.__version__} should have it; use a treering for this JAX, or processes='this'"
+        )
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     return Together(*job, what, timeout) if job else Alone()
@@ -120,18 +127,33 @@ def position() -> tuple[int, int]:
 def forget_after_fork() -> None:
     """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
     global _inherited
-    if distributed := sys.modules.get("jax._src.distributed"):
-        _inherited = distributed.global_state.client
+    if "jax._src.distributed" in sys.modules and (job := state()):
+        _inherited = job.client
 
 
 def _job() -> tuple[Any, int, int] | None:
-    """The store, this process's index and how many there are; None when there is only one."""
-    from jax._src import distributed  # JAX has no public way to its store
+    """The store, this process's index and how many there are; None when there is only one.
 
-    state = distributed.global_state
-    if state.client is None or not state.num_processes or state.num_processes == 1:
+    Where JAX has its store elsewhere than it had, that is None.
+    """
+    if job := state():
+        several = job.client is not None and (job.num_processes or 1) > 1
+        return (job.client, job.process_id, job.num_processes) if several else None
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # which starts the backends, so it is no more
+        return None  # than the second choice
+    return None, jax.process_index(), jax.process_count()
+
+
+def state() -> Any:
+    """What JAX knows of the job, with its store; it has no public name. None where JAX has none of that."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
         return None
-    return state.client, state.process_id, state.num_processes
+    fields = ("client", "process_id", "num_processes", "preemption_sync_manager")
+    return global_state if all(hasattr(global_state, name) for name in fields) else None
 
 
 class Together:
