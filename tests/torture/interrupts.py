@@ -6,6 +6,7 @@ such place of its caller's thread in turn, and the same process goes on, as in a
 
 import argparse
 import collections
+import contextlib
 import faulthandler
 import json
 import shutil
@@ -101,9 +102,10 @@ def _act(scenario: Scenario, place: Path, at: int) -> tuple[BaseException | None
 def _finish_threads() -> None:
     """Waits for all threads, those included that were only about to begin when the interrupt came."""
     time.sleep(0.002)
-    for thread in threading.enumerate():
-        if thread.name.startswith("treering"):
-            thread.join()
+    while ours := [thread for thread in threading.enumerate() if thread.name.startswith("treering")]:
+        for thread in ours:
+            with contextlib.suppress(RuntimeError):  # it is being started
+                thread.join()
 
 
 if __name__ == "__main__":
