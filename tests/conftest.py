@@ -6,6 +6,8 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import importlib.metadata
+import platform
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the tests ran on: CI runs them on the oldest releases and the newest."""
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "numpy", "msgspec", "tensorstore"))
+    terminalreporter.write_line(", ".join([f"Python {platform.python_version()}", *versions]))
 
 
 @pytest.fixture(autouse=True)

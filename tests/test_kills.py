@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torture.interrupts import INTERRUPTED
 from torture.scenarios import SCENARIOS
 
 
@@ -44,6 +45,16 @@ def test_a_job_of_which_a_process_is_killed_leaves_the_old_or_the_new(tmp_path: 
 def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str, number: str) -> None:
     outcome = nothing_wrong("signals", number, "10", str(tmp_path / "a"), "--only", name)
     assert sum(outcome["found"].values()) == 10
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "save_async")) for name in INTERRUPTED]
+)
+def test_ctrl_c_wherever_python_lets_one_in_hangs_nobody_and_comes_out_as_such(
+    tmp_path: pathlib.Path, name: str
+) -> None:
+    """Thread.start and Condition.wait are Python, too, and may be left with a lock that they hold, or without one."""
+    assert nothing_wrong("interrupts", str(tmp_path / "a"), "--only", name)["killed"] > 200
 
 
 def assert_old_and_new(module: str, *options: object) -> None:

@@ -66,6 +66,23 @@ def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> Non
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_sigterm_in_the_moment_in_which_the_handler_is_set_is_heard(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_handler = signal.signal
+
+    def signalled(number: int, handler: Any) -> Any:
+        earlier = set_handler(number, handler)
+        os.kill(os.getpid(), number)
+        return earlier
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", signalled)
+        ckpts = tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True)
+    with ckpts:
+        assert ckpts.save(1, {"x": 1}) and ckpts.preempted
+
+
 def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)

@@ -203,6 +203,31 @@ report(found)
     assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 4
 
 
+def test_who_finds_the_directory_gone_waits_for_the_reason(tmp_path: pathlib.Path) -> None:
+    """Process 0 removes what it began before it tells the others why."""
+    body = """
+class Full(stores.disk.Disk):
+    def create(self, path, *mode):
+        if "arrays-" in path:
+            time.sleep(1)  # the other is about to make its file
+            raise OSError(28, "No space left on device")
+        return super().create(path, *mode)
+    def remove_dir(self, path):
+        super().remove_dir(path)
+        time.sleep(1)
+class Late(stores.disk.Disk):
+    def create(self, path, *mode):
+        while os.path.exists(tmp / "c"):
+            time.sleep(0.01)
+        return super().create(path, *mode)
+stores.DISK = Late() if INDEX else Full()
+report(caught(tr.save, tmp / "c", {"x": put(np.ones(1 << 18, np.float32), P("x"))}))
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        kind, text = result.report
+        assert kind == "SaveError" and "No space left" in text
+
+
 POINTS = {
     "planning": ("_shares", "plan", ""),
     "comparing": ("_agreement", "_digests", ""),

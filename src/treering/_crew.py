@@ -1,32 +1,57 @@
-"""A few threads that work on one thing together.
+"""Threads: how they are started, and a few that work on one thing together.
 
 Plain threads, started early: Python refuses both executors and new threads once the main thread has
 ended, and a save that is under way then must still finish. They are not daemons, so the interpreter waits
 for them; whoever makes a crew must close it.
 """
 
+import _thread
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from ._latch import Latch
+
 _READERS = 4  # reads in flight
 _INLINE = 4  # jobs; fewer are not worth a thread
 
 
+def start(*threads: threading.Thread) -> None:
+    """Starts threads. After an interrupt they may begin a little later, or never; none of them hangs.
+
+    `Thread.start` waits by means of Python: ctrl-C in the moment after it took a lock leaves that locked, and the new
+    thread waits for it for ever, and so does the end of the program. Here a thread that gets no interrupts calls it.
+    """
+    errors: list[BaseException] = []
+    started = Latch()
+
+    def work() -> None:
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            started.set()
+
+    _thread.start_new_thread(work, ())
+    started.wait()
+    if errors:
+        raise errors[0]
+
+
 class Crew:
-    """`size` threads including the one that calls `run`."""
+    """`size` threads including the one that calls `run`; started by `start`, and let go at the end of `with`."""
 
     def __init__(self, size: int, name: str = "treering"):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self, *others: threading.Thread) -> None:
+        """Starts the threads, and others with them."""
+        start(*self._threads, *others)
 
     def run(self, work: Callable[[], None]) -> None:
         """Calls `work()` in every thread at once; returns when all are done; raises the first error."""
@@ -92,4 +117,8 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
                 raise
 
     with Crew(_READERS, "treering-read") as crew:
-        crew.run(loop)
+        try:
+            crew.start()
+            crew.run(loop)
+        finally:
+            rest = iter(())  # after an interrupt, too, which comes here and not in the other threads

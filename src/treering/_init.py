@@ -114,7 +114,7 @@ def _described(leaf: Any) -> str:
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
     where = array.sharding if array.committed else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where, weak_type=array.weak_type)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where, weak_type=getattr(array, "weak_type", False))
 
 
 def _first_line(error: Exception) -> str:

@@ -262,13 +262,21 @@ def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | s
 
 
 def _key_target(leaf: Any, entry: Entry) -> Target:
-    impl = str(leaf.dtype._impl.name)
+    impl = _key_impl(leaf.dtype)
     expected = f"key<{impl}>[{','.join(map(str, leaf.shape))}]"
     if not isinstance(entry, ArrayEntry) or entry.type != "key":
         _differ(expected, entry, "only typed keys become typed keys; see jax.random.wrap_key_data")
     if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
         _differ(expected, entry, "shapes and key implementations must be equal")
     return Target("key", entry, _dtypes.to_numpy(entry.dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _key_impl(dtype: Any) -> str:
+    """The name of the implementation of keys, which JAX tells of keys alone and not of their dtype."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
+    return names[0]
 
 
 def _iterator_target(leaf: Any, entry: Entry) -> Target:

@@ -6,11 +6,14 @@ import signal
 import threading
 from typing import Any
 
+import jax
+
 from . import _processes
+from ._latch import Latch
 from .errors import MismatchError, UnsupportedError
 
 _calls = itertools.count(1)  # in which JAX was asked; its number, for all Checkpointers of a process
-_announced = threading.Event()  # JAX has said so
+_announced = Latch()  # JAX has said so
 
 
 class Preemption:
@@ -27,7 +30,8 @@ class Preemption:
                 "save_on_preemption=True: Python sets signal handlers in the main thread alone; make the Checkpointer "
                 "there, or catch SIGTERM yourself and save with force=True"
             )
-        self._earlier: Any = signal.signal(signal.SIGTERM, self._handle)
+        self._earlier: Any = signal.getsignal(signal.SIGTERM)  # before SIGTERM may come
+        signal.signal(signal.SIGTERM, self._handle)
 
     def reached(self) -> bool:
         """Whether to save now; from then on always. With several processes every one asks as often as the others."""
@@ -60,9 +64,9 @@ class Preemption:
 
 
 def _check_service() -> None:
-    from jax._src import distributed
-
-    if distributed.global_state.preemption_sync_manager is None:
+    job = _processes.state()
+    # Whether it was asked for is all that can be known in public; if it is missing all the same, JAX says so later.
+    if job.preemption_sync_manager is None if job else not jax.config.jax_enable_preemption_service:  # type: ignore
         raise MismatchError(
             "save_on_preemption=True: expected JAX's preemption service, by which all processes agree on the step to "
             "save; set jax_enable_preemption_service before jax.distributed.initialize"

@@ -11,7 +11,9 @@ in the first exchange, and ``0/answer`` what process 0 made of the words.
 """
 
 import collections
+import contextlib
 import itertools
+import queue
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ import msgspec
 import xxhash
 
 from . import errors
+from ._crew import start
 from .errors import MismatchError, PeerError, TreeringError, UnsupportedError
 
 _PULSE = 1.0  # seconds between signs of life
@@ -98,6 +101,13 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
     job = _job() if processes == "all" else None
+    if job and job[0] is None:
+        import jax
+
+        raise UnsupportedError(
+            f"{what}: expected the key-value store of the job, which JAX has no public way to, found none where JAX "
+            f"{jax.__version__} should have it; use a treering for this JAX, or processes='this'"
+        )
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     return Together(*job, what, timeout) if job else Alone()
@@ -117,18 +127,33 @@ def position() -> tuple[int, int]:
 def forget_after_fork() -> None:
     """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
     global _inherited
-    if distributed := sys.modules.get("jax._src.distributed"):
-        _inherited = distributed.global_state.client
+    if "jax._src.distributed" in sys.modules and (job := state()):
+        _inherited = job.client
 
 
 def _job() -> tuple[Any, int, int] | None:
-    """The store, this process's index and how many there are; None when there is only one."""
-    from jax._src import distributed  # JAX has no public way to its store
+    """The store, this process's index and how many there are; None when there is only one.
 
-    state = distributed.global_state
-    if state.client is None or not state.num_processes or state.num_processes == 1:
+    Where JAX has its store elsewhere than it had, that is None.
+    """
+    if job := state():
+        several = job.client is not None and (job.num_processes or 1) > 1
+        return (job.client, job.process_id, job.num_processes) if several else None
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # which starts the backends, so it is no more
+        return None  # than the second choice
+    return None, jax.process_index(), jax.process_count()
+
+
+def state() -> Any:
+    """What JAX knows of the job, with its store; it has no public name. None where JAX has none of that."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
         return None
-    return state.client, state.process_id, state.num_processes
+    fields = ("client", "process_id", "num_processes", "preemption_sync_manager")
+    return global_state if all(hasattr(global_state, name) for name in fields) else None
 
 
 class Together:
@@ -144,7 +169,7 @@ class Together:
         self._silent: dict[int, tuple[str, float]] = {}  # the last pulse of a process, and for how long it is that
         self._looked = time.monotonic()
         self._ended = False
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
         self._pulse: threading.Thread | None = None
         self.name = self._next_name()
         while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
@@ -152,10 +177,10 @@ class Together:
 
     def doing(self, what: str) -> None:
         self._doing = what
-        self._wake.set()
+        self._wake.put(None)
         if self._pulse is None:
             self._pulse = threading.Thread(target=self._beat, name="treering-pulse", daemon=True)
-            self._pulse.start()
+            start(self._pulse)
 
     def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         exchange = next(self._exchanges)
@@ -180,8 +205,8 @@ class Together:
         if self._ended:
             return
         self._ended = True
-        self._wake.set()
-        if self._pulse:
+        self._wake.put(None)
+        if self._pulse and self._pulse.is_alive():  # or an interrupt came first; if it ever begins, it ends at once
             self._pulse.join(self._timeout)  # so that no pulse comes after what is said next
         if error:
             kind = type(error).__name__ if isinstance(error, TreeringError) else ""
@@ -276,13 +301,13 @@ class Together:
     def _beat(self) -> None:
         try:
             for beat in itertools.count():
-                self._wake.clear()
                 if self._ended:
                     return
                 self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
                 if not beat:
                     self._put(f"treering/now/{self.index}", f"not in this call; its last is {self._what}")
-                self._wake.wait(min(_PULSE, self._timeout / 4))
+                with contextlib.suppress(queue.Empty):
+                    self._wake.get(timeout=min(_PULSE, self._timeout / 4))
         except PeerError:  # process 0 is gone, and its store; who waits for it finds out
             return
 
@@ -331,7 +356,7 @@ class Together:
             work()
         else:  # its client waits for ever for a process 0 that stands still
             thread = threading.Thread(target=work, name="jax-store", daemon=True)
-            thread.start()
+            start(thread)
             thread.join(self._timeout)
         if not found:
             raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")

@@ -205,7 +205,7 @@ def start(
     try:
         crew = Crew(_WRITERS)
         thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
-        thread.start()
+        crew.start(thread)
         _pending.last = pending._finished
         work.hand_over()
         pending._returns()

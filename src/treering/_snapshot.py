@@ -29,7 +29,8 @@ class Feed:
         self._fed = self._held = 0
         self._unneeded: set[int] = set()
         self._lock = threading.RLock()  # `with` on the condition itself may keep it when an interrupt comes
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # for the writers alone: ctrl-C may break a wait for it
+        self._room = Latch()  # for which the caller waits
         self._error: BaseException | None = None
         # Set once everything is fed or the caller has to wait: until then writers would only take the
         # interpreter from it and lengthen its stall.
@@ -92,6 +93,7 @@ class Feed:
                     self._drop(n, self.sources[n])
             if list(order) != sorted(order):
                 self._limit = None
+            self._room.set()
             self._changed.notify_all()
 
     def _drop(self, n: int, source: Source) -> None:
@@ -112,12 +114,13 @@ class Feed:
             self._left[n] -= nbytes
             if not self._left[n]:
                 self._drop(n, self.sources[n])
-                self._changed.notify_all()
+                self._room.set()
 
     def fail(self, error: BaseException) -> None:
         """Ends the hand-over on both sides."""
         with self._lock:
             self._error = self._error or error
+            self._room.set()
             self._changed.notify_all()
         self.writers_needed.set()
 
@@ -158,12 +161,14 @@ class Feed:
         def fits() -> bool:
             return not self._held or self._limit is None or self._held + nbytes <= self._limit
 
-        with self._lock:
-            if not fits():
-                self.writers_needed.set()
-                self._changed.wait_for(lambda: fits() or self._error)
-            self._held += nbytes
-            return self._error is None
+        while True:
+            with self._lock:
+                if fits() or self._error:
+                    self._held += nbytes
+                    return self._error is None
+                room = self._room = Latch()
+            self.writers_needed.set()
+            room.wait()
 
     def _feed(self, first: int, last: int) -> None:
         wanted = [n for n in range(first, last) if n not in self._unneeded]

@@ -111,9 +111,10 @@ def walk(tree: Any) -> Walk:
 
 
 def _walk(tree: Any) -> Walk:
-    from jax.tree_util import default_registry
+    import jax
 
-    flatten_one = default_registry.flatten_one_level_with_keys
+    registry = getattr(jax.tree_util, "default_registry", None)  # it is not documented, and takes a quarter of the time
+    flatten_one = getattr(registry, "flatten_one_level_with_keys", _flatten_one)
     kinds = _flax.box_types()
     types = tuple(kinds.values())
     boxes: dict[str, list[tuple[str, str]]] = {}
@@ -152,6 +153,16 @@ def _walk(tree: Any) -> Walk:
     if problems:
         raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
     return Walk(paths, leaves, skeleton, boxes)
+
+
+def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
+    """The children of a container with their keys; None for a leaf."""
+    import jax
+
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if pairs and not pairs[0][0]:
+        return None
+    return [(path[0], child) for path, child in pairs], treedef
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from . import _run, stores
+from ._crew import start
 from ._directory import Directory
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
@@ -110,21 +111,28 @@ class _Chores:
         with self._lock:
             self._queue.put((what, do))
             if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
-                thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
                 try:
-                    thread.start()
-                    self._thread = thread
+                    self._begin()
                 except RuntimeError:  # the interpreter is about to end, and starts no more threads
                     self._do_next()
+                except BaseException:  # an interrupt, and that thread may have begun or not; another takes its place
+                    self._begin()
+                    raise
 
     def wait(self) -> None:
         """Returns when everything is done."""
         while (thread := self._thread) and thread.is_alive():
             thread.join()
 
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
+        start(self._thread)
+
     def _work(self) -> None:
         while True:
             with self._lock:
+                if self._thread is not threading.current_thread():
+                    return  # an interrupt came while this one was started
                 if self._queue.empty():
                     self._thread = None
                     return

@@ -13,7 +13,7 @@ from . import _agreement, _contents, _flax, _leaves, _processes, _progress, _sha
 from ._catalogue import ArrayEntry
 from ._checkpoint import Checkpoint
 from ._collector import paused
-from ._crew import Crew
+from ._crew import Crew, start
 from ._pending import Written
 from ._processes import Call
 from ._sharding import extent
@@ -126,7 +126,7 @@ def _from_reader(call: Call, place: str, view: View, info: native.Info, wish: Wi
 
     def hand_over() -> None:
         if wish.background:
-            threading.Thread(target=_run_quietly, args=(feed,), name="treering-feed", daemon=False).start()
+            start(threading.Thread(target=_run_quietly, args=(feed,), name="treering-feed", daemon=False))
         else:
             feed.run()
 

@@ -29,6 +29,7 @@ def start(do: Callable[[], object], *, quiet: bool = False) -> int:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
+        faulthandler.enable()  # a crash is to say where
         faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
         do()
         code = 0

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from . import overwrites, peers, points, signals, soak, traced
+from . import interrupts, overwrites, peers, points, signals, soak, traced
 from .points import Outcome
 from .scenarios import SCENARIOS
 
@@ -115,6 +115,14 @@ def interrupted(directory: Path, arguments: argparse.Namespace, report: Report) 
             report.outcome(name, how, [signals.signalled(scenario, number, place, arguments.times)])
 
 
+def interrupted_everywhere(directory: Path, arguments: argparse.Namespace, report: Report) -> None:
+    report.table(*_OUTCOMES)
+    for name in interrupts.INTERRUPTED:
+        command = [sys.executable, "-m", f"{__package__}.interrupts", str(directory / name), "--only", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # a process of its own, for it may hang
+        report.outcome(name, "ctrl-C, wherever it is noticed", [Outcome(**json.loads(done.stdout))])
+
+
 def overwritten(directory: Path, arguments: argparse.Namespace, report: Report) -> None:
     overwrites.import_libraries()
     report.table("overwritten by", "killed", "kills", *overwrites.STATES, overwrites.STUCK, overwrites.LEFT)
@@ -170,6 +178,13 @@ The times are drawn evenly from the time that it takes. After every second ctrl-
 again, else another one does. The loop makes 13 steps, of which it saves every third and the last, and keeps two; with
 `save_on_preemption` it is left after SIGTERM, and the step that it is left at is the latest."""
 
+_EVERY_INTERRUPT = """### Ctrl-C wherever Python notices it
+
+Python looks for signals when a function begins and when one of C returns. Each line counts the places of that kind in
+the thread that calls, with a ctrl-C at each in turn, all in one process, which goes on after it as in a notebook: what
+comes out is `KeyboardInterrupt` and nothing else, every thread ends, the old state or the new one is there, and the
+next save works."""
+
 _OVERWRITES = f"""### Overwriting, by library
 
 {overwrites.LEAVES} arrays of {overwrites.LEAF >> 10} KiB, overwritten by the process that saved them. The same script
@@ -188,6 +203,7 @@ CAMPAIGNS: dict[str, tuple[str, Callable[[Path, argparse.Namespace, Report], Non
     "everywhere": (_NOTE, everywhere),
     "processes": (_SEVERAL, several),
     "signals": (_INTERRUPTED, interrupted),
+    "interrupts": (_EVERY_INTERRUPT, interrupted_everywhere),
     "overwrites": (_OVERWRITES, overwritten),
     "soak": (_SOAK, soaked),
 }

@@ -54,7 +54,7 @@ class Scenario(NamedTuple):
     go_on: Callable[[Path], None]
 
 
-def _at_path(act: Callable[[Path], Any], *, old: bool) -> Scenario:
+def at_path(act: Callable[[Path], Any], *, old: bool) -> Scenario:
     def prepare(place: Path) -> None:
         if old:
             tr.save(place / "deep" / "c", tree(1))
@@ -107,10 +107,10 @@ def _of_run(act: Callable[[tr.Checkpointer], Any], *allowed: dict[int, int], bef
 
 
 SCENARIOS = {
-    "save": _at_path(lambda path: tr.save(path, tree(4)), old=False),
-    "save_async": _at_path(lambda path: tr.save_async(path, tree(4)).result(), old=False),
-    "overwrite": _at_path(lambda path: tr.save(path, tree(4), overwrite=True), old=True),
-    "overwrite_async": _at_path(lambda path: tr.save_async(path, tree(4), overwrite=True).result(), old=True),
+    "save": at_path(lambda path: tr.save(path, tree(4)), old=False),
+    "save_async": at_path(lambda path: tr.save_async(path, tree(4)).result(), old=False),
+    "overwrite": at_path(lambda path: tr.save(path, tree(4), overwrite=True), old=True),
+    "overwrite_async": at_path(lambda path: tr.save_async(path, tree(4), overwrite=True).result(), old=True),
     "first step": _of_run(lambda ckpts: ckpts.save(4, tree(4)), {}, {4: 4}, before=0),
     "step and retention": _of_run(
         lambda ckpts: ckpts.save(4, tree(4)),

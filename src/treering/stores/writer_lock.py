@@ -5,7 +5,7 @@ import datetime
 import os
 import socket
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,13 @@ from .disk import Disk, make_dirs
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1
 _MOST = 4096  # bytes of it that are read
-_held: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+_alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+
+
+class _Held(NamedTuple):
+    fd: int
+    path: str
+    made: list[str]  # directories that were missing
 
 
 class _Envelope(msgspec.Struct):
@@ -28,15 +34,16 @@ class WriterLock:
 
     def __init__(self, disk: Disk, run: str):
         self._disk, self._run = disk, run
-        self._fd = -1
-        self._close: weakref.finalize | None = None
+        self._held: list[_Held] = []  # one, from the moment on in which it is locked
+        weakref.finalize(self, _give_back, disk, self._held)
+        _alive.add(self)
 
     def acquire(self) -> None:
         """Takes the lock unless it is held already, and makes the run's directory.
 
         Raises `ExistsError` that says who else has it. Where files cannot be locked, everybody may write.
         """
-        if self._close and self._close.alive:
+        if self._held:
             return
         try:
             self._acquire()
@@ -51,11 +58,9 @@ class WriterLock:
         try:
             fd = self._locked(path, made)
         except BaseException:
+            _give_back(self._disk, self._held)
             _remove_empty(self._disk, made)
             raise
-        self._fd = fd
-        self._close = weakref.finalize(self, _give_back, self._disk, fd, path, made)
-        _held.add(self)
         with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
             self._disk.truncate(fd, 0)
             self._disk.write(fd, memoryview(_word()), 0)
@@ -65,43 +70,42 @@ class WriterLock:
         while True:
             make_dirs(self._disk, self._run, made)
             fd = self._disk.open_shared(path)
-            locked: bool | None = False
             try:
-                locked = self._disk.lock(fd)
-                if locked is False:
+                if self._disk.lock(fd) is False:
                     raise ExistsError(
                         f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
                         "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
                     )
-                if self._disk.same_file(fd, path):  # or the one before has removed it by now
-                    _check_version(self._disk, fd, path)
+                _check_version(self._disk, fd, path)
+                self._held.append(_Held(fd, path, made))
+                if self._disk.same_file(fd, path):
                     return fd
-            except BaseException as error:
-                if locked is False or isinstance(error, UnsupportedError):  # the file is another's
+            except BaseException:
+                if not self._held:  # the file is another's
                     self._disk.close(fd)
-                else:
-                    _give_back(self._disk, fd, path, [])
                 raise
+            self._held.pop()  # the one before has removed it by now
             self._disk.close(fd)
 
     def release(self) -> None:
         """Gives the lock back."""
-        if self._close:
-            self._close()
+        _give_back(self._disk, self._held)
 
     def forget(self) -> None:
         """Leaves the lock to the process that this one was forked from."""
-        if self._close and self._close.detach():
-            self._disk.close(self._fd)
+        while self._held:
+            self._disk.close(self._held.pop().fd)
 
 
-def _give_back(disk: Disk, fd: int, path: str, made: list[str]) -> None:
-    with contextlib.suppress(OSError):
-        if disk.same_file(fd, path):  # or the run was removed and made again, and this is the lock of another
-            disk.unlink(path)
-    with contextlib.suppress(OSError):
-        disk.close(fd)
-    _remove_empty(disk, made)
+def _give_back(disk: Disk, held: list[_Held]) -> None:
+    while held:
+        fd, path, made = held.pop()  # first, or a file that later gets this number would be closed by the next call
+        with contextlib.suppress(OSError):
+            if disk.same_file(fd, path):  # or the run was removed and made again, and this is the lock of another
+                disk.unlink(path)
+        with contextlib.suppress(OSError):
+            disk.close(fd)
+        _remove_empty(disk, made)
 
 
 def _remove_empty(disk: Disk, made: list[str]) -> None:
@@ -145,7 +149,7 @@ def _holder(disk: Disk, fd: int) -> str:
 
 def _let_go_after_fork() -> None:
     """A child shares its parent's lock, and would hold on to it when the parent is dead."""
-    for lock in list(_held):
+    for lock in list(_alive):
         with contextlib.suppress(OSError):
             lock.forget()
 

@@ -33,6 +33,7 @@ from .manifest import BLOCK
 CHUNK = 4 * BLOCK  # what one thread copies, hashes and writes at a time
 _SMALL = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
 _NOTHING = np.zeros(0, np.uint8)
+_LOOKS = 50  # at why the directory is gone, a tenth of a second each
 
 
 class Info(NamedTuple):
@@ -115,6 +116,10 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
                 call.close()  # without the error, or the others would take their files out of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):
             call.check()  # if process 0 has given up and removed the directory, that is what went wrong
+        if isinstance(error, FileNotFoundError) and call.index:  # and is about to say why
+            for _ in range(_LOOKS):
+                time.sleep(0.1)
+                call.check()
         raise
     if problem:
         call.close()  # not with the error, for the others have been told, and keep their files

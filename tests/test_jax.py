@@ -1,0 +1,164 @@
+"""What is taken from JAX under names that it does not promise: it is there, and without it all is the same or said so.
+
+The way in which arrays are made has its tests in `test_restore.py`.
+"""
+
+import collections
+import dataclasses
+import importlib
+import pathlib
+import sys
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import treering as tr
+from helpers import assert_same
+from jobs import run_job
+from treering import _preemption, _processes, _tree
+from treering.errors import MismatchError, UnsupportedError
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@jax.tree_util.register_pytree_node_class
+class Unnamed:
+    def __init__(self, *children: Any):
+        self.children = children
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Unnamed":
+        return cls(*children)
+
+
+@flax.struct.dataclass
+class Struct:
+    a: Any
+    fixed: int = flax.struct.field(pytree_node=False, default=3)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    a: Any
+    b: Any
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_partitioning(nn.initializers.ones, ("x", None))
+        return nn.Dense(2, kernel_init=init)(nn.Dense(3)(x))
+
+
+PARAMS = {"a": {"w": jnp.ones((2, 3)), "b": None}, "c": jnp.zeros(())}
+TREES: dict[str, Any] = {
+    "containers": {"list": [1, [2], []], "tuple": (1, (), ({},)), "none": [None, {"a": None}], "point": Point(1, [2])},
+    "keys": {"ints": {2: 1, 10: {3: 4}}, "ordered": collections.OrderedDict(b=1, a=2), "default": {"q": 1}},
+    "registered": [Unnamed(1, (2, 3), None), Unnamed(), Record([1], None), Struct({"a": 1}), Struct(5)],
+    "a leaf": 3.5,
+    "None": None,
+    "nothing": {},
+    "equinox": eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)),
+    "optax": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(PARAMS),
+    "linen": Net().init(jax.random.key(0), jnp.ones((1, 4))),
+    "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = _tree._walk(TREES[name])
+    assert jax.tree_util.default_registry.flatten_one_level_with_keys({"a": 1}), "the quick way is there"
+    monkeypatch.setattr(jax.tree_util, "default_registry", None)
+    public = _tree._walk(TREES[name])
+    assert public.paths == quick.paths and public.skeleton == quick.skeleton
+    assert all(a is b or a == b for a, b in zip(public.leaves, quick.leaves, strict=True))
+    assert list(map(id, public.leaves)) == list(map(id, _tree.walk(TREES[name]).leaves))
+
+
+def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.tree_util, "default_registry", None)
+    with pytest.raises(UnsupportedError, match="bad: JAX cannot flatten this dict"):
+        _tree.walk({"bad": {1: 2, "a": 3}})
+
+
+@pytest.fixture
+def no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JAX that keeps what it knows of a job somewhere else, where its own modules find it."""
+    importlib.import_module("jax.experimental.multihost_utils")
+    monkeypatch.delattr("jax._src.distributed")
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", None)  # type: ignore[arg-type]
+    assert _processes.state() is None
+
+
+def test_what_jax_knows_of_a_job_is_where_it_was() -> None:
+    assert _processes.state() is not None
+
+
+def test_a_process_alone_saves_with_any_jax(tmp_path: pathlib.Path, no_state: None) -> None:
+    state = {"w": jnp.arange(3.0), "n": 1}
+    tr.save(tmp_path / "a", state)
+    with tr.Checkpointer(tmp_path / "run", save_on_preemption=True) as ckpts:
+        ckpts.save(1, state)
+    assert_same(tr.restore(tmp_path / "a", like=state), state)
+    assert_same(tr.restore(tmp_path / "run", like=state), state)
+    assert not _processes.several() and _processes.position() == (0, 1)
+    _processes.forget_after_fork()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_whether_there_is_a_preemption_service(
+    hidden: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if hidden:
+        request.getfixturevalue("no_state")
+        _preemption._check_service()  # what is asked for is all that can be known
+        monkeypatch.setattr(_preemption.jax, "config", type("Config", (), {"jax_enable_preemption_service": False}))
+    with pytest.raises(MismatchError, match="set jax_enable_preemption_service"):
+        _preemption._check_service()
+
+
+def test_several_processes_are_told_that_this_jax_hides_its_store(tmp_path: pathlib.Path) -> None:
+    body = """
+import jax._src
+del jax._src.distributed
+sys.modules["jax._src.distributed"] = None
+error = caught(tr.save, tmp / "together", {"x": 1})
+tr.save(tmp / f"{INDEX}", {"x": INDEX}, processes="this")
+report([error, tr.restore(tmp / f"{INDEX}")["x"]])
+"""
+    for index, result in enumerate(run_job(tmp_path, body, processes=2)):
+        (kind, text), own = result.report
+        assert kind == "UnsupportedError" and "expected the key-value store" in text and own == index
+    assert not (tmp_path / "together").exists()
+
+
+def test_keys_are_known_by_their_dtype_alone(tmp_path: pathlib.Path) -> None:
+    """Of a shape with a dtype, JAX does not say which implementation it is of."""
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.random.key(1, impl=impl)
+        tr.save(tmp_path / impl, {"k": key})
+        found = tr.restore(tmp_path / impl, like=jax.eval_shape(lambda key=key: {"k": key}))
+        assert_same(found, {"k": key})
+    with pytest.raises(MismatchError, match=r"k: expected key<unsafe_rbg>"):
+        tr.restore(tmp_path / "rbg", like={"k": jax.ShapeDtypeStruct((), key.dtype)})
+
+
+def test_weak_types_are_made_and_kept(tmp_path: pathlib.Path) -> None:
+    """JAX has no public way to make an array of a weak type from bytes."""
+    state = {"w": jnp.asarray(2.0) * 1, "x": np.float32(1)}
+    assert state["w"].weak_type
+    tr.save(tmp_path / "a", state)
+    assert tr.restore(tmp_path / "a", like=state)["w"].weak_type
