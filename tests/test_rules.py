@@ -1,5 +1,6 @@
 """Rules against NumPy: every box of what a rule makes is the same part of what NumPy makes of the whole."""
 
+import inspect
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import treering as tr
 from helpers import assert_same
-from treering import _views, rules
+from treering import _views, _views_groups, _views_reshaped, rules
 from treering.errors import MismatchError
 
 
@@ -127,7 +128,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
             merged = list(factors)
             if len(merged) > 1 and data.draw(st.booleans()):
                 merged = [merged[0] * merged[1], *merged[2:]]
-            leaf, expected = _views.reshaped(leaf, tuple(merged)), expected.reshape(merged)
+            leaf, expected = _views_reshaped.reshaped(leaf, tuple(merged)), expected.reshape(merged)
     box = tuple((a, data.draw(st.integers(a, n))) for n in expected.shape for a in [data.draw(st.integers(0, n))])
     plan = leaf.plan_of(box)
     found = plan.make(Memory().read(plan.needs))
@@ -137,8 +138,8 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
 
 def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     found = _views.leaves_of({f"{n}": tr._catalogue.ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
-    stacked = _views.transposed(_views.stacked(list(found.values()), "x", 0), (0, 2, 1))
-    split = _views.reshaped(stacked, (3, 2, 4, 4, 1, 3))
+    stacked = _views.transposed(_views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
+    split = _views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
         ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): ((3, 9), (0, 8)),  # an axis that was split, along its first
         ((0, 3), (1, 2), (0, 4), (0, 4), (0, 1), (0, 3)): ((0, 12), (4, 8)),  # and another, transposed
@@ -247,3 +248,11 @@ def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) 
     use_disk(Unread())
     shown = repr(tr.open(layers).apply([rules.stack("layers/*/**")]))
     assert any(line.split() == ["layers/kernel", "float32[11,3,4]"] for line in shown.splitlines())
+
+
+def test_the_module_shows_its_rules_and_nothing_else() -> None:
+    assert dir(rules) == sorted(rules.__all__)
+    for name in dir(rules):
+        rule = getattr(rules, name)
+        assert rule.__module__ == "treering.rules" and rule.__doc__
+        assert inspect.signature(rule).parameters["optional"].kind is inspect.Parameter.KEYWORD_ONLY

@@ -1,0 +1,84 @@
+"""Leaves that are made of several others."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from . import _dtypes
+from ._sharding import Box, extent, intersect, slices, whole
+from ._views import Leaf, Plan, each, empty
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
+    """Leaves of one shape and dtype side by side along a new axis."""
+
+    def plan(box: Box) -> Plan:
+        rest = box[:axis] + box[axis + 1 :]
+        inner = [leaf.plan_of(rest) for leaf in leaves[slice(*box[axis])]]
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            out = empty(extent(box), leaves[0].array.dtype)
+            for n, part in enumerate(each(inner, arrays)):
+                out[(slice(None),) * axis + (n,)] = part
+            return np.asarray(out)
+
+        return Plan([need for one in inner for need in one.needs], make)
+
+    shape = leaves[0].array.shape
+    kind = {"jax-weak": "jax", "numpy-scalar": "numpy"}.get(leaves[0].array.type, leaves[0].array.type)
+    return leaves[0].made(plan, path=path, shape=(*shape[:axis], len(leaves), *shape[axis:]), type=kind)
+
+
+def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
+    """Leaves one behind the other along an axis that they have."""
+    ends = [0]
+    for leaf in leaves:
+        ends.append(ends[-1] + leaf.array.shape[axis])
+    shape = leaves[0].array.shape
+    whole = (*shape[:axis], ends[-1], *shape[axis + 1 :])
+
+    def plan(box: Box) -> Plan:
+        parts: list[tuple[Box, Plan]] = []
+        for leaf, start, stop in zip(leaves, ends, ends[1:], strict=False):
+            common = intersect(box, (*box[:axis], (start, stop), *box[axis + 1 :]))
+            if common:
+                own = (common[axis][0] - start, common[axis][1] - start)
+                parts.append((common, leaf.plan_of((*common[:axis], own, *common[axis + 1 :]))))
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            out = empty(extent(box), leaves[0].array.dtype)
+            for (common, _), part in zip(parts, each([one for _, one in parts], arrays), strict=True):
+                out[slices(common, box)] = part
+            return out
+
+        return Plan([need for _, one in parts for need in one.needs], make)
+
+    return leaves[0].made(plan, path=path, shape=whole)
+
+
+def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...]) -> Leaf:
+    """What a function makes of the whole leaf, which is read for every box of it."""
+    from .errors import MismatchError
+
+    def plan(box: Box) -> Plan:
+        inner = leaf.plan_of(whole(leaf.array.shape))
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            found = np.asarray(function(inner.make(arrays)))
+            expected = _dtypes.to_numpy(leaf.array.dtype)
+            if found.shape != shape or found.dtype != expected:
+                raise MismatchError(
+                    f"{leaf.entry.path}: expected {expected}{list(shape)} from the function of a map rule, found "
+                    f"{found.dtype}{list(found.shape)}; pass shape=, and change the dtype by a cast rule"
+                )
+            return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
+
+        return Plan(inner.needs, make)
+
+    return leaf.made(plan, shape=shape)
