@@ -2,6 +2,8 @@
 
 import inspect
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +206,8 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
         (lambda: [rules.transpose("embed", (0, 2))], "has not the axes"),
         (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
+        (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, found 'float99'"),
+        (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
         (lambda: [rules.cast("step", "float32")], "step is no array but a int"),
         (lambda: [rules.transpose("key", (0,))], "PRNG keys, which can only be renamed or dropped"),
         (lambda: [rules.stack("layers/**")], "expected a '\\*' in the place of the numbers"),
@@ -224,6 +228,39 @@ def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Pat
     view = tr.open(layers).apply([rules.map("embed", lambda x: x.astype(np.float32)[:2])])
     with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a map rule, found float32\[2, 6\]"):
         np.asarray(view["embed"])
+
+
+def test_what_a_function_changes_in_place_is_its_own(tmp_path: pathlib.Path) -> None:
+    tree = {"x": numbers(3 << 20, 2)}  # more than is written at a time
+
+    def doubled(array: np.ndarray) -> np.ndarray:
+        array *= 2
+        return array
+
+    for n, save in enumerate((tr.save, lambda *a, **k: tr.save_async(*a, **k).result())):
+        save(tmp_path / f"{n}", tree, rules=[rules.map("x", doubled)])
+        assert (tree["x"] == numbers(3 << 20, 2)).all()
+        assert (tr.restore(tmp_path / f"{n}")["x"] == 2 * tree["x"]).all()
+
+
+@pytest.mark.parametrize(
+    "rule", [rules.reshape("x", (1,)), rules.map("x", lambda x: x[None], shape=(1,))], ids=["reshape", "map"]
+)
+def test_a_scalar_that_gets_axes_is_an_array(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
+    tr.save(tmp_path / "c", {"x": np.float32(3)}, rules=[rule])
+    assert '"numpy","float32",[1]' in (tmp_path / "c" / "treering.json").read_text()
+    assert_same(tr.restore(tmp_path / "c"), {"x": np.full(1, 3, np.float32)})
+    assert_same(tr.restore(tmp_path / "c", rules=[rules.reshape("x", ())]), {"x": np.full((), 3, np.float32)})
+
+
+def test_dtypes_of_rules_have_their_names_without_jax(layers: pathlib.Path) -> None:
+    code = (
+        "import sys, treering as tr\n"
+        "assert not {'jax', 'ml_dtypes'} & set(sys.modules)\n"
+        f"print(tr.open({str(layers)!r}).apply([tr.rules.cast('attention/*', 'bfloat16')]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "bfloat16[2,12]" in ran.stdout, ran.stderr
 
 
 def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ._catalogue import ArrayEntry
 from ._views import Leaf
-from .errors import MismatchError
+from .errors import MismatchError, UnsupportedError
 
 Leaves = dict[str, Leaf]
 
@@ -89,6 +89,21 @@ def axis_of(axis: int, rank: int, text: str) -> int:
     if not -rank <= axis < rank:
         raise MismatchError(f"{text}: axis {axis} of {rank}")
     return axis % rank
+
+
+def dtype_text(dtype: Any, text: str) -> str:
+    """The name of the dtype that a rule is to make."""
+    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    import numpy as np
+
+    from ._dtypes import to_text
+
+    try:
+        return to_text(np.dtype(dtype))
+    except UnsupportedError as error:
+        raise MismatchError(f"{text}: {error}") from None
+    except TypeError:
+        raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

@@ -44,7 +44,10 @@ class Leaf(msgspec.Struct, frozen=True):
             "shape": entry.shape,
             "impl": entry.impl,
         }
-        return Leaf(ArrayEntry(**{**fields, **changed}), plan)
+        made = ArrayEntry(**{**fields, **changed})
+        if made.type == "numpy-scalar" and made.shape:
+            made = ArrayEntry(made.path, "numpy", made.dtype, made.shape)
+        return Leaf(made, plan)
 
     @property
     def array(self) -> ArrayEntry:

@@ -29,7 +29,7 @@ def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
         return Plan([need for one in inner for need in one.needs], make)
 
     shape = leaves[0].array.shape
-    kind = {"jax-weak": "jax", "numpy-scalar": "numpy"}.get(leaves[0].array.type, leaves[0].array.type)
+    kind = "jax" if leaves[0].array.type == "jax-weak" else leaves[0].array.type
     return leaves[0].made(plan, path=path, shape=(*shape[:axis], len(leaves), *shape[axis:]), type=kind)
 
 
@@ -70,7 +70,8 @@ def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tu
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            found = np.asarray(function(inner.make(arrays)))
+            # A copy: of a tree that is being saved these are the arrays themselves, and there again for the next box.
+            found = np.asarray(function(inner.make(arrays).copy()))
             expected = _dtypes.to_numpy(leaf.array.dtype)
             if found.shape != shape or found.dtype != expected:
                 raise MismatchError(

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._rules import Rule, compiled
+from ._rules import Rule, compiled, dtype_text
 from ._rules_each import Copy, Drop, Each, Rename
 from ._rules_groups import Concat, Split, Stack, Unstack
 from ._views import Leaf, transposed
@@ -68,11 +68,9 @@ def copy(src: str, dst: str, *, optional: bool = False) -> Rule:
 
 def cast(glob: str, dtype: Any, *, optional: bool = False) -> Rule:
     """Changes dtypes, as `numpy.ndarray.astype` does."""
-    import numpy as np
-
-    from ._dtypes import to_text
-
-    return Each(f"cast({glob!r}, {dtype!r})", glob, lambda leaf: _cast(leaf, to_text(np.dtype(dtype))), optional)
+    text = f"cast({glob!r}, {dtype!r})"
+    new = dtype_text(dtype, text)
+    return Each(text, glob, lambda leaf: _cast(leaf, new), optional)
 
 
 def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule:
