@@ -80,6 +80,15 @@ CASES: dict[str, tuple[rules.Rule, Callable[[dict[str, Any]], dict[str, Any]]]] 
         rules.concat([r"layers/(0)/kernel", r"layers/1(0)/kernel"], r"both/\1"),
         lambda t: {"both/0": np.concatenate([t["layers"]["0"]["kernel"], t["layers"]["10"]["kernel"]])},
     ),
+    "tile": (
+        rules.tile("attention/*", (3, 2, 1)),
+        lambda t: {"attention/qkv": np.tile(t["attention"]["qkv"], (3, 2, 1))},
+    ),
+    "tile the last axis": (rules.tile("embed", 2), lambda t: {"embed": np.tile(t["embed"], 2)}),
+    "pad": (
+        rules.pad("attention/qkv", ((0, 1), (4, 0)), -1),
+        lambda t: {"attention/qkv": np.pad(t["attention"]["qkv"], ((0, 1), (4, 0)), constant_values=-1)},
+    ),
     "map": (rules.map("embed", lambda x: x[::-1]), lambda t: {"embed": t["embed"][::-1]}),
     "map to a shape": (rules.map("embed", lambda x: x.sum(0), shape=(6,)), lambda t: {"embed": t["embed"].sum(0)}),
 }
@@ -152,6 +161,121 @@ def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     assert split.plan_of(((0, 0), *((0, n) for n in (2, 4, 4, 1, 3)))).needs == []
 
 
+class Memory:
+    """Reads arrays from memory, and counts the elements it reads of each."""
+
+    def __init__(self, **arrays: np.ndarray):
+        self.arrays, self.looks = arrays, dict.fromkeys(arrays, 0)
+
+    def leaves(self) -> dict[str, _views.Leaf]:
+        entries = {
+            name: tr._catalogue.ArrayEntry(name, "numpy", tr._dtypes.to_text(array.dtype), array.shape)
+            for name, array in self.arrays.items()
+        }
+        return _views.leaves_of(entries)
+
+    def read(self, leaf: _views.Leaf, box: Any) -> np.ndarray:
+        plan = leaf.plan_of(box)
+        found: list[np.ndarray] = []
+        for entry, own in plan.needs:
+            assert all(0 <= a <= b <= n for (a, b), n in zip(own, entry.shape, strict=True))
+            found.append(self.arrays[entry.path][tuple(slice(*ends) for ends in own)])
+            self.looks[entry.path] += found[-1].size
+        return plan.make(found)
+
+
+DTYPES = ["float32", "int16", "bool", "bfloat16", "float8_e4m3fn", "int4", "complex64", "<U3"]
+
+
+def drawn(data: st.DataObject, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    bits = data.draw(st.binary(min_size=1, max_size=40))
+    values = np.resize(np.frombuffer(bits, np.uint8) % 8, shape)
+    return values.astype(np.float32).astype(ml_dtypes.int4 if dtype == "int4" else dtype)
+
+
+def drawn_box(data: st.DataObject, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((a, data.draw(st.integers(a, n))) for n in shape for a in [data.draw(st.integers(0, n))])
+
+
+def part_of(array: np.ndarray, box: Any) -> bytes:
+    return np.ascontiguousarray(array[tuple(slice(*ends) for ends in box)]).tobytes()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    array = drawn(data, shape, data.draw(st.sampled_from(DTYPES)))
+    memory = Memory(x=array)
+    leaves, expected = memory.leaves(), array
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            repeats = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), max_size=3))
+            rule, expected = rules.tile("x", repeats), np.tile(expected, repeats)
+        else:
+            widths = data.draw(
+                st.lists(st.tuples(*[st.integers(0, 3)] * 2), min_size=expected.ndim, max_size=expected.ndim)
+            )
+            value = data.draw(st.sampled_from(["", "ab"] if array.dtype.kind == "U" else [0, 1]))
+            filled = np.full([a + n + b for (a, b), n in zip(widths, expected.shape, strict=True)], value, array.dtype)
+            inside = tuple(slice(a, a + n) for (a, _), n in zip(widths, expected.shape, strict=True))
+            filled[inside] = expected
+            if array.dtype.kind not in "UV":
+                assert expected.ndim == 0 or (filled == np.pad(expected, widths, constant_values=value)).all()
+            rule, expected = rules.pad("x", widths, value), filled
+        leaves = rule.apply(leaves)
+    assert leaves["x"].array.shape == expected.shape
+    box = drawn_box(data, expected.shape)
+    assert memory.read(leaves["x"], box).tobytes() == part_of(expected, box)
+    assert memory.looks["x"] <= array.size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken", "refused"),
+    [
+        ("int8", [-128, 5.0, True, np.uint64(7)], [128, 0.5, np.nan, 2**70, None, "1"]),
+        ("uint64", [2**64 - 1], [-1, 2**64, -0.5]),
+        ("int4", [-8, 7], [8, -9]),
+        ("bool", [0, True, 1.0], [2, -1, np.nan]),
+        ("float16", [65504, -np.inf, np.nan, 2**-24], [65505, 1e6, 1e-9]),
+        ("bfloat16", [np.float32(-1.5), jax.numpy.float32(3), ml_dtypes.bfloat16(0.1)], [0.1, -1e9, 257]),
+        ("float32", [2**24, 1e30 * 0, np.float32(0.1)], [2**24 + 1, 1e39]),
+        ("float64", [0.1, 2**53], [2**53 + 1]),
+        ("float8_e4m3fn", [448, np.nan], [np.inf, 449, 1000]),
+        ("float8_e8m0fnu", [1, 2.0**-127], [0, -1, 3]),
+        ("float4_e2m1fn", [6, -0.5], [7, 100, np.inf, np.nan]),
+        ("complex64", [1j, 2, np.nan], [0.1j, 2**24 + 1]),
+        ("<U2", ["ab", ""], [0, "abc"]),
+        ("datetime64[D]", [np.datetime64("2024-01-01"), np.datetime64("NaT")], [0, np.datetime64("2024-01-01T12")]),
+    ],
+)
+def test_arrays_are_padded_with_values_that_they_can_hold(dtype: str, taken: list[Any], refused: list[Any]) -> None:
+    memory = Memory(x=np.zeros(1, tr._dtypes.to_numpy(dtype)))
+    for value in taken:
+        found = memory.read(rules.pad("x", [(0, 1)], value).apply(memory.leaves())["x"], ((1, 2),))
+        assert found.dtype == memory.arrays["x"].dtype
+        assert found[0] == value or (found[0] != found[0] and value != value)
+    for value in refused:
+        with pytest.raises(MismatchError, match=r"pad\('x', .*: x is of .* in which .* (would|cannot) be"):
+            rules.pad("x", [(0, 1)], value).apply(memory.leaves())
+
+
+def test_a_part_of_tiled_and_padded_arrays_reads_itself_alone() -> None:
+    memory = Memory(x=numbers(6, 8))
+    tiled = rules.tile("x", (3, 2, 1)).apply(memory.leaves())["x"]
+    padded = rules.pad("x", ((2, 4), (0, 8))).apply(memory.leaves())["x"]
+    for leaf, box, own in [
+        (tiled, ((1, 2), (0, 6), (2, 4)), [((0, 6), (2, 4))]),
+        (tiled, ((0, 3), (7, 10), (0, 8)), [((1, 4), (0, 8))]),
+        (tiled, ((0, 3), (6, 12), (0, 8)), [((0, 6), (0, 8))]),
+        (tiled, ((0, 0), (6, 12), (0, 8)), []),
+        (padded, ((0, 3), (0, 4)), [((0, 1), (0, 4))]),
+        (padded, ((3, 5), (6, 16)), [((1, 3), (6, 8))]),
+        (padded, ((8, 12), (0, 8)), []),
+    ]:
+        assert [part[-2:] for _, part in leaf.plan_of(box).needs] == own
+
+
 def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
     there = [
         rules.split(r"attention/qkv", ["attention/q", "attention/k", "attention/v"], axis=1),
@@ -216,6 +340,25 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.split("embed", ["a", "b"], axis=2)], "axis 2 of 2"),
         (lambda: [rules.concat(["embed", "lacking"], "x")], "nothing matches 'lacking'"),
         (lambda: [rules.concat(["embed", "attention/out"], "x")], "arrays of one shape and dtype"),
+        (
+            lambda: [rules.tile("embed", (2, 0))],
+            r"tile\('embed', \(2, 0\)\): expected a whole number for each axis, at least 1",
+        ),
+        (lambda: [rules.tile("embed", (2.5,))], "expected a whole number for each axis"),
+        (lambda: [rules.tile("lacking", 2)], "matches none of the 28 leaves"),
+        (lambda: [rules.tile("key", 2)], "PRNG keys, which can only be renamed or dropped"),
+        (lambda: [rules.tile("step", 2)], "step is no array but a int"),
+        (lambda: [rules.pad("embed", ((0, -1), (0, 0)))], "expected a pair of whole numbers for each axis, at least 0"),
+        (lambda: [rules.pad("embed", (1, 2))], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", ((1,), (1, 2)))], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", 2)], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", ((0, 1),))], r"embed of shape \[5, 6\] needs a pair for each axis"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 0.1)], r"embed is of bfloat16, in which 0.1 would be 0.10009"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 1j)], r"embed is of bfloat16, in which 1j cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is of bfloat16, in which 'a' cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is of bfloat16, in which \[1\] cannot be"),
+        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but a none"),
+        (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys, which can only be renamed or dropped"),
         (lambda: ["rename"], "expected what treering.rules makes"),
     ],
 )
@@ -273,6 +416,8 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.unstack("x9/*", optional=True),
         rules.split("x9", ["a"], optional=True),
         rules.concat(["x9"], "y", optional=True),
+        rules.tile("x9", 2, optional=True),
+        rules.pad("x9", [], optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
 

@@ -1,12 +1,16 @@
 """What rules have in common: their form, and how they find and replace leaves."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._catalogue import ArrayEntry
 from ._views import Leaf
 from .errors import MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Leaves = dict[str, Leaf]
 
@@ -104,6 +108,50 @@ def dtype_text(dtype: Any, text: str) -> str:
         raise MismatchError(f"{text}: {error}") from None
     except TypeError:
         raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
+
+
+def whole_numbers(given: Any, shape: tuple[int, ...], least: int, text: str) -> Any:
+    """What is given for each axis, a number or of some `shape`, as tuples. Refuses what is less than `least`."""
+    import numpy as np
+
+    try:
+        found = np.asarray(given)
+    except ValueError:  # rows of several lengths
+        found = np.asarray(None)
+    if found.shape == (0,):
+        return ()
+    if found.dtype.kind not in "iu" or found.shape[1:] != shape or not found.ndim or (found < least).any():
+        what = "a pair of whole numbers" if shape else "a whole number"
+        raise MismatchError(f"{text}: expected {what} for each axis, at least {least}")
+    return tuple(tuple(row) for row in found.tolist()) if shape else tuple(found.tolist())
+
+
+def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
+    """A value in a leaf's dtype, which is to have exactly this value, as an array without axes."""
+    import numpy as np
+
+    from . import _dtypes
+
+    dtype = _dtypes.to_numpy(leaf.array.dtype)
+    given, found, shown = np.asarray(value), None, "cannot be"
+    if not given.ndim and (given.dtype.kind != "c" or dtype.kind == "c"):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            found = _dtypes.cast(given, dtype)
+            shown = f"would be {_scalar(found)!r}"
+    if found is None or not _same(_scalar(found), _scalar(given)):
+        raise MismatchError(f"{text}: {leaf.entry.path} is of {leaf.array.dtype}, in which {value!r} {shown}")
+    return found
+
+
+def _scalar(array: "np.ndarray") -> Any:
+    from . import _dtypes
+
+    kind = int if _dtypes.is_integer(array.dtype) else float if _dtypes.is_float(array.dtype) else None
+    return kind(array[()]) if kind else array.item()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

@@ -8,7 +8,7 @@ import msgspec
 
 from . import _dtypes
 from ._catalogue import ArrayEntry, Entry, ValueEntry
-from ._sharding import Box, whole
+from ._sharding import Box, extent, intersect, slices, whole
 from ._tree import Skeleton
 from .formats import Problem, Reader
 
@@ -122,6 +122,58 @@ def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: 
     shape = leaf.array.shape
     middle = () if drop_axis else (stop - start,)
     return leaf.made(plan, path=path, shape=(*shape[:axis], *middle, *shape[axis + 1 :]))
+
+
+def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
+    """The leaf again and again along each axis. Where a box reaches over an end of it, all of that axis is read."""
+    old = leaf.array.shape
+
+    def plan(box: Box) -> Plan:
+        source: list[tuple[int, int]] = []
+        for (start, stop), size in zip(box, old, strict=True):
+            begin = start - start % size if size else 0
+            source.append((start - begin, stop - begin) if stop - begin <= size else (0, size))
+        inner = leaf.plan_of(tuple(source))
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            array = inner.make(arrays)
+            for axis, ((start, stop), size) in enumerate(zip(box, old, strict=True)):
+                if start // max(size, 1) != (stop - 1) // max(size, 1):
+                    array = array.take(np.arange(start, stop) % max(size, 1), axis)
+            return array
+
+        return Plan(inner.needs, make)
+
+    return leaf.made(plan, shape=tuple(size * count for size, count in zip(old, repeats, strict=True)))
+
+
+def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -> Leaf:
+    """The leaf with as many elements of one value before and after it along each axis."""
+    old = leaf.array.shape
+    inside = tuple((before, before + size) for (before, _), size in zip(widths, old, strict=True))
+
+    def plan(box: Box) -> Plan:
+        common = intersect(box, inside)
+        if common is None:
+            inner = Plan([], lambda arrays: empty((0,), leaf.array.dtype))
+        else:
+            inner = leaf.plan_of(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, inside, strict=True)))
+        if common == box:
+            return inner
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            out = empty(extent(box), leaf.array.dtype)
+            out[...] = value
+            if common is not None:
+                out[slices(common, box)] = inner.make(arrays)
+            return out
+
+        return Plan(inner.needs, make)
+
+    shape = tuple(before + size + after for (before, after), size in zip(widths, old, strict=True))
+    return leaf.made(plan, shape=shape)
 
 
 class View:

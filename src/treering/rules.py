@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._rules import Rule, compiled, dtype_text
+from ._rules import Rule, compiled, dtype_text, filler, whole_numbers
 from ._rules_each import Copy, Drop, Each, Rename
 from ._rules_groups import Concat, Split, Stack, Unstack
-from ._views import Leaf, transposed
+from ._views import Leaf, padded, tiled, transposed
 from ._views import cast as _cast
 from ._views_groups import mapped
 from ._views_reshaped import reshaped
@@ -35,10 +35,12 @@ __all__ = [
     "copy",
     "drop",
     "map",
+    "pad",
     "rename",
     "reshape",
     "split",
     "stack",
+    "tile",
     "transpose",
     "unstack",
 ]
@@ -99,6 +101,42 @@ def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
         return reshaped(leaf, own)
 
     return Each(f"reshape({glob!r}, {tuple(shape)})", glob, change, optional)
+
+
+def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> Rule:
+    """Repeats arrays along their axes, as `numpy.tile` does.
+
+    >>> tile("params/*/kernel", (8, 1, 1))  # an ensemble of 8: of the shape [3, 4] becomes [8, 3, 4]
+    """
+    text = f"tile({glob!r}, {repeats})"
+    counts = whole_numbers([repeats] if isinstance(repeats, int) else repeats, (), 1, text)
+
+    def change(leaf: Leaf) -> Leaf:
+        rank = max(len(leaf.array.shape), len(counts))
+        leaf = reshaped(leaf, (1,) * (rank - len(leaf.array.shape)) + leaf.array.shape)
+        return tiled(leaf, (1,) * (rank - len(counts)) + counts)
+
+    return Each(text, glob, change, optional)
+
+
+def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optional: bool = False) -> Rule:
+    """Puts a value before and after arrays along their axes, as `numpy.pad` does; `widths` has a pair for each axis.
+
+    The value is one of the arrays' dtype: what it would have to round or to wrap is refused.
+
+    >>> pad("embed/embedding", ((0, -50257 % 128), (0, 0)))  # a vocabulary that is a multiple of 128
+    """
+    text = f"pad({glob!r}, {widths})"
+    pairs = whole_numbers(widths, (2,), 0, text)
+
+    def change(leaf: Leaf) -> Leaf:
+        if len(pairs) != len(leaf.array.shape):
+            raise MismatchError(
+                f"{text}: {leaf.entry.path} of shape {list(leaf.array.shape)} needs a pair for each axis"
+            )
+        return padded(leaf, pairs, filler(value, leaf, text))
+
+    return Each(text, glob, change, optional)
 
 
 def stack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
