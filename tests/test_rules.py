@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
@@ -276,6 +277,227 @@ def test_a_part_of_tiled_and_padded_arrays_reads_itself_alone() -> None:
         assert [part[-2:] for _, part in leaf.plan_of(box).needs] == own
 
 
+def expanded(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
+    """A scale for each element."""
+    for axis, (size, count) in enumerate(zip(shape, block, strict=True)):
+        scales = np.repeat(scales, count, axis)[(slice(None),) * axis + (slice(size),)]
+    return scales
+
+
+QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "uint8", "int4", "int16", "bfloat16", "float32"]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+
+    def bits(shape: tuple[int, ...], name: str) -> np.ndarray:
+        dtype = tr._dtypes.to_numpy(name)
+        raw = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+        return (raw[..., 0] & 15).astype(dtype) if name == "int4" else raw.view(dtype).reshape(shape)
+
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+    block = tuple(data.draw(st.sampled_from([1, 2, 4, max(size, 1), 128])) for size in shape)
+    weight = bits(shape, data.draw(st.sampled_from(QUANTIZED)))
+    counts = tuple(-(-size // count) for size, count in zip(shape, block, strict=True))
+    scales = bits(counts, data.draw(st.sampled_from(["float32", "bfloat16", "float16", "float8_e8m0fnu"])))
+    dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float16", "float64", "float8_e4m3fn"]))
+    plain = all(count in (1, size) for count, size in zip(counts, shape, strict=True))
+    stored = scales.reshape(data.draw(st.sampled_from([(), (1,), (1, 1)]))) if scales.size == 1 and plain else scales
+    memory = Memory(w=weight, s=stored)
+    rule = rules.scale("w", "s", dtype, None if plain and data.draw(st.booleans()) else block)
+    if stored.shape != scales.shape:
+        rule = rules.scale("w", "s", dtype)
+    made = rule.apply(memory.leaves())
+    with np.errstate(all="ignore"):
+        factors = expanded(scales.astype(np.float32), shape, block)
+        expected = (weight.astype(np.float32) * factors).astype(tr._dtypes.to_numpy(dtype))
+    assert list(made) == ["w"]
+    assert (made["w"].array.dtype, made["w"].array.shape) == (dtype, shape)
+    box = drawn_box(data, shape)
+    assert memory.read(made["w"], box).tobytes() == part_of(expected, box)
+    cells = [len(range(a // n, -(-b // n))) for (a, b), n in zip(box, block, strict=True)]
+    empty = any(a == b for a, b in box)
+    assert memory.looks["w"] == np.prod([b - a for a, b in box], dtype=int)
+    assert memory.looks["s"] == (0 if empty else np.prod(cells, dtype=int))
+
+
+def test_scaled_values_are_rounded_to_float32_and_once_more() -> None:
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    every = every[np.isfinite(every.astype(np.float32))]
+    scales = np.random.default_rng(0).integers(0, 2**31, 4000, np.uint32).view(np.float32)
+    scales = scales[scales < 1e35][:, None]  # with subnormal ones, and those whose products are
+    memory = Memory(w=np.broadcast_to(every, (len(scales), len(every))), s=scales)
+    exact = every.astype(np.float64) * scales  # 4 bits times 24
+    for dtype in ("float32", "bfloat16"):
+        found = memory.read(
+            rules.scale("w", "s", dtype).apply(memory.leaves())["w"], ((0, len(scales)), (0, every.size))
+        )
+        bits = exact.astype(np.float32).view(np.uint32)
+        if dtype == "bfloat16":
+            bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to the nearest, ties to even
+        assert (found.view(bits.dtype) == bits).all()
+
+
+@pytest.fixture
+def quantized(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
+    """A file with weights as DeepSeek's have them, and what they are when they are scaled."""
+    rng = np.random.default_rng(0)
+    stored, expected = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for n, shape in enumerate([(512, 256), (576, 384), (256, 200)]):
+        path = f"layers.{n}"
+        weight = rng.standard_normal(shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.random([-(-size // 128) for size in shape], np.float32) / 448
+        norm = rng.standard_normal(shape[0], np.float32).astype(ml_dtypes.bfloat16)
+        stored |= {f"{path}.weight": weight, f"{path}.weight_scale_inv": scales, f"{path}.norm.weight": norm}
+        product = weight.astype(np.float32) * expanded(scales, shape, (128, 128))
+        expected |= {f"{path}.weight": product.astype(ml_dtypes.bfloat16), f"{path}.norm.weight": norm}
+    save_file(stored, tmp_path / "fp8.safetensors")
+    return tmp_path / "fp8.safetensors", dict(sorted(expected.items()))
+
+
+SCALE = rules.scale(r"(.*)\.weight", r"\1.weight_scale_inv", "bfloat16", block=(128, 128))
+
+
+def test_weights_with_a_scale_for_each_block_of_128(quantized: Any, tmp_path: pathlib.Path) -> None:
+    path, expected = quantized
+    assert_same(tr.restore(path, rules=[SCALE]), expected)
+    tr.convert(path, tmp_path / "bf16.safetensors", rules=[SCALE])
+    assert_same(tr.restore(tmp_path / "bf16.safetensors"), expected)
+    tr.save(tmp_path / "live", tr.restore(path), rules=[SCALE])
+    assert_same(tr.restore(tmp_path / "live"), expected)
+    view = tr.open(path).apply([SCALE])
+    assert sorted(view) == sorted(expected)
+    assert view["layers.1.weight"][500:, 100:300].tobytes() == part_of(
+        expected["layers.1.weight"], ((500, 576), (100, 300))
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "make"),
+    [
+        (SCALE, {"layers.0.weight": 64 * 256, "layers.0.weight_scale_inv": 2}, lambda w: w),
+        (rules.tile("layers.0.norm.weight", (8, 3)), {"layers.0.norm.weight": 512}, lambda w: np.tile(w, (8, 3))),
+        (
+            rules.pad("layers.0.norm.weight", [(512, 1024)], -1),
+            {"layers.0.norm.weight": 256},
+            lambda w: np.concatenate([np.full(512, -1, w.dtype), w, np.full(1024, -1, w.dtype)]),
+        ),
+    ],
+    ids=["scale", "tile", "pad"],
+)
+def test_each_of_eight_devices_reads_its_part(
+    quantized: Any, rule: rules.Rule, most: dict[str, int], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = quantized
+    name = next(iter(most))
+    array = make(expected[name])
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("x"))
+    ckpt = tr.open(path)
+    reads: list[tuple[str, int]] = []
+    read = ckpt._reader.read
+
+    def counted(wanted: Any, **options: Any) -> Any:
+        reads.extend((entry.path, int(np.prod(tr._sharding.extent(box), dtype=int))) for entry, box in wanted)
+        return read(wanted, **options)
+
+    monkeypatch.setattr(ckpt._reader, "read", counted)
+    like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)}
+    found = ckpt.restore(like, rules=[rule], extra="ignore")[name]
+    assert found.sharding == where and len(found.addressable_shards) == 8
+    for shard in found.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(array[shard.index]).tobytes()
+    assert {path for path, _ in reads} == set(most)
+    assert {path: max(size for other, size in reads if other == path) for path in most} == most
+
+
+def test_which_arrays_are_scaled(tmp_path: pathlib.Path) -> None:
+    fp8 = numbers(4, 6).astype(ml_dtypes.float8_e4m3fn)
+    one = np.float32(0.5)
+    tree = {"a": {"w": fp8, "s": one}, "b": {"w": fp8, "s": numbers(4, 1)}, "norm": {"w": numbers(4)}, "step": 3}
+    tr.save(tmp_path / "c", tree)
+    found = tr.restore(tmp_path / "c", rules=[rules.scale("(.*)/w", r"\1/s", "float32")])
+    values = fp8.astype(np.float32)
+    expected = {"a": {"w": values / 2}, "b": {"w": values * numbers(4, 1)}, "norm": {"w": numbers(4)}}
+    assert_same(found, {**expected, "step": 3})
+    shared = [rules.drop("b/s"), rules.scale("[ab]/w", "a/s", "float32")]
+    assert_same(tr.restore(tmp_path / "c", rules=shared)["b"], {"w": values / 2})
+    twice = [rules.scale("b/s", "a/s", "float32"), rules.scale("b/w", "b/s", "float32")]
+    found = tr.restore(tmp_path / "c", rules=[rules.copy("a/s", "c"), *twice, rules.rename("^c$", "a/s")])
+    assert_same(found["b"], {"w": values * (numbers(4, 1) / 2)})
+    for changes, message in [
+        ([rules.drop("a/s")], "a/w is of one byte an element, and there is no a/s to scale it by"),
+        ([rules.drop("*/s")], r"scale\('\(\.\*\)/w', .*matches none of the 4 leaves"),
+        ([rules.copy("step", "norm/s")], "norm/s is no array but a int"),
+        ([rules.cast("b/s", "float64")], "b/s is of float64, which float32 does not hold; cast it before"),
+        ([rules.cast("b/w", "int32")], "b/w is of int32, which float32 does not hold"),
+        ([rules.cast("a/s", "complex64")], "a/s is of complex64, which float32 does not hold"),
+        ([rules.reshape("b/s", (4,))], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4\]; expected one scale, or"),
+        ([rules.tile("b/s", 3)], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4, 3\]"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(tmp_path / "c").apply([*changes, rules.scale("(.*)/w", r"\1/s", "float32")])
+    for rule, message in [
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(2, 6)), r"a scale for each block of \[2, 6\]"),
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(2,)), r"a scale for each block of \[2\]"),
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(0, 6)), "a whole number for each axis, at least 1"),
+        (lambda: rules.scale("b/w", "b/s", "int8"), "expected a floating-point dtype, found 'int8'"),
+        (lambda: rules.scale("b/w", r"\1", "float32"), "does not fit the pattern"),
+        (lambda: rules.scale("(", "s", "float32"), "is not a regular expression"),
+        (lambda: rules.scale("b/.", "b/s", "float32"), "b/s is a scale and has one, b/s; choose a narrower pattern"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(tmp_path / "c").apply([rule()])
+
+
+def test_keys_are_not_scaled(layers: pathlib.Path) -> None:
+    with pytest.raises(MismatchError, match="key is an array of PRNG keys"):
+        tr.open(layers).apply([rules.copy("layers/0/bias", "s"), rules.scale("key", "s", "float32")])
+
+
+def test_a_function_combines_whole_arrays(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def product(kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        kernel *= bias  # its own
+        return kernel.sum(0, dtype=np.float64)
+
+    change = rules.combine(
+        [r"layers/(\d+)/kernel", r"layers/(\d+)/bias"], r"sums/\1", product, shape=(4,), dtype="float64"
+    )
+    expected = {n: (x["kernel"] * x["bias"]).sum(0, dtype=np.float64) for n, x in tree()["layers"].items()}
+    state = tree()
+    others = {name: value for name, value in state.items() if name != "layers"}
+    tr.save(tmp_path / "live", state, rules=[change])
+    tr.convert(layers, tmp_path / "there", rules=[change])
+    for path, changes in [(layers, [change]), (tmp_path / "live", []), (tmp_path / "there", [])]:
+        found = tr.restore(path, {**others, "sums": expected}, rules=changes)
+        assert_same(found, {**others, "sums": expected})
+    assert_same(state["layers"], tree()["layers"])
+    assert tr.open(layers).apply([change])["sums/3"][1:3].tobytes() == expected["3"][1:3].tobytes()
+    for rule, message in [
+        (rules.combine(["embed", "lacking"], "x", product), "combine.*: nothing matches 'lacking' for x"),
+        (rules.combine(["lacking"], "x", product), "matches none of the 28 leaves"),
+        (rules.combine(["embed", "step"], "x", product), "step is no array but a int"),
+        (rules.combine(["key"], "x", product), "PRNG keys"),
+        (
+            rules.combine([r"layers/\d+/bias"], "x", product),
+            "layers/1/bias and layers/0/bias would both be part 0 of x",
+        ),
+        (rules.combine([r"embed"], "step", product), "two leaves would be called 'step'"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(layers).apply([rule])
+    with pytest.raises(MismatchError, match=r"combine.*expected a dtype, found 'float99'"):
+        rules.combine(["embed"], "x", product, dtype="float99")
+    wrong = tr.open(layers).apply([rules.combine(["layers/0/kernel", "layers/0/bias"], "x", product)])
+    with pytest.raises(
+        MismatchError, match=r"x: expected float32\[3, 4\] .*, found float64\[4\]; pass shape= and dtype="
+    ):
+        np.asarray(wrong["x"])
+
+
 def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
     there = [
         rules.split(r"attention/qkv", ["attention/q", "attention/k", "attention/v"], axis=1),
@@ -369,7 +591,7 @@ def test_a_rule_that_does_not_fit_says_so_at_once(layers: pathlib.Path, made: An
 
 def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Path) -> None:
     view = tr.open(layers).apply([rules.map("embed", lambda x: x.astype(np.float32)[:2])])
-    with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a map rule, found float32\[2, 6\]"):
+    with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a rule, found float32\[2, 6\]"):
         np.asarray(view["embed"])
 
 
@@ -417,6 +639,9 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.split("x9", ["a"], optional=True),
         rules.concat(["x9"], "y", optional=True),
         rules.tile("x9", 2, optional=True),
+        rules.scale("x9", "y", "float32", optional=True),
+        rules.scale("embed", "y", "float32", optional=True),
+        rules.combine(["x9"], "y", np.negative, optional=True),
         rules.pad("x9", [], optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))

@@ -1,11 +1,13 @@
 """Leaves that are made of several others."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import _dtypes
 from ._sharding import Box, extent, intersect, slices, whole
 from ._views import Leaf, Plan, each, empty
+from .errors import MismatchError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,26 +62,56 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
     return leaves[0].made(plan, path=path, shape=whole)
 
 
-def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...]) -> Leaf:
-    """What a function makes of the whole leaf, which is read for every box of it."""
-    from .errors import MismatchError
+def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
+    """The leaf times a scale for each block of it, in float32, and that in another dtype."""
 
     def plan(box: Box) -> Plan:
-        inner = leaf.plan_of(whole(leaf.array.shape))
+        if not math.prod(extent(box)):
+            return Plan([], lambda arrays: empty(extent(box), dtype))
+        cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
+        inner = [leaf.plan_of(box), scale.plan_of(cells)]
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            product, factors = (_dtypes.cast(array, np.dtype(np.float32)) for array in each(inner, arrays))
+            for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
+                if last - first > 1:  # one for all is broadcast
+                    factors = factors.take(np.arange(start, stop) // size - first, axis)
+            product *= factors
+            return _dtypes.cast(product, _dtypes.to_numpy(dtype))
+
+        return Plan([need for one in inner for need in one.needs], make)
+
+    return leaf.made(plan, dtype=dtype, type="jax" if leaf.array.type == "jax-weak" else leaf.array.type)
+
+
+def mapped(
+    leaves: Sequence[Leaf],
+    path: str,
+    function: "Callable[..., np.ndarray]",
+    shape: tuple[int, ...],
+    dtype: str,
+    hint: str,
+) -> Leaf:
+    """What a function makes of whole leaves, which are read for every box of it."""
+
+    def plan(box: Box) -> Plan:
+        inner = [leaf.plan_of(whole(leaf.array.shape)) for leaf in leaves]
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
             # A copy: of a tree that is being saved these are the arrays themselves, and there again for the next box.
-            found = np.asarray(function(inner.make(arrays).copy()))
-            expected = _dtypes.to_numpy(leaf.array.dtype)
+            found = np.asarray(function(*(array.copy() for array in each(inner, arrays))))
+            expected = _dtypes.to_numpy(dtype)
             if found.shape != shape or found.dtype != expected:
                 raise MismatchError(
-                    f"{leaf.entry.path}: expected {expected}{list(shape)} from the function of a map rule, found "
-                    f"{found.dtype}{list(found.shape)}; pass shape=, and change the dtype by a cast rule"
+                    f"{path}: expected {expected}{list(shape)} from the function of a rule, found "
+                    f"{found.dtype}{list(found.shape)}; {hint}"
                 )
             return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
 
-        return Plan(inner.needs, make)
+        return Plan([need for one in inner for need in one.needs], make)
 
-    return leaf.made(plan, shape=shape)
+    return leaves[0].made(plan, path=path, shape=shape, dtype=dtype)

@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import _dtypes
 from ._rules import Rule, compiled, dtype_text, filler, whole_numbers
 from ._rules_each import Copy, Drop, Each, Rename
-from ._rules_groups import Concat, Split, Stack, Unstack
+from ._rules_groups import Combine, Concat, Scale, Split, Stack, Unstack
 from ._views import Leaf, padded, tiled, transposed
 from ._views import cast as _cast
 from ._views_groups import mapped
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cast",
+    "combine",
     "concat",
     "copy",
     "drop",
@@ -38,6 +40,7 @@ __all__ = [
     "pad",
     "rename",
     "reshape",
+    "scale",
     "split",
     "stack",
     "tile",
@@ -175,6 +178,55 @@ def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool =
     return Concat(tuple([compiled(pattern) for pattern in patterns]), new, axis, optional)
 
 
+def combine(
+    patterns: Sequence[str],
+    new: str,
+    function: "Callable[..., np.ndarray]",
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    *,
+    optional: bool = False,
+) -> Rule:
+    """Calls a function on whole arrays, one for each pattern in their order, which become one leaf. Like `map`, costly.
+
+    patterns, new: as for `concat`.
+    shape, dtype: those of the results, where they differ from the first array's.
+
+    >>> combine([r"(.*)/lora_a", r"(.*)/lora_b"], r"\\1/delta", lambda a, b: a @ b, shape=(512, 512))
+    """
+    text = f"combine({list(patterns)}, …)"
+    own = None if dtype is None else dtype_text(dtype, text)
+    return Combine(
+        tuple([compiled(pattern) for pattern in patterns]),
+        new,
+        function,
+        None if shape is None else tuple(shape),
+        own,
+        optional,
+    )
+
+
+def scale(pattern: str, scale: str, dtype: Any, block: Sequence[int] | None = None, *, optional: bool = False) -> Rule:
+    """Multiplies quantized arrays by their scales, box by box; the scales are then gone.
+
+    pattern: a regular expression that matches the whole path of an array.
+    scale: the path of its scale, ``\\1`` the pattern's first group.
+    dtype: that of the product. It is computed in float32 and rounded once more, to this dtype.
+    block: the shape of the blocks that have a scale each; those at the ends may be smaller. Without it there is one
+        scale for all, or along each axis 1 or as many as the array has.
+
+    Arrays without a scale stay as they are; one of a byte an element (float8, int8, …) is an error then.
+
+    >>> scale(r"(.*)\\.weight", r"\\1.weight_scale_inv", "bfloat16", block=(128, 128))
+    """
+    text = f"scale({pattern!r}, {scale!r}, …)"
+    new = dtype_text(dtype, text)
+    if not _dtypes.is_float(_dtypes.to_numpy(new)):
+        raise MismatchError(f"{text}: expected a floating-point dtype, found {dtype!r}")
+    sizes = None if block is None else whole_numbers(block, (), 1, text)
+    return Scale(compiled(pattern), scale, new, sizes, optional)
+
+
 def map(
     glob: str,
     function: "Callable[[np.ndarray], np.ndarray]",
@@ -185,6 +237,8 @@ def map(
     """Calls a function on whole arrays; `shape` is that of its results where it differs. The last resort."""
 
     def change(leaf: Leaf) -> Leaf:
-        return mapped(leaf, function, leaf.array.shape if shape is None else tuple(shape))
+        own = leaf.array.shape if shape is None else tuple(shape)
+        hint = "pass shape=, and change the dtype by a cast rule"
+        return mapped([leaf], leaf.entry.path, function, own, leaf.array.dtype, hint)
 
     return Each(f"map({glob!r}, …)", glob, change, optional)
