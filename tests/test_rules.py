@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 import treering as tr
 from helpers import assert_same
 from treering import _views, _views_groups, _views_reshaped, rules
-from treering.errors import MismatchError
+from treering.errors import CorruptError, MismatchError
 
 
 @pytest.fixture(scope="module")
@@ -645,6 +646,42 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.pad("x9", [], optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_rules_say_what_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    tree = {"a": numbers(2, 3), "b": numbers(2, 3)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "c", tree)
+    shutil.rmtree(tmp_path / "c" / "a")
+    for rule in (
+        rules.cast("*", "float16"),
+        rules.reshape("*", (3, 2)),
+        rules.transpose("*", (1, 0)),
+        rules.tile("*", (1, 1)),
+        rules.pad("*", [(0, 1), (0, 0)]),
+        rules.map("*", np.negative),
+    ):
+        view = tr.open(tmp_path / "c").apply([rule])
+        assert "a  lost" in repr(view)
+        expected = np.asarray(view["b"])
+        assert_same(tr.restore(tmp_path / "c", {"b": expected}, rules=[rule], extra="ignore"), {"b": expected})
+        for like in ({"a": expected, "b": expected}, None):
+            with pytest.raises(CorruptError, match=r"a/\.zarray: expected an array's metadata"):
+                tr.restore(tmp_path / "c", like, rules=[rule])
+    for rule in (
+        rules.concat(["a", "b"], "x"),
+        rules.combine(["b", "a"], "x", np.add),
+        rules.scale("a", "b", "float32"),
+        rules.scale("b", "a", "float32"),
+        rules.split("a", ["c", "d"]),
+    ):
+        with pytest.raises(CorruptError, match=r"a/\.zarray: expected an array's metadata"):
+            tr.open(tmp_path / "c").apply([rule])
+        assert "lost" not in repr(tr.open(tmp_path / "c").apply([rules.drop("a"), rules.rename("b", "c")]))
 
 
 def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) -> None:

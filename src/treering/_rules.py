@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ._catalogue import ArrayEntry
+from ._catalogue import ArrayEntry, check_whole
 from ._views import Leaf
 from .errors import MismatchError, UnsupportedError
 
@@ -65,6 +65,8 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
 
 
 def array(leaf: Leaf, text: str) -> Leaf:
+    """The leaf, which is to be an array. Raises `CorruptError` for one that cannot be read."""
+    check_whole([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
         raise MismatchError(f"{text}: {leaf.entry.path} is no array but a {leaf.entry.type}; choose a narrower pattern")
     if leaf.entry.type == "key":

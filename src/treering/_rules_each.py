@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 
+from ._catalogue import LostEntry
 from ._paths import below, matches
 from ._rules import Leaves, array, check_any, collected, expanded
 from ._views import Leaf
@@ -62,4 +63,6 @@ class Each:
     def apply(self, leaves: Leaves) -> Leaves:
         found = {path for path in leaves if matches(path, self.glob)}
         check_any(found, self.optional, self.text, leaves)
+        # One that cannot be read stays what it is: an error for those who ask for it.
+        found = {path for path in found if not isinstance(leaves[path].entry, LostEntry)}
         return {path: self.change(array(leaf, self.text)) if path in found else leaf for path, leaf in leaves.items()}
