@@ -91,6 +91,14 @@ CASES: dict[str, tuple[rules.Rule, Callable[[dict[str, Any]], dict[str, Any]]]] 
         rules.pad("attention/qkv", ((0, 1), (4, 0)), -1),
         lambda t: {"attention/qkv": np.pad(t["attention"]["qkv"], ((0, 1), (4, 0)), constant_values=-1)},
     ),
+    "scale": (
+        rules.scale("layers/1(0)/kernel", r"layers/\1/kernel", "float16"),
+        lambda t: {"layers/10/kernel": (t["layers"]["10"]["kernel"] * t["layers"]["0"]["kernel"]).astype("f2")},
+    ),
+    "combine": (
+        rules.combine(["embed", "attention/out"], "both", lambda a, b: b @ b.T * a[0], shape=(6, 6), dtype="float32"),
+        lambda t: {"both": t["attention"]["out"] @ t["attention"]["out"].T * t["embed"][0]},
+    ),
     "map": (rules.map("embed", lambda x: x[::-1]), lambda t: {"embed": t["embed"][::-1]}),
     "map to a shape": (rules.map("embed", lambda x: x.sum(0), shape=(6,)), lambda t: {"embed": t["embed"].sum(0)}),
 }
@@ -104,6 +112,21 @@ def test_what_a_rule_makes_is_what_numpy_makes(layers: pathlib.Path, name: str) 
         assert view[path].shape == array.shape and view[path].dtype == array.dtype
         found = np.asarray(view[path])
         assert found.dtype == array.dtype and found.tobytes() == np.ascontiguousarray(array).tobytes(), path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_change_what_is_converted_and_saved(layers: pathlib.Path, tmp_path: pathlib.Path, name: str) -> None:
+    rule, expected = CASES[name]
+    state = tree()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(state["attention"], jax.NamedSharding(mesh, jax.P("x")))
+    tr.convert(layers, tmp_path / "converted", rules=[rule])
+    tr.save(tmp_path / "saved", state, rules=[rule])
+    tr.save(tmp_path / "spread", {**state, "attention": spread}, rules=[rule])
+    assert not tr.diff(tmp_path / "converted", tmp_path / "saved")
+    for path in (tmp_path / "saved", tmp_path / "spread"):
+        for leaf, array in expected(state).items():
+            assert_same(np.asarray(tr.open(path)[leaf]), np.ascontiguousarray(array))
 
 
 def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
