@@ -1,6 +1,10 @@
 """Rules against NumPy: every box of what a rule makes is the same part of what NumPy makes of the whole."""
 
+import inspect
 import pathlib
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
-from treering import _views, rules
-from treering.errors import MismatchError
+from treering import _views, _views_groups, _views_reshaped, rules
+from treering.errors import CorruptError, MismatchError
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,23 @@ CASES: dict[str, tuple[rules.Rule, Callable[[dict[str, Any]], dict[str, Any]]]] 
         rules.concat([r"layers/(0)/kernel", r"layers/1(0)/kernel"], r"both/\1"),
         lambda t: {"both/0": np.concatenate([t["layers"]["0"]["kernel"], t["layers"]["10"]["kernel"]])},
     ),
+    "tile": (
+        rules.tile("attention/*", (3, 2, 1)),
+        lambda t: {"attention/qkv": np.tile(t["attention"]["qkv"], (3, 2, 1))},
+    ),
+    "tile the last axis": (rules.tile("embed", 2), lambda t: {"embed": np.tile(t["embed"], 2)}),
+    "pad": (
+        rules.pad("attention/qkv", ((0, 1), (4, 0)), -1),
+        lambda t: {"attention/qkv": np.pad(t["attention"]["qkv"], ((0, 1), (4, 0)), constant_values=-1)},
+    ),
+    "scale": (
+        rules.scale("layers/1(0)/kernel", r"layers/\1/kernel", "float16"),
+        lambda t: {"layers/10/kernel": (t["layers"]["10"]["kernel"] * t["layers"]["0"]["kernel"]).astype("f2")},
+    ),
+    "combine": (
+        rules.combine(["embed", "attention/out"], "both", lambda a, b: b @ b.T * a[0], shape=(6, 6), dtype="float32"),
+        lambda t: {"both": t["attention"]["out"] @ t["attention"]["out"].T * t["embed"][0]},
+    ),
     "map": (rules.map("embed", lambda x: x[::-1]), lambda t: {"embed": t["embed"][::-1]}),
     "map to a shape": (rules.map("embed", lambda x: x.sum(0), shape=(6,)), lambda t: {"embed": t["embed"].sum(0)}),
 }
@@ -90,6 +112,21 @@ def test_what_a_rule_makes_is_what_numpy_makes(layers: pathlib.Path, name: str) 
         assert view[path].shape == array.shape and view[path].dtype == array.dtype
         found = np.asarray(view[path])
         assert found.dtype == array.dtype and found.tobytes() == np.ascontiguousarray(array).tobytes(), path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_change_what_is_converted_and_saved(layers: pathlib.Path, tmp_path: pathlib.Path, name: str) -> None:
+    rule, expected = CASES[name]
+    state = tree()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(state["attention"], jax.NamedSharding(mesh, jax.P("x")))
+    tr.convert(layers, tmp_path / "converted", rules=[rule])
+    tr.save(tmp_path / "saved", state, rules=[rule])
+    tr.save(tmp_path / "spread", {**state, "attention": spread}, rules=[rule])
+    assert not tr.diff(tmp_path / "converted", tmp_path / "saved")
+    for path in (tmp_path / "saved", tmp_path / "spread"):
+        for leaf, array in expected(state).items():
+            assert_same(np.asarray(tr.open(path)[leaf]), np.ascontiguousarray(array))
 
 
 def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
@@ -127,7 +164,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
             merged = list(factors)
             if len(merged) > 1 and data.draw(st.booleans()):
                 merged = [merged[0] * merged[1], *merged[2:]]
-            leaf, expected = _views.reshaped(leaf, tuple(merged)), expected.reshape(merged)
+            leaf, expected = _views_reshaped.reshaped(leaf, tuple(merged)), expected.reshape(merged)
     box = tuple((a, data.draw(st.integers(a, n))) for n in expected.shape for a in [data.draw(st.integers(0, n))])
     plan = leaf.plan_of(box)
     found = plan.make(Memory().read(plan.needs))
@@ -137,8 +174,8 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
 
 def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     found = _views.leaves_of({f"{n}": tr._catalogue.ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
-    stacked = _views.transposed(_views.stacked(list(found.values()), "x", 0), (0, 2, 1))
-    split = _views.reshaped(stacked, (3, 2, 4, 4, 1, 3))
+    stacked = _views.transposed(_views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
+    split = _views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
         ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): ((3, 9), (0, 8)),  # an axis that was split, along its first
         ((0, 3), (1, 2), (0, 4), (0, 4), (0, 1), (0, 3)): ((0, 12), (4, 8)),  # and another, transposed
@@ -147,6 +184,342 @@ def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     }.items():
         assert [(entry.path, part) for entry, part in split.plan_of(box).needs] == [(str(n), rows) for n in range(3)]
     assert split.plan_of(((0, 0), *((0, n) for n in (2, 4, 4, 1, 3)))).needs == []
+
+
+class Memory:
+    """Reads arrays from memory, and counts the elements it reads of each."""
+
+    def __init__(self, **arrays: np.ndarray):
+        self.arrays, self.looks = arrays, dict.fromkeys(arrays, 0)
+
+    def leaves(self) -> dict[str, _views.Leaf]:
+        entries = {
+            name: tr._catalogue.ArrayEntry(name, "numpy", tr._dtypes.to_text(array.dtype), array.shape)
+            for name, array in self.arrays.items()
+        }
+        return _views.leaves_of(entries)
+
+    def read(self, leaf: _views.Leaf, box: Any) -> np.ndarray:
+        plan = leaf.plan_of(box)
+        found: list[np.ndarray] = []
+        for entry, own in plan.needs:
+            assert all(0 <= a <= b <= n for (a, b), n in zip(own, entry.shape, strict=True))
+            found.append(self.arrays[entry.path][tuple(slice(*ends) for ends in own)])
+            self.looks[entry.path] += found[-1].size
+        return plan.make(found)
+
+
+DTYPES = ["float32", "int16", "bool", "bfloat16", "float8_e4m3fn", "int4", "complex64", "<U3"]
+
+
+def drawn(data: st.DataObject, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    bits = data.draw(st.binary(min_size=1, max_size=40))
+    values = np.resize(np.frombuffer(bits, np.uint8) % 8, shape)
+    return values.astype(np.float32).astype(ml_dtypes.int4 if dtype == "int4" else dtype)
+
+
+def drawn_box(data: st.DataObject, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((a, data.draw(st.integers(a, n))) for n in shape for a in [data.draw(st.integers(0, n))])
+
+
+def part_of(array: np.ndarray, box: Any) -> bytes:
+    return np.ascontiguousarray(array[tuple(slice(*ends) for ends in box)]).tobytes()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    array = drawn(data, shape, data.draw(st.sampled_from(DTYPES)))
+    memory = Memory(x=array)
+    leaves, expected = memory.leaves(), array
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            repeats = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), max_size=3))
+            rule, expected = rules.tile("x", repeats), np.tile(expected, repeats)
+        else:
+            widths = data.draw(
+                st.lists(st.tuples(*[st.integers(0, 3)] * 2), min_size=expected.ndim, max_size=expected.ndim)
+            )
+            value = data.draw(st.sampled_from(["", "ab"] if array.dtype.kind == "U" else [0, 1]))
+            filled = np.full([a + n + b for (a, b), n in zip(widths, expected.shape, strict=True)], value, array.dtype)
+            inside = tuple(slice(a, a + n) for (a, _), n in zip(widths, expected.shape, strict=True))
+            filled[inside] = expected
+            if array.dtype.kind not in "UV":
+                assert expected.ndim == 0 or (filled == np.pad(expected, widths, constant_values=value)).all()
+            rule, expected = rules.pad("x", widths, value), filled
+        leaves = rule.apply(leaves)
+    assert leaves["x"].array.shape == expected.shape
+    box = drawn_box(data, expected.shape)
+    assert memory.read(leaves["x"], box).tobytes() == part_of(expected, box)
+    assert memory.looks["x"] <= array.size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken", "refused"),
+    [
+        ("int8", [-128, 5.0, True, np.uint64(7)], [128, 0.5, np.nan, 2**70, None, "1"]),
+        ("uint64", [2**64 - 1], [-1, 2**64, -0.5]),
+        ("int4", [-8, 7], [8, -9]),
+        ("bool", [0, True, 1.0], [2, -1, np.nan]),
+        ("float16", [65504, -np.inf, np.nan, 2**-24], [65505, 1e6, 1e-9]),
+        ("bfloat16", [np.float32(-1.5), jax.numpy.float32(3), ml_dtypes.bfloat16(0.1)], [0.1, -1e9, 257]),
+        ("float32", [2**24, 1e30 * 0, np.float32(0.1)], [2**24 + 1, 1e39]),
+        ("float64", [0.1, 2**53], [2**53 + 1]),
+        ("float8_e4m3fn", [448, np.nan], [np.inf, 449, 1000]),
+        ("float8_e8m0fnu", [1, 2.0**-127], [0, -1, 3]),
+        ("float4_e2m1fn", [6, -0.5], [7, 100, np.inf, np.nan]),
+        ("complex64", [1j, 2, np.nan], [0.1j, 2**24 + 1]),
+        ("<U2", ["ab", ""], [0, "abc"]),
+        ("datetime64[D]", [np.datetime64("2024-01-01"), np.datetime64("NaT")], [0, np.datetime64("2024-01-01T12")]),
+    ],
+)
+def test_arrays_are_padded_with_values_that_they_can_hold(dtype: str, taken: list[Any], refused: list[Any]) -> None:
+    memory = Memory(x=np.zeros(1, tr._dtypes.to_numpy(dtype)))
+    for value in taken:
+        found = memory.read(rules.pad("x", [(0, 1)], value).apply(memory.leaves())["x"], ((1, 2),))
+        assert found.dtype == memory.arrays["x"].dtype
+        assert found[0] == value or (found[0] != found[0] and value != value)
+    for value in refused:
+        with pytest.raises(MismatchError, match=r"pad\('x', .*: x is of .* in which .* (would|cannot) be"):
+            rules.pad("x", [(0, 1)], value).apply(memory.leaves())
+
+
+def test_a_part_of_tiled_and_padded_arrays_reads_itself_alone() -> None:
+    memory = Memory(x=numbers(6, 8))
+    tiled = rules.tile("x", (3, 2, 1)).apply(memory.leaves())["x"]
+    padded = rules.pad("x", ((2, 4), (0, 8))).apply(memory.leaves())["x"]
+    for leaf, box, own in [
+        (tiled, ((1, 2), (0, 6), (2, 4)), [((0, 6), (2, 4))]),
+        (tiled, ((0, 3), (7, 10), (0, 8)), [((1, 4), (0, 8))]),
+        (tiled, ((0, 3), (6, 12), (0, 8)), [((0, 6), (0, 8))]),
+        (tiled, ((0, 0), (6, 12), (0, 8)), []),
+        (padded, ((0, 3), (0, 4)), [((0, 1), (0, 4))]),
+        (padded, ((3, 5), (6, 16)), [((1, 3), (6, 8))]),
+        (padded, ((8, 12), (0, 8)), []),
+    ]:
+        assert [part[-2:] for _, part in leaf.plan_of(box).needs] == own
+
+
+def expanded(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
+    """A scale for each element."""
+    for axis, (size, count) in enumerate(zip(shape, block, strict=True)):
+        scales = np.repeat(scales, count, axis)[(slice(None),) * axis + (slice(size),)]
+    return scales
+
+
+QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "uint8", "int4", "int16", "bfloat16", "float32"]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+
+    def bits(shape: tuple[int, ...], name: str) -> np.ndarray:
+        dtype = tr._dtypes.to_numpy(name)
+        raw = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+        return (raw[..., 0] & 15).astype(dtype) if name == "int4" else raw.view(dtype).reshape(shape)
+
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+    block = tuple(data.draw(st.sampled_from([1, 2, 4, max(size, 1), 128])) for size in shape)
+    weight = bits(shape, data.draw(st.sampled_from(QUANTIZED)))
+    counts = tuple(-(-size // count) for size, count in zip(shape, block, strict=True))
+    scales = bits(counts, data.draw(st.sampled_from(["float32", "bfloat16", "float16", "float8_e8m0fnu"])))
+    dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float16", "float64", "float8_e4m3fn"]))
+    plain = all(count in (1, size) for count, size in zip(counts, shape, strict=True))
+    stored = scales.reshape(data.draw(st.sampled_from([(), (1,), (1, 1)]))) if scales.size == 1 and plain else scales
+    memory = Memory(w=weight, s=stored)
+    rule = rules.scale("w", "s", dtype, None if plain and data.draw(st.booleans()) else block)
+    if stored.shape != scales.shape:
+        rule = rules.scale("w", "s", dtype)
+    made = rule.apply(memory.leaves())
+    with np.errstate(all="ignore"):
+        factors = expanded(scales.astype(np.float32), shape, block)
+        expected = (weight.astype(np.float32) * factors).astype(tr._dtypes.to_numpy(dtype))
+    assert list(made) == ["w"]
+    assert (made["w"].array.dtype, made["w"].array.shape) == (dtype, shape)
+    box = drawn_box(data, shape)
+    assert memory.read(made["w"], box).tobytes() == part_of(expected, box)
+    cells = [len(range(a // n, -(-b // n))) for (a, b), n in zip(box, block, strict=True)]
+    empty = any(a == b for a, b in box)
+    assert memory.looks["w"] == np.prod([b - a for a, b in box], dtype=int)
+    assert memory.looks["s"] == (0 if empty else np.prod(cells, dtype=int))
+
+
+def test_scaled_values_are_rounded_to_float32_and_once_more() -> None:
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    every = every[np.isfinite(every.astype(np.float32))]
+    scales = np.random.default_rng(0).integers(0, 2**31, 4000, np.uint32).view(np.float32)
+    scales = scales[scales < 1e35][:, None]  # with subnormal ones, and those whose products are
+    memory = Memory(w=np.broadcast_to(every, (len(scales), len(every))), s=scales)
+    exact = every.astype(np.float64) * scales  # 4 bits times 24
+    for dtype in ("float32", "bfloat16"):
+        found = memory.read(
+            rules.scale("w", "s", dtype).apply(memory.leaves())["w"], ((0, len(scales)), (0, every.size))
+        )
+        bits = exact.astype(np.float32).view(np.uint32)
+        if dtype == "bfloat16":
+            bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to the nearest, ties to even
+        assert (found.view(bits.dtype) == bits).all()
+
+
+@pytest.fixture
+def quantized(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
+    """A file with weights as DeepSeek's have them, and what they are when they are scaled."""
+    rng = np.random.default_rng(0)
+    stored, expected = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for n, shape in enumerate([(512, 256), (576, 384), (256, 200)]):
+        path = f"layers.{n}"
+        weight = rng.standard_normal(shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.random([-(-size // 128) for size in shape], np.float32) / 448
+        norm = rng.standard_normal(shape[0], np.float32).astype(ml_dtypes.bfloat16)
+        stored |= {f"{path}.weight": weight, f"{path}.weight_scale_inv": scales, f"{path}.norm.weight": norm}
+        product = weight.astype(np.float32) * expanded(scales, shape, (128, 128))
+        expected |= {f"{path}.weight": product.astype(ml_dtypes.bfloat16), f"{path}.norm.weight": norm}
+    save_file(stored, tmp_path / "fp8.safetensors")
+    return tmp_path / "fp8.safetensors", dict(sorted(expected.items()))
+
+
+SCALE = rules.scale(r"(.*)\.weight", r"\1.weight_scale_inv", "bfloat16", block=(128, 128))
+
+
+def test_weights_with_a_scale_for_each_block_of_128(quantized: Any, tmp_path: pathlib.Path) -> None:
+    path, expected = quantized
+    assert_same(tr.restore(path, rules=[SCALE]), expected)
+    tr.convert(path, tmp_path / "bf16.safetensors", rules=[SCALE])
+    assert_same(tr.restore(tmp_path / "bf16.safetensors"), expected)
+    tr.save(tmp_path / "live", tr.restore(path), rules=[SCALE])
+    assert_same(tr.restore(tmp_path / "live"), expected)
+    view = tr.open(path).apply([SCALE])
+    assert sorted(view) == sorted(expected)
+    assert view["layers.1.weight"][500:, 100:300].tobytes() == part_of(
+        expected["layers.1.weight"], ((500, 576), (100, 300))
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "make"),
+    [
+        (SCALE, {"layers.0.weight": 64 * 256, "layers.0.weight_scale_inv": 2}, lambda w: w),
+        (rules.tile("layers.0.norm.weight", (8, 3)), {"layers.0.norm.weight": 512}, lambda w: np.tile(w, (8, 3))),
+        (
+            rules.pad("layers.0.norm.weight", [(512, 1024)], -1),
+            {"layers.0.norm.weight": 256},
+            lambda w: np.concatenate([np.full(512, -1, w.dtype), w, np.full(1024, -1, w.dtype)]),
+        ),
+    ],
+    ids=["scale", "tile", "pad"],
+)
+def test_each_of_eight_devices_reads_its_part(
+    quantized: Any, rule: rules.Rule, most: dict[str, int], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = quantized
+    name = next(iter(most))
+    array = make(expected[name])
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("x"))
+    ckpt = tr.open(path)
+    reads: list[tuple[str, int]] = []
+    read = ckpt._reader.read
+
+    def counted(wanted: Any, **options: Any) -> Any:
+        reads.extend((entry.path, int(np.prod(tr._sharding.extent(box), dtype=int))) for entry, box in wanted)
+        return read(wanted, **options)
+
+    monkeypatch.setattr(ckpt._reader, "read", counted)
+    like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)}
+    found = ckpt.restore(like, rules=[rule], extra="ignore")[name]
+    assert found.sharding == where and len(found.addressable_shards) == 8
+    for shard in found.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(array[shard.index]).tobytes()
+    assert {path for path, _ in reads} == set(most)
+    assert {path: max(size for other, size in reads if other == path) for path in most} == most
+
+
+def test_which_arrays_are_scaled(tmp_path: pathlib.Path) -> None:
+    fp8 = numbers(4, 6).astype(ml_dtypes.float8_e4m3fn)
+    one = np.float32(0.5)
+    tree = {"a": {"w": fp8, "s": one}, "b": {"w": fp8, "s": numbers(4, 1)}, "norm": {"w": numbers(4)}, "step": 3}
+    tr.save(tmp_path / "c", tree)
+    found = tr.restore(tmp_path / "c", rules=[rules.scale("(.*)/w", r"\1/s", "float32")])
+    values = fp8.astype(np.float32)
+    expected = {"a": {"w": values / 2}, "b": {"w": values * numbers(4, 1)}, "norm": {"w": numbers(4)}}
+    assert_same(found, {**expected, "step": 3})
+    shared = [rules.drop("b/s"), rules.scale("[ab]/w", "a/s", "float32")]
+    assert_same(tr.restore(tmp_path / "c", rules=shared)["b"], {"w": values / 2})
+    twice = [rules.scale("b/s", "a/s", "float32"), rules.scale("b/w", "b/s", "float32")]
+    found = tr.restore(tmp_path / "c", rules=[rules.copy("a/s", "c"), *twice, rules.rename("^c$", "a/s")])
+    assert_same(found["b"], {"w": values * (numbers(4, 1) / 2)})
+    for changes, message in [
+        ([rules.drop("a/s")], "a/w is of one byte an element, and there is no a/s to scale it by"),
+        ([rules.drop("*/s")], r"scale\('\(\.\*\)/w', .*matches none of the 4 leaves"),
+        ([rules.copy("step", "norm/s")], "norm/s is no array but a int"),
+        ([rules.cast("b/s", "float64")], "b/s is of float64, which float32 does not hold; cast it before"),
+        ([rules.cast("b/w", "int32")], "b/w is of int32, which float32 does not hold"),
+        ([rules.cast("a/s", "complex64")], "a/s is of complex64, which float32 does not hold"),
+        ([rules.reshape("b/s", (4,))], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4\]; expected one scale, or"),
+        ([rules.tile("b/s", 3)], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4, 3\]"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(tmp_path / "c").apply([*changes, rules.scale("(.*)/w", r"\1/s", "float32")])
+    for rule, message in [
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(2, 6)), r"a scale for each block of \[2, 6\]"),
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(2,)), r"a scale for each block of \[2\]"),
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(0, 6)), "a whole number for each axis, at least 1"),
+        (lambda: rules.scale("b/w", "b/s", "int8"), "expected a floating-point dtype, found 'int8'"),
+        (lambda: rules.scale("b/w", r"\1", "float32"), "does not fit the pattern"),
+        (lambda: rules.scale("(", "s", "float32"), "is not a regular expression"),
+        (lambda: rules.scale("b/.", "b/s", "float32"), "b/s is a scale and has one, b/s; choose a narrower pattern"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(tmp_path / "c").apply([rule()])
+
+
+def test_keys_are_not_scaled(layers: pathlib.Path) -> None:
+    with pytest.raises(MismatchError, match="key is an array of PRNG keys"):
+        tr.open(layers).apply([rules.copy("layers/0/bias", "s"), rules.scale("key", "s", "float32")])
+
+
+def test_a_function_combines_whole_arrays(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def product(kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        kernel *= bias  # its own
+        return kernel.sum(0, dtype=np.float64)
+
+    change = rules.combine(
+        [r"layers/(\d+)/kernel", r"layers/(\d+)/bias"], r"sums/\1", product, shape=(4,), dtype="float64"
+    )
+    expected = {n: (x["kernel"] * x["bias"]).sum(0, dtype=np.float64) for n, x in tree()["layers"].items()}
+    state = tree()
+    others = {name: value for name, value in state.items() if name != "layers"}
+    tr.save(tmp_path / "live", state, rules=[change])
+    tr.convert(layers, tmp_path / "there", rules=[change])
+    for path, changes in [(layers, [change]), (tmp_path / "live", []), (tmp_path / "there", [])]:
+        found = tr.restore(path, {**others, "sums": expected}, rules=changes)
+        assert_same(found, {**others, "sums": expected})
+    assert_same(state["layers"], tree()["layers"])
+    assert tr.open(layers).apply([change])["sums/3"][1:3].tobytes() == expected["3"][1:3].tobytes()
+    for rule, message in [
+        (rules.combine(["embed", "lacking"], "x", product), "combine.*: nothing matches 'lacking' for x"),
+        (rules.combine(["lacking"], "x", product), "matches none of the 28 leaves"),
+        (rules.combine(["embed", "step"], "x", product), "step is no array but a int"),
+        (rules.combine(["key"], "x", product), "PRNG keys"),
+        (
+            rules.combine([r"layers/\d+/bias"], "x", product),
+            "layers/1/bias and layers/0/bias would both be part 0 of x",
+        ),
+        (rules.combine([r"embed"], "step", product), "two leaves would be called 'step'"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            tr.open(layers).apply([rule])
+    with pytest.raises(MismatchError, match=r"combine.*expected a dtype, found 'float99'"):
+        rules.combine(["embed"], "x", product, dtype="float99")
+    wrong = tr.open(layers).apply([rules.combine(["layers/0/kernel", "layers/0/bias"], "x", product)])
+    with pytest.raises(
+        MismatchError, match=r"x: expected float32\[3, 4\] .*, found float64\[4\]; pass shape= and dtype="
+    ):
+        np.asarray(wrong["x"])
 
 
 def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -203,6 +576,8 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
         (lambda: [rules.transpose("embed", (0, 2))], "has not the axes"),
         (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
+        (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, found 'float99'"),
+        (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
         (lambda: [rules.cast("step", "float32")], "step is no array but a int"),
         (lambda: [rules.transpose("key", (0,))], "PRNG keys, which can only be renamed or dropped"),
         (lambda: [rules.stack("layers/**")], "expected a '\\*' in the place of the numbers"),
@@ -211,6 +586,25 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.split("embed", ["a", "b"], axis=2)], "axis 2 of 2"),
         (lambda: [rules.concat(["embed", "lacking"], "x")], "nothing matches 'lacking'"),
         (lambda: [rules.concat(["embed", "attention/out"], "x")], "arrays of one shape and dtype"),
+        (
+            lambda: [rules.tile("embed", (2, 0))],
+            r"tile\('embed', \(2, 0\)\): expected a whole number for each axis, at least 1",
+        ),
+        (lambda: [rules.tile("embed", (2.5,))], "expected a whole number for each axis"),
+        (lambda: [rules.tile("lacking", 2)], "matches none of the 28 leaves"),
+        (lambda: [rules.tile("key", 2)], "PRNG keys, which can only be renamed or dropped"),
+        (lambda: [rules.tile("step", 2)], "step is no array but a int"),
+        (lambda: [rules.pad("embed", ((0, -1), (0, 0)))], "expected a pair of whole numbers for each axis, at least 0"),
+        (lambda: [rules.pad("embed", (1, 2))], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", ((1,), (1, 2)))], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", 2)], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.pad("embed", ((0, 1),))], r"embed of shape \[5, 6\] needs a pair for each axis"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 0.1)], r"embed is of bfloat16, in which 0.1 would be 0.10009"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 1j)], r"embed is of bfloat16, in which 1j cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is of bfloat16, in which 'a' cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is of bfloat16, in which \[1\] cannot be"),
+        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but a none"),
+        (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys, which can only be renamed or dropped"),
         (lambda: ["rename"], "expected what treering.rules makes"),
     ],
 )
@@ -221,8 +615,41 @@ def test_a_rule_that_does_not_fit_says_so_at_once(layers: pathlib.Path, made: An
 
 def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Path) -> None:
     view = tr.open(layers).apply([rules.map("embed", lambda x: x.astype(np.float32)[:2])])
-    with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a map rule, found float32\[2, 6\]"):
+    with pytest.raises(MismatchError, match=r"bfloat16\[5, 6\] from the function of a rule, found float32\[2, 6\]"):
         np.asarray(view["embed"])
+
+
+def test_what_a_function_changes_in_place_is_its_own(tmp_path: pathlib.Path) -> None:
+    tree = {"x": numbers(3 << 20, 2)}  # more than is written at a time
+
+    def doubled(array: np.ndarray) -> np.ndarray:
+        array *= 2
+        return array
+
+    for n, save in enumerate((tr.save, lambda *a, **k: tr.save_async(*a, **k).result())):
+        save(tmp_path / f"{n}", tree, rules=[rules.map("x", doubled)])
+        assert (tree["x"] == numbers(3 << 20, 2)).all()
+        assert (tr.restore(tmp_path / f"{n}")["x"] == 2 * tree["x"]).all()
+
+
+@pytest.mark.parametrize(
+    "rule", [rules.reshape("x", (1,)), rules.map("x", lambda x: x[None], shape=(1,))], ids=["reshape", "map"]
+)
+def test_a_scalar_that_gets_axes_is_an_array(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
+    tr.save(tmp_path / "c", {"x": np.float32(3)}, rules=[rule])
+    assert '"numpy","float32",[1]' in (tmp_path / "c" / "treering.json").read_text()
+    assert_same(tr.restore(tmp_path / "c"), {"x": np.full(1, 3, np.float32)})
+    assert_same(tr.restore(tmp_path / "c", rules=[rules.reshape("x", ())]), {"x": np.full((), 3, np.float32)})
+
+
+def test_dtypes_of_rules_have_their_names_without_jax(layers: pathlib.Path) -> None:
+    code = (
+        "import sys, treering as tr\n"
+        "assert not {'jax', 'ml_dtypes'} & set(sys.modules)\n"
+        f"print(tr.open({str(layers)!r}).apply([tr.rules.cast('attention/*', 'bfloat16')]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "bfloat16[2,12]" in ran.stdout, ran.stderr
 
 
 def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
@@ -235,8 +662,49 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.unstack("x9/*", optional=True),
         rules.split("x9", ["a"], optional=True),
         rules.concat(["x9"], "y", optional=True),
+        rules.tile("x9", 2, optional=True),
+        rules.scale("x9", "y", "float32", optional=True),
+        rules.scale("embed", "y", "float32", optional=True),
+        rules.combine(["x9"], "y", np.negative, optional=True),
+        rules.pad("x9", [], optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_rules_say_what_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    tree = {"a": numbers(2, 3), "b": numbers(2, 3)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "c", tree)
+    shutil.rmtree(tmp_path / "c" / "a")
+    for rule in (
+        rules.cast("*", "float16"),
+        rules.reshape("*", (3, 2)),
+        rules.transpose("*", (1, 0)),
+        rules.tile("*", (1, 1)),
+        rules.pad("*", [(0, 1), (0, 0)]),
+        rules.map("*", np.negative),
+    ):
+        view = tr.open(tmp_path / "c").apply([rule])
+        assert "a  lost" in repr(view)
+        expected = np.asarray(view["b"])
+        assert_same(tr.restore(tmp_path / "c", {"b": expected}, rules=[rule], extra="ignore"), {"b": expected})
+        for like in ({"a": expected, "b": expected}, None):
+            with pytest.raises(CorruptError, match=r"a/\.zarray: expected an array's metadata"):
+                tr.restore(tmp_path / "c", like, rules=[rule])
+    for rule in (
+        rules.concat(["a", "b"], "x"),
+        rules.combine(["b", "a"], "x", np.add),
+        rules.scale("a", "b", "float32"),
+        rules.scale("b", "a", "float32"),
+        rules.split("a", ["c", "d"]),
+    ):
+        with pytest.raises(CorruptError, match=r"a/\.zarray: expected an array's metadata"):
+            tr.open(tmp_path / "c").apply([rule])
+        assert "lost" not in repr(tr.open(tmp_path / "c").apply([rules.drop("a"), rules.rename("b", "c")]))
 
 
 def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) -> None:
@@ -247,3 +715,19 @@ def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) 
     use_disk(Unread())
     shown = repr(tr.open(layers).apply([rules.stack("layers/*/**")]))
     assert any(line.split() == ["layers/kernel", "float32[11,3,4]"] for line in shown.splitlines())
+
+
+def test_the_module_shows_its_rules_and_nothing_else() -> None:
+    assert dir(rules) == sorted(rules.__all__)
+    for name in dir(rules):
+        rule = getattr(rules, name)
+        assert rule.__module__ == "treering.rules" and rule.__doc__
+        assert inspect.signature(rule).parameters["optional"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_the_guide_lists_every_rule() -> None:
+    guide = (pathlib.Path(__file__).parent.parent / "docs" / "guide.md").read_text()
+    for name in dir(rules):
+        given = [p for p in inspect.signature(getattr(rules, name)).parameters.values() if p.name != "optional"]
+        shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given)
+        assert f"\n| `{name}({shown})` | " in guide

@@ -126,7 +126,7 @@ class Checkpoint(Mapping[str, Any]):
         Raises `MismatchError` for a rule that fits nothing, or not what it finds.
         """
         from . import _views
-        from .rules import apply
+        from ._rules import apply
 
         leaves = apply(rules, _views.leaves_of(self._entries))
         # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.

@@ -1,7 +1,6 @@
 """Leaves that are made of other leaves when they are read: box by box, so that no more is read than is wanted."""
 
 import datetime
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +44,10 @@ class Leaf(msgspec.Struct, frozen=True):
             "shape": entry.shape,
             "impl": entry.impl,
         }
-        return Leaf(ArrayEntry(**{**fields, **changed}), plan)
+        made = ArrayEntry(**{**fields, **changed})
+        if made.type == "numpy-scalar" and made.shape:
+            made = ArrayEntry(made.path, "numpy", made.dtype, made.shape)
+        return Leaf(made, plan)
 
     @property
     def array(self) -> ArrayEntry:
@@ -87,47 +89,6 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
     return leaf.made(plan, shape=tuple(leaf.array.shape[axis] for axis in axes))
 
 
-def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
-    """The leaf in another shape of the same size.
-
-    Axes that make up one another are on their own, so that a box along other axes reads no more than itself; of such a
-    group, read are the rows between the first and the last wanted element.
-    """
-    old = leaf.array.shape
-
-    def plan(box: Box) -> Plan:
-        if not math.prod(extent(box)):
-            return Plan([], lambda arrays: _empty(extent(box), leaf.array.dtype))
-        source: list[tuple[int, int]] = []
-        sizes, skipped = [], []  # of each group: elements that are read, and those of them before the first wanted one
-        groups = _groups(old, shape)
-        for before, after in groups:
-            first = _flat([start for start, _ in box[after]], shape[after])
-            last = _flat([stop - 1 for _, stop in box[after]], shape[after])
-            rows = _covering(old[before], first, last)
-            source += rows
-            sizes.append(math.prod(extent(rows)))
-            skipped.append(first - _flat([start for start, _ in rows], old[before]))
-        inner = leaf.plan_of(tuple(source))
-
-        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            import numpy as np
-
-            flat = np.ascontiguousarray(inner.make(arrays)).reshape(-1)
-            steps = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]  # elements from one of a group to the next
-            begin = sum(count * step for count, step in zip(skipped, steps, strict=True))
-            strides = [
-                flat.itemsize * step * math.prod(shape[axis + 1 : after.stop])
-                for (_, after), step in zip(groups, steps, strict=True)
-                for axis in range(after.start, after.stop)
-            ]
-            return np.lib.stride_tricks.as_strided(flat[begin:], extent(box), strides)
-
-        return Plan(inner.needs, make)
-
-    return leaf.made(plan, shape=shape)
-
-
 def cast(leaf: Leaf, dtype: str) -> Leaf:
     """The leaf's values in another dtype."""
 
@@ -148,55 +109,6 @@ def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
     return leaf.made(plan, dtype=dtype)
 
 
-def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
-    """Leaves of one shape and dtype side by side along a new axis."""
-
-    def plan(box: Box) -> Plan:
-        rest = box[:axis] + box[axis + 1 :]
-        inner = [leaf.plan_of(rest) for leaf in leaves[slice(*box[axis])]]
-
-        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            import numpy as np
-
-            out = _empty(extent(box), leaves[0].array.dtype)
-            for n, part in enumerate(_each(inner, arrays)):
-                out[(slice(None),) * axis + (n,)] = part
-            return np.asarray(out)
-
-        return Plan([need for one in inner for need in one.needs], make)
-
-    shape = leaves[0].array.shape
-    kind = {"jax-weak": "jax", "numpy-scalar": "numpy"}.get(leaves[0].array.type, leaves[0].array.type)
-    return leaves[0].made(plan, path=path, shape=(*shape[:axis], len(leaves), *shape[axis:]), type=kind)
-
-
-def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
-    """Leaves one behind the other along an axis that they have."""
-    ends = [0]
-    for leaf in leaves:
-        ends.append(ends[-1] + leaf.array.shape[axis])
-    shape = leaves[0].array.shape
-    whole = (*shape[:axis], ends[-1], *shape[axis + 1 :])
-
-    def plan(box: Box) -> Plan:
-        parts: list[tuple[Box, Plan]] = []
-        for leaf, start, stop in zip(leaves, ends, ends[1:], strict=False):
-            common = intersect(box, (*box[:axis], (start, stop), *box[axis + 1 :]))
-            if common:
-                own = (common[axis][0] - start, common[axis][1] - start)
-                parts.append((common, leaf.plan_of((*common[:axis], own, *common[axis + 1 :]))))
-
-        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            out = _empty(extent(box), leaves[0].array.dtype)
-            for (common, _), part in zip(parts, _each([one for _, one in parts], arrays), strict=True):
-                out[slices(common, box)] = part
-            return out
-
-        return Plan([need for _, one in parts for need in one.needs], make)
-
-    return leaves[0].made(plan, path=path, shape=whole)
-
-
 def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: bool = False) -> Leaf:
     """A range of the leaf along an axis; with `drop_axis` its only position there."""
 
@@ -212,27 +124,55 @@ def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: 
     return leaf.made(plan, path=path, shape=(*shape[:axis], *middle, *shape[axis + 1 :]))
 
 
-def mapped(leaf: Leaf, function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...]) -> Leaf:
-    """What a function makes of the whole leaf, which is read for every box of it."""
-    from .errors import MismatchError
+def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
+    """The leaf again and again along each axis. Where a box reaches over an end of it, all of that axis is read."""
+    old = leaf.array.shape
 
     def plan(box: Box) -> Plan:
-        inner = leaf.plan_of(whole(leaf.array.shape))
+        source: list[tuple[int, int]] = []
+        for (start, stop), size in zip(box, old, strict=True):
+            begin = start - start % size if size else 0
+            source.append((start - begin, stop - begin) if stop - begin <= size else (0, size))
+        inner = leaf.plan_of(tuple(source))
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            found = np.asarray(function(inner.make(arrays)))
-            expected = _dtypes.to_numpy(leaf.array.dtype)
-            if found.shape != shape or found.dtype != expected:
-                raise MismatchError(
-                    f"{leaf.entry.path}: expected {expected}{list(shape)} from the function of a map rule, found "
-                    f"{found.dtype}{list(found.shape)}; pass shape=, and change the dtype by a cast rule"
-                )
-            return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
+            array = inner.make(arrays)
+            for axis, ((start, stop), size) in enumerate(zip(box, old, strict=True)):
+                if start // max(size, 1) != (stop - 1) // max(size, 1):
+                    array = array.take(np.arange(start, stop) % max(size, 1), axis)
+            return array
 
         return Plan(inner.needs, make)
 
+    return leaf.made(plan, shape=tuple(size * count for size, count in zip(old, repeats, strict=True)))
+
+
+def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -> Leaf:
+    """The leaf with as many elements of one value before and after it along each axis."""
+    old = leaf.array.shape
+    inside = tuple((before, before + size) for (before, _), size in zip(widths, old, strict=True))
+
+    def plan(box: Box) -> Plan:
+        common = intersect(box, inside)
+        if common is None:
+            inner = Plan([], lambda arrays: empty((0,), leaf.array.dtype))
+        else:
+            inner = leaf.plan_of(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, inside, strict=True)))
+        if common == box:
+            return inner
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            out = empty(extent(box), leaf.array.dtype)
+            out[...] = value
+            if common is not None:
+                out[slices(common, box)] = inner.make(arrays)
+            return out
+
+        return Plan(inner.needs, make)
+
+    shape = tuple(before + size + after for (before, after), size in zip(widths, old, strict=True))
     return leaf.made(plan, shape=shape)
 
 
@@ -289,7 +229,7 @@ class View:
     ) -> "list[np.ndarray]":
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, map=map)
-        arrays = list(_each(plans, found))
+        arrays = list(each(plans, found))
         owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
@@ -300,53 +240,14 @@ class View:
         return self._reader.problems()
 
 
-def _each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
+def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
     """What each plan makes of its part of what was read for all of them."""
     rest = iter(arrays)
     for plan in plans:
         yield plan.make([next(rest) for _ in plan.needs])
 
 
-def _empty(shape: tuple[int, ...], dtype: str) -> "np.ndarray":
+def empty(shape: tuple[int, ...], dtype: str) -> "np.ndarray":
     import numpy as np
 
     return np.empty(shape, _dtypes.to_numpy(dtype))
-
-
-def _flat(position: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of elements, in C order, before a position."""
-    found = 0
-    for index, size in zip(position, shape, strict=True):
-        found = found * size + index
-    return found
-
-
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """The axes of two shapes of one size, not 0, in the smallest groups that are of one size in both."""
-    found: list[tuple[slice, slice]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first, second = i, j
-        i, j = min(i + 1, len(old)), min(j + 1, len(new))
-        while (a := math.prod(old[first:i])) != (b := math.prod(new[second:j])):
-            i, j = (i + 1, j) if a < b else (i, j + 1)
-        found.append((slice(first, i), slice(second, j)))
-    return found
-
-
-def _covering(shape: tuple[int, ...], first: int, last: int) -> Box:
-    """The smallest box whose elements lie side by side in C order and hold those from `first` to `last`."""
-    low, high = _position(first, shape), _position(last, shape)
-    differ = next((axis for axis in range(len(shape)) if low[axis] != high[axis]), len(shape))
-    return tuple(
-        (a, b + 1) if axis <= differ else (0, size)
-        for axis, (a, b, size) in enumerate(zip(low, high, shape, strict=True))
-    )
-
-
-def _position(flat: int, shape: tuple[int, ...]) -> list[int]:
-    found: list[int] = []
-    for size in reversed(shape):
-        flat, index = divmod(flat, size)
-        found.append(index)
-    return found[::-1]

@@ -9,7 +9,8 @@ there and decoder in T5X. Adafactor's state lies below ``state/param_states``.
 
 import re
 
-from ..rules import Leaves, Rule, rename
+from .._rules import Leaves, Rule
+from ..rules import rename
 
 _NORMS = (
     ("encoder", 0, "pre_attention_layer_norm"),
