@@ -76,11 +76,13 @@ class WriterLock:
                         f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
                         "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
                     )
-                _check_version(self._disk, fd, path)
                 self._held.append(_Held(fd, path, made))
                 if self._disk.same_file(fd, path):
+                    _check_version(self._disk, fd, path)
                     return fd
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, UnsupportedError):  # it is locked, and is not ours to remove all the same
+                    self._held.clear()
                 if not self._held:  # the file is another's
                     self._disk.close(fd)
                 raise
