@@ -16,7 +16,7 @@ from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from . import zarr
-from .foreign import Lost, Stored
+from .foreign import Stored
 from .orbax import ABOUT_ARRAYS, STATE, TREE, is_file, read_json
 from .orbax_metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
 from .orbax_state import placeholder, read_aggregated
@@ -42,7 +42,7 @@ class Tree(NamedTuple):
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
         """A tree of which nothing can be read."""
-        return cls([lost(path, why)], {path: Lost(why)}, [LEAF])
+        return cls([lost(path, why)], {}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -136,7 +136,6 @@ def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
             reasons[path] = f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none"
         if path in reasons:
             entries.append(lost(path, reasons[path]))
-            stored[path] = Lost(reasons[path])
         elif path in values or kind in ("None", "string"):
             value = values[path] if path in values else texts[name] if kind == "string" else None
             entries.append(ValueEntry(path, *encode(value)))
