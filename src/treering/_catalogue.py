@@ -48,14 +48,14 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
     """A leaf, or everything below a path, that should be there and cannot be read.
 
-    It looks like an array, so that whatever reads it fails with `CorruptError(why)`.
+    It looks like an array, so that whatever reads it fails with a `CorruptError` that says why.
     """
 
-    why: str = ""
+    why: tuple[str, ...] = ()
 
     def at(self, path: str) -> "LostEntry":
         """The same loss under another path."""
-        return lost(path, self.why)
+        return lost(path, *self.why)
 
 
 class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False):
@@ -81,14 +81,14 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
 Entry = ArrayEntry | ValueEntry
 
 
-def lost(path: str, why: str) -> LostEntry:
+def lost(path: str, *why: str) -> LostEntry:
     """The entry of what should lie at a path and cannot be read."""
     return LostEntry(path, "numpy", "uint8", (), "", why)
 
 
 def check_whole(entries: Iterable[Entry]) -> None:
     """Raises `CorruptError` that names what cannot be read of these entries."""
-    if reasons := tuple(dict.fromkeys(entry.why for entry in entries if isinstance(entry, LostEntry))):
+    if reasons := tuple(dict.fromkeys(why for entry in entries if isinstance(entry, LostEntry) for why in entry.why)):
         listed = "\n".join(reasons[:5])
         raise CorruptError(f"{listed}\nand {len(reasons) - 5} more like these" if len(reasons) > 5 else listed)
 

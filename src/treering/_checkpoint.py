@@ -117,7 +117,13 @@ class Checkpoint(Mapping[str, Any]):
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them."""
         globs = [glob] if isinstance(glob, str) else list(glob)
-        entries = {path: entry for path, entry in self._entries.items() if matches(path, globs)}
+
+        def fits(path: str, entry: Entry) -> bool:
+            return matches(path, globs) or (
+                isinstance(entry, LostEntry) and any(glob.startswith(f"{path}/") for glob in globs)
+            )
+
+        entries = {path: entry for path, entry in self._entries.items() if fits(path, entry)}
         return Checkpoint(self._reader, entries, None, self._part)
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from treering import rules
-from treering.errors import MismatchError
+from treering.errors import CorruptError, MismatchError
 
 
 class Model(nnx.Module):
@@ -31,7 +31,7 @@ class Model(nnx.Module):
         self.dense = nnx.Linear(4, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
-        if depth:  # of a list within a module that is saved itself Orbax writes what it cannot read
+        if depth:  # see `test_a_model_with_a_list`
             self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(depth)])
         self.cache = nnx.Cache({"k": jnp.full(3, seed + 1.0), "v": jnp.full(3, seed + 2.0)})
 
@@ -116,6 +116,33 @@ def test_what_orbax_wrote_fits_its_own_template(tmp_path: pathlib.Path, name: st
     for found in (tr.diff(path, tree), tr.diff(tree, path)):
         lone = {*found.only_a, *found.only_b}  # what has no leaves is None to Orbax
         assert not found.changed and found.equal > 0 and all(tr.open(path)[name] is None for name in lone)
+
+
+def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
+    """Saved itself, its list has numbers and an attribute as keys, which Orbax cannot read back even into the model."""
+    model, like = Model(0), Model(1)
+    path = written_by_orbax(tmp_path / "theirs", model)
+    with pytest.raises(TypeError, match="not supported between instances of 'str' and 'int'"):
+        read_by_orbax(path, Model(1))
+    assert list(tr.restore(path, at="layers")) == [*map(str, range(12)), "_pytree__state"]
+    assert bits(tr.restore(path, like)) == bits(model)
+    assert bits(tr.restore(path, nnx.state(like))) == bits(model)
+    assert_same(tr.restore(path, nnx.state(like.layers[10]), at="layers/10"), nnx.state(model.layers[10]))
+    tr.convert(path, tmp_path / "ours")
+    assert bits(tr.restore(tmp_path / "ours", like)) == bits(model)
+    assert not tr.diff(path, model).changed
+    some = nnx.List([3, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(2))])  # the first is not saved
+    path = written_by_orbax(tmp_path / "some", {"l": some, "w": np.ones(3)})
+    found = tr.restore(path, {"l": nnx.List([4, nnx.Linear(2, 2, rngs=nnx.Rngs(1)), some[2]]), "w": np.ones(3)})
+    assert bits(found["l"]) == bits(some) and found["l"][0] == 4
+    path = tmp_path / "theirs"
+    about = json.loads((path / "_METADATA").read_text())
+    for one in about["tree_metadata"].values():  # so that a number and an attribute are called the same
+        if [key["key"] for key in one["key_metadata"]][:2] == ["layers", "3"]:
+            one["key_metadata"][1] = {"key": "4", "key_type": 2}
+    (path / "_METADATA").write_text(json.dumps(about))
+    with pytest.raises(CorruptError, match=r"layers\.4"):
+        tr.open(path)
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -488,12 +488,13 @@ def leaf(*keys: Any, kind: str = "np.ndarray", skip: bool = False, types: Any = 
     [
         ([leaf("..", "w")], CorruptError, "nothing"),  # a name as any other in a database
         ([leaf("w"), leaf("w")], CorruptError, "one leaf of this name"),
-        ([leaf("w"), leaf("w", "x")], CorruptError, "one kind of container"),
+        ([leaf("w"), leaf("w", "x")], CorruptError, "a leaf or a container"),
         ([leaf("w", "x"), leaf("w")], CorruptError, "one leaf of this name"),
-        ([leaf(), leaf("w")], CorruptError, "one kind of container"),
+        ([leaf(), leaf("w")], CorruptError, "a leaf or a container"),
         ([leaf("w"), leaf()], CorruptError, "one leaf of this name"),
-        ([leaf("w"), leaf("0")], CorruptError, "one kind of keys"),
-        ([leaf("w", types=3)], CorruptError, "one kind of keys"),
+        ([leaf("0", "w"), leaf("0", "x", types=2)], CorruptError, "one key '0' at this place"),
+        ([leaf("w"), leaf("0")], CorruptError, r"0/\.zarray"),
+        ([leaf("w", types=3)], CorruptError, "keys of a kind that is known"),
         ([leaf("l", "0"), leaf("l", "2")], CorruptError, "numbered from 0"),
         ([leaf("l", "01")], CorruptError, "numbered from 0"),
         ([leaf("a.b"), leaf("a", "b")], CorruptError, "one name"),

@@ -64,6 +64,7 @@ def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFix
         lambda: tr.restore(step, WHOLE),
         lambda: tr.restore(step, WHOLE, missing="template"),
         lambda: tr.restore(step, at=item),
+        lambda: tr.open(step).select(f"{item}/*").restore(),
         lambda: tr.restore(tmp_path / "run"),
         lambda: tr.open(tmp_path / "run"),
         lambda: tr.open(step).abstract(),

@@ -355,7 +355,7 @@ def test_indexes_that_lie(tmp_path: Path, change: Any, error: Any, text: str) ->
     found["weight_map"].update(change)
     index.write_text(json.dumps(found))
     with pytest.raises(error, match=text):
-        tr.open(index)
+        tr.restore(index)
     index.write_text("[" * 10**5)
     with pytest.raises(CorruptError, match="not an index"):
         tr.open(index)

@@ -348,7 +348,7 @@ def test_specs_that_lie(tmp_path: Path, changes: Any, kind: type, text: str) -> 
             assert tr.restore(folder)["target"]["leaf"].sum() == 16
             continue
         with pytest.raises(kind, match=text) as caught:
-            tr.open(folder)
+            tr.restore(folder)
         assert type(caught.value) is kind and f"{folder}/checkpoint: target/leaf: " in str(caught.value)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .._catalogue import lost
 from .._collector import paused
 from .._paths import few, key_text, split
 from ..errors import CorruptError, UnsafeError
@@ -84,13 +85,16 @@ class Flax:
         return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, disk: Disk, path: str) -> Reader:
+        from . import zarr
         from .foreign import ForeignReader
+        from .zarr_leaves import ZarrReader
 
         main = _main(disk, path)
         with paused():
             leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
         named = step_of(os.path.basename(path)) if main == path else None
-        return ForeignReader(
+        beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
+        return (ZarrReader if beside else ForeignReader)(
             self.name,
             path,
             leaves.entries,
@@ -171,13 +175,14 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 
 def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
     """What a file holds, and the bytes that it and the arrays beside it take."""
+    from .foreign import attempt
     from .runs import File
     from .statedict import PLACEHOLDER, Elsewhere, StateDict, check_inside
 
     file = File(disk, path)
     beside = 0
 
-    def find(leaf: str, value: Any) -> Elsewhere | None:
+    def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
         nonlocal beside
         if type(value) is not str or not value.startswith(PLACEHOLDER):
             return None
@@ -188,7 +193,9 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
         if name:  # or else the whole tree is one array
             check_inside(place, name)
             place = os.path.join(place, name)
-        array = ZarrArray(place)
+        array = attempt(lambda: ZarrArray(place))
+        if isinstance(array, CorruptError):
+            return array
         beside += folder_size(disk, place)
         return Elsewhere(array.dtype, array.shape, array)
 
@@ -198,6 +205,7 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
 
 def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
     """The same of a state dict in several files, which are named by an index."""
+    from .foreign import attempt, check_file
     from .statedict import Leaves, check_apart, check_inside
 
     folder = os.path.dirname(index)
@@ -207,13 +215,15 @@ def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
         raise CorruptError(f"{index}: it is not the index of a checkpoint in several files: {error}") from None
     found = Leaves([], {}, ())
     total = 0
+    damage: dict[str, str] = {}
     for name in sorted(set(places.values())):
         check_inside(folder, name)
         path = os.path.join(folder, name)
-        there = disk.stat(path)
-        if there is None or not stat.S_ISREG(there.st_mode):
-            raise CorruptError(f"{index}: expected a file {name} beside it, found none; copy it there")
-        leaves, nbytes = _open_file(disk, path)
+        opened = attempt(lambda path=path: _open_file(disk, check_file(disk, path, index)))
+        if isinstance(opened, CorruptError):
+            damage[name] = str(opened)
+            continue
+        leaves, nbytes = opened
         total += nbytes
         for entry in leaves.entries:
             key = "/".join(split(entry.path))  # the files may be nested or not
@@ -223,8 +233,11 @@ def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
             found.entries.append(entry.at(place))
             if entry.path in leaves.arrays:
                 found.arrays[place] = leaves.arrays[entry.path]
-    if missing := {_path(key, index) for key in places} - {entry.path for entry in found.entries}:
-        raise CorruptError(f"{index}: these leaves are not in the files it names: {few(tuple(sorted(missing)))}")
+    there = {entry.path for entry in found.entries}
+    for key, name in places.items():
+        if (place := _path(key, index)) not in there:
+            why = f"{os.path.join(folder, name)}: expected the leaf {key!r}, which the index says is here"
+            found.entries.append(lost(place, damage.get(name, why)))
     check_apart([entry.path for entry in found.entries], index)
     return found, total
 

@@ -2,21 +2,25 @@
 
 import datetime
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from .._catalogue import ArrayEntry, Entry, ValueEntry
+from .._catalogue import ArrayEntry, Entry, LostEntry, ValueEntry
 from .._crew import in_parallel
 from .._dtypes import itemsize
-from .._sharding import Box, in_slices
+from .._sharding import Box, in_slices, whole
 from .._tree import Skeleton
-from ..errors import CorruptError
+from ..errors import CorruptError, UnsafeError
+from ..stores.disk import Disk
 from . import Problem
 from .runs import Runs, Small, mapped_once
 
 _SLICE = 64 << 20  # bytes of an array that are checked at a time
+T = TypeVar("T")
 
 
 class Stored(Protocol):
@@ -34,21 +38,39 @@ class Stored(Protocol):
         ...
 
 
-class Lost:
+def attempt(read: Callable[[], T]) -> T | CorruptError:
+    """What is read, or why it cannot be. What can only be meant to do harm is raised."""
+    try:
+        return read()
+    except UnsafeError:
+        raise
+    except CorruptError as error:
+        return error
+
+
+def check_file(disk: Disk, path: str, index: str) -> str:
+    """The path of a file that an index names. Raises `CorruptError` unless there is one."""
+    there = disk.stat(path)
+    if there is None or not stat.S_ISREG(there.st_mode):
+        raise CorruptError(f"{path}: expected the file that {os.path.basename(index)} names, found nothing")
+    return path
+
+
+class _Lost:
     """What stands for the array of a `LostEntry`; see `Stored`."""
 
-    def __init__(self, why: str):
+    def __init__(self, why: Sequence[str]):
         self._why = why
 
     def read(self, box: Box, map: bool) -> np.ndarray:
-        raise CorruptError(self._why)
+        raise CorruptError("\n".join(self._why))
 
     def can_map(self) -> bool:
         return False
 
 
 class ForeignReader:
-    """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`."""
+    """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
 
     positional = False
     untold: frozenset[str] = frozenset()
@@ -77,7 +99,8 @@ class ForeignReader:
         self.skeleton = skeleton
         self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
         self.created = created
-        self._arrays = arrays
+        lost = {path: _Lost(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
+        self._arrays: Mapping[str, Stored] = {**arrays, **lost} if lost else arrays
         self.numbers_are_arrays = numbers_are_arrays
         self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
 
@@ -117,10 +140,22 @@ class ForeignReader:
         return found
 
     def problems(self) -> Iterator[Problem]:
+        lost: dict[str, list[str]] = {}
         for path, entry in self.entries.items():
-            if not isinstance(entry, ValueEntry):
-                try:
-                    for box in in_slices(entry.shape, itemsize(entry.dtype), _SLICE):
-                        self._arrays[path].read(box, False)
-                except (CorruptError, OSError) as error:
-                    yield Problem(self.path, (path,), None, str(error))
+            for why in entry.why if isinstance(entry, LostEntry) else ():
+                lost.setdefault(why, []).append(path)
+        for why, paths in lost.items():
+            yield Problem(self.path, tuple(paths), None, why)
+        for path, entry in self.entries.items():
+            if not isinstance(entry, ValueEntry | LostEntry):
+                for what in self._damage_of(entry):
+                    yield Problem(self.path, (path,), None, what)
+
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        """Reads all of an array and yields what is wrong, part by part."""
+        for box in in_slices(entry.shape, itemsize(entry.dtype), _SLICE):
+            try:
+                self._arrays[entry.path].read(box, False)
+            except (CorruptError, OSError) as error:
+                part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
+                yield f"{error} (in [{part}])" if part else str(error)

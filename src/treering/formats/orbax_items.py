@@ -177,7 +177,7 @@ def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> T
         if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
             return tree  # Orbax does not say of which kind the key is, and only one kind is of this size
         one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
-    return Tree([one], {one.path: tree.arrays[path]}, [LEAF])
+    return Tree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
 
 
 def _together(trees: Mapping[str, Tree]) -> Tree:

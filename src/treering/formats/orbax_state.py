@@ -9,7 +9,7 @@ from .._catalogue import ArrayEntry, Entry, ValueEntry, lost
 from ..errors import CorruptError
 from ..stores.disk import Disk
 from . import zarr
-from .foreign import Lost, Stored
+from .foreign import Stored
 from .orbax import PLACEHOLDERS, STATE
 from .runs import File
 from .statedict import Leaves, StateDict, check_inside
@@ -37,7 +37,7 @@ def read_state(disk: Disk, folder: str, at: str | None) -> Leaves:
     stored: dict[str, Stored] = {**leaves.arrays}
     for path, array in zip(names, arrays, strict=True):
         if isinstance(array, CorruptError):
-            entries[path], stored[path] = lost(path, str(array)), Lost(str(array))
+            entries[path] = lost(path, str(array))
         else:
             entries[path], stored[path] = ArrayEntry(path, "numpy", array.dtype, array.shape), array
     return Leaves(list(entries.values()), stored, leaves.skeleton)

@@ -16,7 +16,7 @@ from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from . import zarr
-from .foreign import Lost, Stored
+from .foreign import Stored
 from .orbax import ABOUT_ARRAYS, STATE, TREE, is_file, read_json
 from .orbax_metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
 from .orbax_state import placeholder, read_aggregated
@@ -42,7 +42,7 @@ class Tree(NamedTuple):
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
         """A tree of which nothing can be read."""
-        return cls([lost(path, why)], {path: Lost(why)}, [LEAF])
+        return cls([lost(path, why)], {}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -68,11 +68,25 @@ class _Place(NamedTuple):
 
 
 class _Branch:
-    """A container that is being put together."""
+    """A container that is being put together, and the kinds of its keys.
 
-    def __init__(self, kind: int):
-        self.kind = kind
+    Of both kinds are those of a list within a module that was saved itself (`nnx.List`): an attribute, and numbers, of
+    which those are left out where there is nothing to save.
+    """
+
+    def __init__(self) -> None:
         self.children: dict[str, _Branch | _Place] = {}
+        self.kinds: dict[str, int] = {}
+
+    def is_list(self) -> bool:
+        return bool(self.kinds) and DICT not in self.kinds.values()
+
+    def keys(self, path: str) -> list[str]:
+        """In order, numbers first. Raises `CorruptError` where an item of a list is not there."""
+        numbers = sorted((key for key, kind in self.kinds.items() if kind == SEQUENCE), key=lambda key: (len(key), key))
+        if self.is_list() and numbers != [str(n) for n in range(len(numbers))]:
+            raise CorruptError(f"{path or '(root)'}: expected items numbered from 0, found {[*self.kinds]!r:.100}")
+        return numbers + [key for key, kind in self.kinds.items() if kind == DICT]
 
 
 def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
@@ -136,7 +150,6 @@ def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
             reasons[path] = f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none"
         if path in reasons:
             entries.append(lost(path, reasons[path]))
-            stored[path] = Lost(reasons[path])
         elif path in values or kind in ("None", "string"):
             value = values[path] if path in values else texts[name] if kind == "string" else None
             entries.append(ValueEntry(path, *encode(value)))
@@ -162,13 +175,17 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         for key in keys:
             place = root if parent is None else parent.children.get(last)
             if place is None or (isinstance(place, _Place) and place.kind in _BARE):  # which was filled later
-                place = _Branch(key.key_type)
+                place = _Branch()
                 if parent is None:
                     root = place
                 else:
                     parent.children[last] = place
-            if isinstance(place, _Place) or place.kind != key.key_type or key.key_type not in (SEQUENCE, DICT):
-                raise CorruptError(f"{name}: expected one kind of container with one kind of keys at each place")
+            if isinstance(place, _Place):
+                raise CorruptError(f"{name}: expected a leaf or a container at each place, found both")
+            if key.key_type not in (SEQUENCE, DICT):
+                raise CorruptError(f"{name}: expected keys of a kind that is known, found the kind {key.key_type}")
+            if place.kinds.setdefault(key.key, key.key_type) != key.key_type:
+                raise CorruptError(f"{name}: expected one key {key.key!r} at this place, found a number and a name")
             parent, last = place, key.key
         there = root if parent is None else parent.children.get(last)
         if there is not None and not (isinstance(there, _Branch) and kind in _BARE):
@@ -177,7 +194,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
             parent.children[last] = _Place("", name, kind, aggregated)
         elif there is None:
             root = _Place("", name, kind, aggregated)
-    return root or _Branch(DICT)
+    return root or _Branch()
 
 
 def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[Node | int]]:
@@ -192,14 +209,8 @@ def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[
             if place.kind not in _EMPTY:
                 found.append(place._replace(path=path))
             continue
-        keys = list(place.children)
-        if place.kind == SEQUENCE:
-            keys = [str(n) for n in range(len(keys))]
-            if any(key not in place.children for key in keys):
-                raise CorruptError(
-                    f"{path or '(root)'}: expected items numbered from 0, found {list(place.children)!r:.100}"
-                )
-        skeleton.append(Node("list", "", len(keys)) if place.kind == SEQUENCE else Node("dict", "", keys))
+        keys = place.keys(path)
+        skeleton.append(Node("list", "", len(keys)) if place.is_list() else Node("dict", "", keys))
         stack += [(join(path, key_text(key), root=root), False, place.children[key]) for key in reversed(keys)]
     return found, skeleton
 

@@ -89,7 +89,7 @@ def decode_header(data: bytes | bytearray, name: str) -> Header:
 
 
 def check_side_by_side(header: Header, file_size: int, name: str) -> None:
-    """Raises `UnsafeError` unless the tensors fill the file without holes and overlaps."""
+    """Raises `UnsafeError` for holes and overlaps, `CorruptError` for a file of another size than the tensors take."""
     import numpy as np
 
     try:
@@ -97,9 +97,11 @@ def check_side_by_side(header: Header, file_size: int, name: str) -> None:
     except OverflowError:
         raise UnsafeError(f"{name}: a tensor lies beyond 2^63") from None
     begins, ends = offsets[np.lexsort((offsets[:, 1], offsets[:, 0]))].T
-    edges = np.concatenate([[0], ends]), np.concatenate([begins, [file_size - header.size]])
-    if not np.array_equal(*edges):
+    edges = np.concatenate([[0], ends])
+    if not np.array_equal(edges[:-1], begins):
         raise UnsafeError(f"{name}: the tensors do not lie side by side from the header to the end of the file")
+    if header.size + int(edges[-1]) != file_size:
+        raise CorruptError(f"{name}: expected {header.size + int(edges[-1])} bytes, found {file_size}")
 
 
 def check(header: Header, sizes: Sequence[int], file_size: int, name: str) -> None:

@@ -1,20 +1,19 @@
 """Reading safetensors files, single or in shards with an index."""
 
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry, Entry, decode_float
+from .._catalogue import ArrayEntry, Entry, decode_float, lost
 from .._collector import paused
 from .._sharding import Box
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from . import Reader
-from .foreign import ForeignReader, Stored
+from .foreign import ForeignReader, Stored, attempt, check_file
 from .runs import File, Layout, Runs, layout
 from .safetensors import Header, check_side_by_side, decode_header, header_size
 from .safetensors_files import path_of, read_beside
@@ -43,16 +42,21 @@ def open_shards(disk: Disk, path: str, index: str) -> Reader:
     there = disk.stat(index)
     size = 0 if there is None else there.st_size
     files: dict[str, _Opened] = {}
+    damage: dict[str, str] = {}
     for name in dict.fromkeys(weights.values()):
         place = os.path.join(os.path.dirname(index), name)
-        there = disk.stat(place)
-        if there is None or not stat.S_ISREG(there.st_mode):
-            raise CorruptError(f"{place}: expected the file that {os.path.basename(index)} names, found nothing")
-        files[name] = _open(disk, place)
+        found = attempt(lambda place=place: _open(disk, check_file(disk, place, index)))
+        if isinstance(found, CorruptError):
+            damage[name] = str(found)
+        else:
+            files[name] = found
+    tensors: list[tuple[str, _Opened | str]] = []
     for key, name in weights.items():
-        if key not in files[name].header.tensors:
-            raise CorruptError(f"{files[name].file.path}: expected the tensor {key!r}, which the index says is here")
-    tensors = [(key, files[name]) for key, name in weights.items()]
+        if name in files and key not in files[name].header.tensors:
+            place = files[name].file.path
+            tensors.append((key, f"{place}: expected the tensor {key!r}, which the index says is here"))
+        else:
+            tensors.append((key, files[name] if name in files else damage[name]))
     # What no index names is there all the same; of several files that have a key, the index says which one counts.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
     with paused():
@@ -84,12 +88,23 @@ class _Nibbles:
         return np.ascontiguousarray(own).view(_dtypes.to_numpy(_NIBBLES))
 
 
-def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened]], index: int = 0) -> Reader:
-    """Arrays may be mapped without being asked to: these files are not rewritten in place. `index`: its bytes."""
-    entries: list[Entry] = []
+def _reader(
+    path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
+) -> Reader:
+    """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of that.
+
+    Arrays may be mapped without being asked to: these files are not rewritten in place.
+    """
+    entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
     for key, found in tensors:
+        place = path_of(key)
+        if place in entries:
+            raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
+        if isinstance(found, str):
+            entries[place] = lost(place, found)
+            continue
         tensor = found.header.tensors[key]
         begin, end = tensor.data_offsets
         kind = kinds.get((tensor.dtype, tensor.shape))
@@ -100,17 +115,14 @@ def _reader(path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _O
             raise UnsafeError(
                 f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(tensor.shape)}"
             )
-        place = path_of(key)
-        if place in arrays:
-            raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
-        entries.append(ArrayEntry(place, "numpy", dtype, tensor.shape))
+        entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
         runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
         arrays[place] = _Nibbles(runs) if dtype == _NIBBLES else runs
     beside = read_beside({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
     return ForeignReader(
         "safetensors",
         path,
-        entries,
+        list(entries.values()),
         arrays,
         step=beside.step,
         metrics={name: decode_float(value) for name, value in beside.metrics.items()},

@@ -5,17 +5,18 @@ where they are larger than Flax puts into one extension, maps of several of thes
 """
 
 import itertools
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from .._catalogue import ArrayEntry, Entry, LostEntry, ValueEntry, encode, lost
 from .._paths import key_texts
 from .._tree import LEAF, Node, Skeleton, encode_key
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from .foreign import Stored
+from .foreign import Stored, attempt
 from .msgpack import Ext, Extension, Raw, Scanner, named
 from .runs import File, Layout, Runs, layout
 
@@ -26,6 +27,7 @@ _PATHS = 64 << 20  # characters of all paths of one file
 _AXES = 64  # of a NumPy array, at most
 _LONGEST = 255  # bytes of a file's name
 _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
+_log = logging.getLogger("treering")
 
 
 class Leaves(NamedTuple):
@@ -47,15 +49,15 @@ class Elsewhere(NamedTuple):
 class StateDict:
     """Makes leaves of a scanned state dict.
 
-    find: says of a map or a text, given with its path, which array it stands for, if any. seen_as: dtypes that are
-    taken for others of their size.
+    find: says of a map or a text, given with its path, which array it stands for, if any, or why that cannot be read.
+    seen_as: dtypes that are taken for others of their size.
     """
 
     def __init__(
         self,
         file: File,
         *,
-        find: Callable[[str, Any], Elsewhere | None] = lambda path, value: None,
+        find: Callable[[str, Any], Elsewhere | CorruptError | None] = lambda path, value: None,
         seen_as: Mapping[str, str] | None = None,
     ):
         self._file, self._find = file, find
@@ -121,6 +123,8 @@ class StateDict:
             dtype, about = self._layout(dtype, shape, sum(size for _, size in runs))
             return ArrayEntry(path, "numpy", dtype, shape), Runs(tuple((self._file, *run) for run in runs), about)
         if type(value) in (dict, str) and (found := self._find(path, value)):
+            if isinstance(found, CorruptError):
+                return lost(path, f"{self._file.path}: {path[:200] or '(root)'}: {found}"), None
             return ArrayEntry(path, "numpy", found.dtype, found.shape), found.stored
         if type(value) in (dict, list):
             return None
@@ -236,12 +240,16 @@ def check_apart(paths: Sequence[str], where: str) -> None:
 def own_step(leaves: Leaves, path: str) -> int | None:
     """The number of updates that a state itself has counted, in the leaf at a path; None where there is no such."""
     entry = next((entry for entry in leaves.entries if entry.path == path), None)
-    if isinstance(entry, ValueEntry):
+    if isinstance(entry, LostEntry):
+        step = CorruptError(entry.why[0])
+    elif isinstance(entry, ValueEntry):
         step = entry.decode()
     elif entry is not None and entry.shape == () and "int" in entry.dtype:
-        step = int(leaves.arrays[path].read((), False))
+        step = attempt(lambda: int(leaves.arrays[path].read((), False)))
     else:
         return None
+    if isinstance(step, CorruptError):
+        _log.warning("opened without the step that the state has counted: %s", step)
     return step if type(step) is int and step >= 0 else None
 
 

@@ -32,14 +32,17 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
     seen_as: dict[str, str] = {}
     beside = 0
 
-    def find(leaf: str, value: Any) -> Elsewhere | None:
+    def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
         nonlocal beside
         if type(value) is not dict or not value.keys() >= _SPEC:
             return None
         name = _name(value)
         check_inside(folder, name)
-        (array,) = arrays().arrays([name], "zarr")
-        _check(value, array, seen_as)
+        (array,) = arrays().find([name], "zarr")
+        if isinstance(array, CorruptError):
+            return array
+        if difference := _difference(value, array, seen_as):
+            return CorruptError(difference)
         beside += folder_size(disk, array.path)
         return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
 
@@ -101,19 +104,23 @@ def _name(spec: Mapping[Any, Any]) -> str:
     return path.removesuffix("/")
 
 
-def _check(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> None:
-    """Raises `CorruptError` unless the array is what the spec says. Chunks and compression are the array's own."""
+def _difference(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> str | None:
+    """In what an array is not what the spec says, if anything. Chunks and compression are the array's own.
+
+    Raises `UnsupportedError` for a transform of it.
+    """
     metadata = spec["metadata"]
     shape = metadata.get("shape") if type(metadata) is dict else None
     shape = numbered(shape) or shape  # as Flax writes lists, unless it is kept from it
     if shape is not None and shape != list(array.shape):
-        raise CorruptError(f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}")
+        return f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}"
     dtype = spec.get("dtype", array.dtype)
     if dtype not in (array.dtype, seen_as.get(array.dtype)):
-        raise CorruptError(f"expected {dtype!r:.100} in {array.path}, found {array.dtype}")
+        return f"expected {dtype!r:.100} in {array.path}, found {array.dtype}"
     transform = spec.get("transform")
     if transform is not None and not _is_identity(transform, array.shape):
         raise UnsupportedError(f"a transform of {array.path}, which is not followed here: {transform!r:.200}")
+    return None
 
 
 def _is_identity(transform: Any, shape: Sequence[int]) -> bool:

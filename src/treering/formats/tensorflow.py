@@ -20,7 +20,6 @@ from . import Reader
 INDEX = ".index"
 _MAGIC = bytes.fromhex("57fb808b247547db")
 _STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001", T5X's iterators over data
-_DATA = re.compile(r"(.+)\.data-(\d{5,})-of-(\d{5,})")
 _LATEST = re.compile(rb'\s*model_checkpoint_path:\s*"([^"\\\0]+)"')
 _TEXT = 64 << 10  # bytes of the file that names the latest checkpoint
 
@@ -55,13 +54,9 @@ class TensorFlow:
         return TensorFlowReader(disk, path, index, int(step[2]) if step else None)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        there: dict[tuple[str, int], int] = {}
-        for name in names:
-            if data := _DATA.fullmatch(name):
-                there[data[1], int(data[3])] = there.get((data[1], int(data[3])), 0) + 1
-        complete = {prefix for (prefix, count), found in there.items() if found == count}
-        steps = [step for name in names if (step := _STEP.fullmatch(name)) and step[1] in complete]
-        return {int(step[2]): step[0] for step in steps}
+        # TensorFlow writes the index last and deletes it first: where it is, files of data that are not are damage.
+        steps = [step for name in names if (step := _STEP.fullmatch(name))]
+        return {int(step[2]): step[0] for step in steps if self.refuses(disk, os.path.join(folder, step[0])) is None}
 
     def keeps(self, path: str, contents: Reader) -> Collection[str]:
         return ()

@@ -2,19 +2,17 @@
 
 import itertools
 import math
-import stat
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from .. import _dtypes
-from .._catalogue import ArrayEntry, Entry, ValueEntry, encode
+from .._catalogue import ArrayEntry, Entry, ValueEntry, encode, lost
 from .._sharding import Box, Grid, extent, intersect, slices
 from ..errors import CorruptError, UnsupportedError
 from ..stores.buffers import adoptable
 from ..stores.disk import Disk
-from . import Problem
-from .foreign import ForeignReader, Stored
+from .foreign import ForeignReader, Stored, attempt, check_file
 from .runs import File, Runs, check_shape
 from .tensorflow import FORMAT, INDEX
 from .tensorflow_index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
@@ -51,10 +49,7 @@ class _Bundle:
                     f"{self.index}: expected one of {self.header.shards} files of data, found number {shard}"
                 )
             path = f"{self.index.removesuffix(INDEX)}.data-{shard:05}-of-{self.header.shards:05}"
-            found = self._disk.stat(path)
-            if found is None or not stat.S_ISREG(found.st_mode):
-                raise CorruptError(f"{path}: expected a file of data, found nothing")
-            self._files[shard] = File(self._disk, path)
+            self._files[shard] = File(self._disk, check_file(self._disk, path, self.index))
             self.nbytes += self._files[shard].size
         return self._files[shard]
 
@@ -82,8 +77,12 @@ class TensorFlowReader(ForeignReader):
             elif tensor.dtype not in DTYPES:
                 problems.append(f"  {name}: its dtype has the number {tensor.dtype} in TensorFlow")
             else:
-                entries.append(ArrayEntry(name, "numpy", DTYPES[tensor.dtype], tensor.shape))
-                arrays[name], self._parts[name] = _stored(self._bundle, key, tensor)
+                found, self._parts[name] = _stored(self._bundle, key, tensor)
+                if isinstance(found, list):
+                    entries.append(lost(name, *found))
+                else:
+                    entries.append(ArrayEntry(name, "numpy", DTYPES[tensor.dtype], tensor.shape))
+                    arrays[name] = found
         if problems:
             raise UnsupportedError("\n".join([f"{index}: these tensors cannot be read here:", *problems]))
         super().__init__(FORMAT.name, path, entries, arrays, step=step, nbytes=self._bundle.nbytes, immutable=True)
@@ -95,27 +94,31 @@ class TensorFlowReader(ForeignReader):
             self._verify(entry.path)
         return super().read(wanted, verify=verify, map=map)
 
-    def problems(self) -> Iterator[Problem]:
-        self._good.clear()
-        for path in self._parts:
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        for part in self._parts[entry.path]:
             try:
-                self._verify(path)
+                self._verify_part(part, entry.path)
             except (CorruptError, OSError) as error:
-                yield Problem(self.path, (path,), None, str(error))
+                yield str(error)
 
     def _verify(self, path: str) -> None:
-        if path in self._good:
-            return
-        for part in self._parts[path]:
-            file, crc = self._bundle.file(part), 0
-            buffer = np.empty(min(part.size, _SLICE), np.uint8).data
-            for begin in range(0, part.size, _SLICE):
-                data = buffer[: part.size - begin]
-                file.read_into(data, part.offset + begin)
-                crc = crc32c(data, crc)
-            if masked(crc) != part.crc:
-                raise CorruptError(f"{file.path}: the bytes of {path} are not what was saved; its checksum differs")
-        self._good.add(path)
+        if path not in self._good:
+            for part in self._parts.get(path, ()):  # of what is lost there are none
+                self._verify_part(part, path)
+            self._good.add(path)
+
+    def _verify_part(self, part: Tensor, path: str) -> None:
+        file, crc = self._bundle.file(part), 0
+        buffer = np.empty(min(part.size, _SLICE), np.uint8).data
+        for begin in range(0, part.size, _SLICE):
+            data = buffer[: part.size - begin]
+            file.read_into(data, part.offset + begin)
+            crc = crc32c(data, crc)
+        if masked(crc) != part.crc:
+            raise CorruptError(
+                f"{file.path}: the bytes of {path} are not what was saved; the checksum of the {part.size} from "
+                f"{part.offset} on differs"
+            )
 
 
 class _Partitioned:
@@ -136,11 +139,12 @@ class _Partitioned:
         return out
 
 
-def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored, list[Tensor]]:
-    """An array, and the entries with its bytes."""
+def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[str], list[Tensor]]:
+    """An array, or why it cannot be read, and the entries with its bytes."""
     check_shape(tensor.shape, bundle.index)
     if not tensor.parts:
-        return _runs(bundle, tensor), [tensor]
+        runs = _runs(bundle, tensor)
+        return [str(runs)] if isinstance(runs, CorruptError) else runs, [tensor]
     boxes = [box_of(part, tensor.shape, bundle.index) for part in tensor.parts]
     ends = tuple(max(box[axis][1] for box in boxes) for axis in range(len(tensor.shape)))
     if not Grid(boxes).complete or ends != tensor.shape:
@@ -149,20 +153,35 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored, list[T
     for part, box in zip(parts, boxes, strict=True):
         if part.parts or part.dtype != tensor.dtype or part.shape != extent(box):
             raise CorruptError(f"{bundle.index}: a part of {key!r:.100} is not of its dtype, or not of its size")
-    own = [(box, _runs(bundle, part)) for box, part in zip(boxes, parts, strict=True)]
+    found = [(box, _runs(bundle, part)) for box, part in zip(boxes, parts, strict=True)]
+    if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:
+        return reasons, parts
+    own = [(box, runs) for box, runs in found if isinstance(runs, Runs)]
     return _Partitioned(own, _dtypes.to_numpy(DTYPES[tensor.dtype])), parts
 
 
-def _runs(bundle: _Bundle, tensor: Tensor) -> Runs:
+def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
+    """The bytes of an entry, or why they are not there."""
     dtype = _dtypes.to_numpy(DTYPES[tensor.dtype])
     stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes' have no other byte order
-    run = bundle.file(tensor), tensor.offset, tensor.size
-    return Runs.of([run], tensor.shape, stored.newbyteorder("<" if bundle.header.order == "little" else ">"), dtype)
+    order = "<" if bundle.header.order == "little" else ">"
+
+    def runs() -> Runs:
+        run = bundle.file(tensor), tensor.offset, tensor.size
+        return Runs.of([run], tensor.shape, stored.newbyteorder(order), dtype)
+
+    return attempt(runs)
 
 
-def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
-    """The elements of a tensor of text: first their sizes and the checksum of these, then their bytes."""
+def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
+    """The elements of a tensor of text; one entry for all of them where they cannot be read."""
     check_shape(tensor.shape, bundle.index)
+    found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
+    return [lost(name, str(found))] if isinstance(found, CorruptError) else [*found]
+
+
+def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
+    """First come the sizes and the checksum of these, then the bytes."""
     count = math.prod(tensor.shape)
     if count > tensor.size:
         raise CorruptError(f"{bundle.index}: {name} has {count} elements in {tensor.size} bytes")

@@ -13,7 +13,7 @@ from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices, whole
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
-from . import Problem, Reader, zarr
+from . import Reader, zarr
 from .foreign import ForeignReader, Stored
 
 _CHUNK = 16 << 20  # bytes
@@ -62,17 +62,9 @@ class ZarrReader(ForeignReader):
         found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
 
-    def problems(self) -> Iterator[Problem]:
-        for problem in super().problems():
-            (path,) = problem.leaves
-            array = self._arrays[path]
-            if isinstance(array, zarr.Array):  # of which one piece of damage was found
-                damage = _damage(array)
-                yield problem._replace(what=next(damage, problem.what))
-                for what in damage:
-                    yield problem._replace(what=what)
-            else:
-                yield problem
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        array = self._arrays[entry.path]
+        yield from _damage(array) if isinstance(array, zarr.Array) else super()._damage_of(entry)
 
 
 def _damage(array: zarr.Array) -> Iterator[str]:
