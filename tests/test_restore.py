@@ -175,7 +175,7 @@ def test_names_are_compared_for_the_first_differences_alone(saved: Any, monkeypa
 def test_missing_leaves_come_from_the_template_when_asked(saved: Any) -> None:
     path = saved({"a": np.zeros(2)})
     like = {"a": np.ones(2), "lora": {"x": np.full(3, 5.0), "y": 3}}
-    for missing in ("template", "lora/*", ["nothing", "**/x", "lora/y"]):
+    for missing in ("template", "lora/*", ["a", "**/x", "lora/y"]):
         if missing == "lora/*":
             missing = ["lora/*"]
         found = tr.restore(path, like=like, missing=missing)
@@ -606,3 +606,44 @@ def test_what_jax_has_not_is_said_of_the_side_that_has_it(tmp_path: pathlib.Path
         tr.restore(tmp_path / "c", {"a": ..., "d": jax.ShapeDtypeStruct((1,), "M8[D]")})
     with pytest.raises(MismatchError, match="d: expected a dtype that JAX has"):
         tr.restore(tmp_path / "c", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_a_restore_that_finds_nothing_has_failed(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(2)}, "step": 7})
+    lenient = {"missing": "template", "extra": "ignore"}
+    for like in ({"w": np.zeros(3), "b": np.zeros(2)}, {"params": {"w": jnp.zeros(3)}, "act": jax.nn.relu, "n": None}):
+        with pytest.raises(MismatchError, match=r"found none of the .*; the checkpoint has model/b, model/w, step"):
+            tr.restore(tmp_path / "c", like, **lenient)
+    with pytest.raises(MismatchError, match=r"found none of the 1 \(such as 'w'\), so nothing would be restored"):
+        tr.restore(tmp_path / "c", {"w": np.zeros(3)}, missing=["w"], extra="ignore")
+    assert tr.restore(tmp_path / "c", {"act": None}, **lenient) == {"act": None}  # nothing was asked for
+    assert tr.restore(tmp_path / "c", ..., **lenient) is ...
+    found = tr.restore(tmp_path / "c", {"model": {"w": np.zeros(3)}, "new": np.zeros(1)}, **lenient)
+    assert found["model"]["w"].sum() == 3
+
+
+def test_a_glob_of_what_may_be_missing_fits_something(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"w": np.ones(3)})
+    like = {"w": np.zeros(3), "lora": {"a": np.zeros(2)}}
+    for globs in (["lora/**"], iter(["lora/**"]), ("lora/**", "w")):
+        assert tr.restore(tmp_path / "c", like, missing=globs)["w"].sum() == 3
+    with pytest.raises(MismatchError, match=r"missing=\['lorra/\*\*'\]: expected a glob of leaves of the template"):
+        tr.restore(tmp_path / "c", like, missing=["lora/**", "lorra/**"])
+
+
+def test_the_log_says_what_was_restored_and_what_was_not(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(7, {"w": np.ones(3), "n": 3})
+        with caplog.at_level("INFO"):
+            ckpts.restore(
+                {"w": np.zeros(3), "n": 0, "head": {str(n): np.zeros(1) for n in range(7)}}, missing=["head/*"]
+            )
+    (line,) = [record.getMessage() for record in caplog.records if "restored" in record.getMessage()]
+    assert line.startswith(f"restored 2 leaves of step 7, {tmp_path / 'run' / 'step-00000007'} in ")
+    assert line.endswith("7 taken from the template: head/0, head/1, head/2, head/3, head/4 and 2 more")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        tr.restore(tmp_path / "run")
+    assert "restored 2 leaves of step 7" in caplog.text and "taken" not in caplog.text

@@ -13,7 +13,7 @@ import numpy as np
 from . import _dtypes, _iterators, _processes
 from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
 from ._leaves import is_function
-from ._paths import below, closest, matches
+from ._paths import below, closest, few, matches
 from ._tree import Node, Skeleton, Walk, containers
 from .errors import MismatchError
 
@@ -36,6 +36,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     weak: bool = False
     value: Any = None
     state: tuple[Any] | None = None  # for the value, which is an iterator
+    filled: bool = False  # whether the value is the template's for want of one in the checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, value, words in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
-            if isinstance(value, str) and value not in ("error", words):
+            if not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))  # it is gone through once for each leaf
+            elif value not in ("error", words):
                 raise MismatchError(f"{name}={value!r}: expected 'error', {words!r} or a list of globs of paths")
         if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
             return
@@ -97,7 +100,7 @@ def match(
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
-        if type(entry) is ArrayEntry and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
+        if isinstance(entry, ArrayEntry) and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
             kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
             if (like := alike.get(kind)) is not None:
                 used.add(path)
@@ -135,7 +138,29 @@ def match(
     if problems:
         count = f"{len(problems)} difference{'s' if len(problems) > 1 else ''}"
         raise MismatchError("\n".join([f"{name}: the checkpoint does not fit the template: {count}", *problems]))
+    _check_found(targets, walked.paths, entries, policy, name)
     return targets
+
+
+def _check_found(
+    targets: Sequence[Target], paths: Sequence[str], entries: Mapping[str, Entry], policy: Policy, name: str
+) -> None:
+    """Raises `MismatchError` where all of the template's arrays would be the template's own, and for idle globs.
+
+    Whoever asks for a checkpoint and gets what he had is not to find out by the loss.
+    """
+    for glob in () if isinstance(policy.missing, str) else policy.missing:
+        if not any(matches(path, glob) for path in paths):
+            shown = few(tuple(paths))
+            raise MismatchError(f"missing=[{glob!r}]: expected a glob of leaves of the template, found none in {shown}")
+    filled = [path for path, target in zip(paths, targets, strict=True) if target.filled]
+    if filled and not any(target.entry is not None for target in targets):
+        near = closest(filled[0], list(entries))
+        raise MismatchError(
+            f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "
+            f"nothing would be restored; the checkpoint has {few(tuple(entries))}"
+            + (f"; closest: {near}" if near else "")
+        )
 
 
 def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str) -> list[Target]:
@@ -302,7 +327,7 @@ def _missing(path: str, leaf: Any, policy: Policy, known: Sequence[str]) -> Targ
         raise _Difference(expected, found, f"missing='template' or missing=[{path!r}] takes the template's")
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise _Difference(expected, found, "the template has no value to take, only a shape")
-    return Target("value", value=leaf)
+    return Target("value", value=leaf, filled=True)
 
 
 def _other_classes(template: Skeleton, found: Skeleton) -> list[str]:

@@ -1,8 +1,10 @@
 """Restoring: match, read, place, and the tree again."""
 
 import functools
+import logging
 import math
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +15,13 @@ from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _position
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
 from ._match import Policy, Target
-from ._paths import below
+from ._paths import below, few
 from ._place import Where
 from ._sharding import Box, whole
 from .errors import MismatchError, UnsupportedError
 from .formats import Reader
 
+_log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
@@ -39,6 +42,7 @@ def restore(
     progress: bool,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
+    begun = time.perf_counter()
     as_saved = isinstance(sharding, str)
     if as_saved and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
@@ -50,7 +54,9 @@ def restore(
             places = _untemplated_places(sharding, entries, skeleton)
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
         with paused():
-            return _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
+            tree = _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
+        _tell(reader, name, targets, list(entries), begun)
+        return tree
     with paused():
         template, join = _flax.split(like)
         walked = _tree.walk(template)
@@ -77,7 +83,17 @@ def restore(
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
             for value, target, place in zip(values, targets, places, strict=True)
         ]
+    _tell(reader, name, targets, walked.paths, begun)
     return join(_tree.flatten(template)[1].unflatten(values))
+
+
+def _tell(reader: Reader, name: str, targets: Sequence[Target], paths: Sequence[str], begun: float) -> None:
+    """Logs what was restored, whence, and what was not."""
+    filled = tuple(path for path, target in zip(paths, targets, strict=True) if target.filled)
+    step = "" if reader.step is None else f"step {reader.step}, "
+    rest = f"; {len(filled)} taken from the template: {few(filled)}" if filled else ""
+    seconds = time.perf_counter() - begun
+    _log.info("restored %d leaves of %s%s in %.2f s%s", len(targets) - len(filled), step, name, seconds, rest)
 
 
 def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
