@@ -107,3 +107,80 @@ def test_numbers_with_gaps_are_in_the_order_of_the_numbers(tmp_path: pathlib.Pat
     tr.save(tmp_path / "y.safetensors", {"9": np.zeros(1), "10": np.ones(1)})
     tr.convert(tmp_path / "y.safetensors", tmp_path / "y.eqx")
     assert_same(tr.restore(tmp_path / "y.eqx"), [np.zeros(1), np.ones(1)])
+
+
+class Norm(NamedTuple):
+    """Its fields are of one shape, and not in the order of the alphabet."""
+
+    weight: Any
+    bias: Any
+
+
+def norm() -> Norm:
+    return Norm(np.full(3, 1.0), np.full(3, 2.0))
+
+
+KINDS = {
+    "norm": norm(),
+    "text": {str(n): np.full(2, float(n)) for n in range(12)},  # as JAX sorts them: "0", "1", "10", "11", "2"
+    "gaps": {str(n): np.full(2, float(n)) for n in (1, 2, 10)},
+    "numbers": {5: np.zeros(1), 40: np.ones(1)},
+    "tuple": (np.zeros(2), {"empty": {}, "none": None}, ()),
+    "list": [np.zeros(1), np.ones(1), np.full(1, 2.0)],
+    "x": np.zeros(4),
+}
+
+
+def test_what_rules_leave_alone_stays_what_it_was(tmp_path: pathlib.Path) -> None:
+    expected = {**{name: value for name, value in KINDS.items() if name != "x"}, "y": KINDS["x"]}
+    tr.save(tmp_path / "native", KINDS)
+    for name, source in {"live": KINDS, "checkpoint": tr.open(tmp_path / "native")}.items():
+        tr.save(tmp_path / name, source, rules=[rules.rename("^x$", "y")])
+        assert_same(tr.restore(tmp_path / name, expected), expected)
+        plain = tr.restore(tmp_path / name)
+        assert_same({**plain, "norm": Norm(**plain["norm"])}, expected)
+        moved = {"all": {name: value for name, value in KINDS.items() if name != "list"}}
+        tr.save(tmp_path / f"{name}, moved", source, rules=[rules.drop("list/**"), rules.rename("^", "all/")])
+        plain = tr.restore(tmp_path / f"{name}, moved")["all"]
+        assert_same({**plain, "norm": Norm(**plain["norm"])}, moved["all"])
+        tr.save(tmp_path / f"{name}, fewer", source, rules=[rules.drop("list/2"), rules.drop("numbers/5")])
+        plain = tr.restore(tmp_path / f"{name}, fewer")
+        assert_same(plain["list"], KINDS["list"][:2])
+        assert_same(plain["tuple"], KINDS["tuple"])
+        assert_same(plain["numbers"], {40: np.ones(1)})
+
+
+@pytest.mark.parametrize("name", ["norm", "text", "gaps", "numbers"])
+def test_files_without_names_have_the_order_of_the_tree(tmp_path: pathlib.Path, name: str) -> None:
+    tree = KINDS[name]
+    tr.save(tmp_path / "native", {name: tree, "note": "x"})
+    ckpt = tr.open(tmp_path / "native")
+    ways: dict[str, tuple[Any, dict[str, Any], Any]] = {
+        "part": (ckpt.at(name), {}, tree),
+        "leaf": ({"m": ckpt.at(name)}, {}, {"m": tree}),
+        "leaves": ({"a": ckpt.at(name), "b": [ckpt.at(name)]}, {}, {"a": tree, "b": [tree]}),
+        "selection": (ckpt.select(f"{name}/**"), {}, {name: tree}),
+        "dropped": ({name: tree, "note": "x"}, {"rules": [rules.drop("note")]}, {name: tree}),
+        "renamed": ({"m": tree}, {"rules": [rules.rename("^m/", "n/")]}, {"n": tree}),
+        "of a checkpoint": (ckpt, {"rules": [rules.drop("note"), rules.cast("**", "float64")]}, {name: tree}),
+    }
+    for way, (source, options, expected) in ways.items():
+        tr.save(tmp_path / f"{way}.eqx", source, **options)
+        assert_same(tr.restore(tmp_path / f"{way}.eqx", expected), expected)
+
+
+def test_an_order_that_is_only_inferred_is_logged(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    tr.save(tmp_path / "x.safetensors", norm()._asdict())
+    tr.convert(tmp_path / "x.safetensors", tmp_path / "x.eqx")
+    assert "the order of the leaves in (root) is that of their names" in caplog.text
+    caplog.clear()
+    tr.save(tmp_path / "numbers.safetensors", {str(n): leaf for n, leaf in enumerate(leaves())})
+    tr.convert(tmp_path / "numbers.safetensors", tmp_path / "numbers.eqx")
+    tr.save(tmp_path / "plain.eqx", KINDS["text"])
+    swap = [rules.rename("^weight$", "w"), rules.rename("^bias$", "weight"), rules.rename("^w$", "bias")]
+    tr.save(tmp_path / "dict.eqx", {"b": np.ones(2), "a": np.zeros(2)}, rules=[rules.rename("^b$", "c")])
+    tr.save(tmp_path / "swapped.eqx", norm(), rules=swap)
+    assert_same(tr.restore(tmp_path / "swapped.eqx", norm()), Norm(norm().bias, norm().weight))
+    assert "order" not in caplog.text
+    tr.save(tmp_path / "new.eqx", norm(), rules=[rules.rename("^weight$", "scale")])
+    assert "the order of the leaves in (root)" in caplog.text

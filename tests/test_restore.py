@@ -647,3 +647,10 @@ def test_the_log_says_what_was_restored_and_what_was_not(
     with caplog.at_level("INFO"):
         tr.restore(tmp_path / "run")
     assert "restored 2 leaves of step 7" in caplog.text and "taken" not in caplog.text
+
+
+def test_numbers_that_overflow_do_so_only_when_asked(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"a": 1e300})
+    with pytest.raises(MismatchError, match="it would become inf"):
+        tr.restore(tmp_path / "c", {"a": jnp.float32(0)})
+    assert np.isinf(tr.restore(tmp_path / "c", {"a": jnp.float32(0)}, dtype="template")["a"])

@@ -271,7 +271,11 @@ def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
         ("float4_e2m1fn", [6, -0.5], [7, 100, np.inf, np.nan]),
         ("complex64", [1j, 2, np.nan], [0.1j, 2**24 + 1]),
         ("<U2", ["ab", ""], [0, "abc"]),
-        ("datetime64[D]", [np.datetime64("2024-01-01"), np.datetime64("NaT")], [0, np.datetime64("2024-01-01T12")]),
+        (
+            "datetime64[D]",
+            [np.datetime64("2024-01-01"), np.datetime64("NaT", "D")],
+            [0, np.datetime64("2024-01-01T12")],
+        ),
     ],
 )
 def test_arrays_are_padded_with_values_that_they_can_hold(dtype: str, taken: list[Any], refused: list[Any]) -> None:

@@ -48,9 +48,9 @@ def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
     shapes = tr.open(path).abstract()
     found = tr.restore(path, {**shapes, "numpy": tree["numpy"]}, sharding="saved")
     assert_as_saved({**found, "alone": tree["alone"]}, tree)
-    names = [tr.rules.rename("^w$", "weight"), tr.rules.drop("step")]
+    names = [tr.rules.rename("^w$", "weight"), tr.rules.drop("step"), tr.rules.cast("weight", "bfloat16")]
     found = tr.restore(path, rules=names, sharding="saved")
-    assert found["weight"].sharding.is_equivalent_to(tree["w"].sharding, 2)
+    assert found["weight"].sharding.is_equivalent_to(tree["w"].sharding, 2) and found["weight"].dtype == "bfloat16"
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         assert ckpts.restore_or_init(lambda: {"a": 1}, sharding="saved") == ({"a": 1}, 0)
         ckpts.save(1, tree)

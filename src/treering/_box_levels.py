@@ -32,15 +32,20 @@ def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> 
 
 
 def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:
-    """Those of a tree's paths that are found among names only with levels for boxes, and as what."""
-    found: dict[str, str] = {}
+    """A tree's paths that are found among names with levels for boxes, and as what; none where fewer are found so.
+
+    What is decided is decided for all: a tree in a box may have a key that is called like the box's level.
+    """
+    best: dict[str, str] = {}
     if boxes:
-        for path in paths:
-            if path not in names:
-                candidates = (shown(path, boxes, kinds) for kinds in _SHOWN)
-                if name := next((name for name in candidates if name in names), None):
-                    found[path] = name
-    return found
+        listed = list(paths)
+        most = sum(path in names for path in listed)
+        for kinds in _SHOWN:
+            candidates = {path: shown(path, boxes, kinds) for path in listed}
+            found = {path: name for path, name in candidates.items() if name in names}
+            if len(found) > most:
+                most, best = len(found), {path: name for path, name in found.items() if name != path}
+    return best
 
 
 def _names(path: str, boxes: Boxes, kinds: Collection[str]) -> list[str]:

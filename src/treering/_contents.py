@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import msgspec
 import numpy as np
 
@@ -13,7 +12,8 @@ from ._catalogue import ArrayEntry, Entry, check_whole, decode
 from ._checkpoint import Checkpoint
 from ._lazy import LazyArray
 from ._leaves import Content, Source, lazy_sources
-from ._paths import below, few
+from ._paths import few
+from ._rebuilt import rebuilt
 from ._sharding import Box, extent, intersect, slices
 from ._shares import alignment
 from ._snapshot import Feed
@@ -26,30 +26,43 @@ if TYPE_CHECKING:
     from .rules import Rule
 
 
-def expanded(tree: Any) -> Any:
-    """A tree with the containers and leaves of the checkpoints in it, in their places; its arrays are not read.
+def grafted(walked: _tree.Walk) -> tuple[_tree.Walk, tuple[str, ...]]:
+    """A flattened tree with the trees of the checkpoints in it in their places; their arrays are not read.
 
-    Raises `UnsupportedError` for what only its own place in a checkpoint gives a meaning.
+    Returns the containers, too, of which the order is only inferred. Raises `UnsupportedError` for what only its own
+    place in a checkpoint gives a meaning.
     """
-
-    def whole_tree(ckpt: Checkpoint) -> Any:
-        check_whole(ckpt._entries.values())
-        if iterators := tuple(path for path, entry in ckpt._entries.items() if entry.type == "iterator"):
+    paths: list[str] = []
+    leaves: list[Any] = []
+    skeleton: list[_tree.Node | int] = []
+    guessed: list[str] = []
+    rest = iter(walked.leaves)
+    for _, at, node in _tree.containers(walked.skeleton):
+        leaf = None if isinstance(node, _tree.Node) else next(rest)
+        if not isinstance(leaf, Checkpoint):
+            skeleton.append(node)
+            if not isinstance(node, _tree.Node):
+                paths.append(at)
+                leaves.append(leaf)
+            continue
+        own, nodes, unsure = _arranged(leaf)
+        if iterators := tuple(path for path, one in own.items() if one.entry.type == "iterator"):
             raise UnsupportedError(
-                f"{ckpt.path}: {few(iterators)}: the state of a data iterator cannot be saved as a part of another "
+                f"{leaf.path}: {few(iterators)}: the state of a data iterator cannot be saved as a part of another "
                 "tree; leave it out with treering.rules.drop"
             )
-        values = [ckpt[path] for path in ckpt]
-        return _tree.nest(ckpt, values) if ckpt._skeleton is None else _tree.build(ckpt._skeleton, values)
-
-    return jax.tree.map(lambda leaf: whole_tree(leaf) if isinstance(leaf, Checkpoint) else leaf, tree)
+        skeleton += nodes
+        paths += [f"{at}/{path}" if path else at for path in own]
+        guessed += [f"{at}/{path}" if path else at for path in unsure]
+        entries = leaf._entries
+        leaves += [LazyArray(leaf._reader, e) if isinstance(e := entries[path], ArrayEntry) else e for path in own]
+    return _tree.Walk(paths, leaves, skeleton, walked.boxes), tuple(guessed)
 
 
 def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> _views.View:
     """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a tree around it."""
     changed = ckpt.apply(rules)
-    check_whole(changed._entries.values())
-    leaves = _views.leaves_of(changed._entries)
+    leaves, skeleton, guessed = _arranged(changed)
     if dtype is not None:
         text = _dtypes.to_text(np.dtype(dtype))
         floats = [
@@ -58,15 +71,29 @@ def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) 
             if isinstance(leaf.entry, ArrayEntry) and _dtypes.is_float(_dtypes.to_numpy(leaf.entry.dtype))
         ]
         leaves.update({path: _views.cast(leaves[path], text) for path in floats})
-    skeleton = changed._skeleton
-    if skeleton is None:
-        order, skeleton = _tree.infer(list(leaves), _tree_of(ckpt))
-        leaves = {path: leaves[path] for path in order}
     view = _views.View(changed._reader, leaves, skeleton)
+    view.guessed = guessed
     view.step = info.step
     view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
     view.metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
     return view
+
+
+def _arranged(ckpt: Checkpoint) -> tuple[dict[str, _views.Leaf], Skeleton, tuple[str, ...]]:
+    """The leaves of a checkpoint in the order of its tree, its skeleton, and containers in an order that is inferred.
+
+    Raises `CorruptError` for leaves that are lost.
+    """
+    check_whole(ckpt._entries.values())
+    leaves = _views.leaves_of(ckpt._entries)
+    if ckpt._skeleton is not None:
+        return leaves, ckpt._skeleton, ()
+    reader = ckpt._reader
+    plain = _views.View(reader, leaves)
+    sources = {path: plain.source(path) for path in leaves}
+    all_of_it = isinstance(reader, _views.View) and len(leaves) == len(reader.leaves)  # and no selection
+    order, skeleton, guessed = rebuilt(sources, _own_skeleton(reader), keep_empty=all_of_it)
+    return {path: leaves[path] for path in order}, skeleton, guessed
 
 
 def with_boxes(view: _views.View, boxes: _box_levels.Boxes, kinds: Sequence[str]) -> _views.View:
@@ -80,14 +107,11 @@ def with_boxes(view: _views.View, boxes: _box_levels.Boxes, kinds: Sequence[str]
     return view.changed(leaves, _box_levels.shown_skeleton(view.skeleton, boxes, kinds))
 
 
-def _tree_of(ckpt: Checkpoint) -> set[str]:
-    """The places of the tree that a checkpoint holds; none where its order is that of a file, not of a tree."""
-    reader = ckpt._reader
+def _own_skeleton(reader: Reader) -> Skeleton | None:
+    """The tree that a checkpoint records, whatever view of it there is."""
     while isinstance(reader, _views.View):
         reader = reader._reader
-    if reader.skeleton is None:
-        return set()
-    return _tree.places(rest for path in reader.entries if (rest := below(path, ckpt._part)) is not None)
+    return reader.skeleton
 
 
 def of_reader(reader: Reader) -> Content:

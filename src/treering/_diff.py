@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _box_levels, _contents, _dtypes, _flax, _leaves, _tree
-from ._catalogue import ArrayEntry, Entry
+from ._catalogue import ArrayEntry, Entry, ValueEntry
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._match import describe
 
@@ -75,7 +75,7 @@ def _side(source: Any) -> tuple[_Side, _box_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
-    walked = _tree.walk(_flax.split(_contents.expanded(source))[0])
+    walked, _ = _contents.grafted(_tree.walk(_flax.split(source)[0]))
     entries = _leaves.collect(walked.paths, walked.leaves).entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 
@@ -123,4 +123,5 @@ def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
 
 
 def _text(entry: Entry, leaf: Any) -> str:
+    leaf = leaf.decode() if isinstance(leaf, ValueEntry) else leaf
     return describe(entry) if isinstance(entry, ArrayEntry) else f"{entry.type} {leaf!r:.40}"

@@ -91,7 +91,9 @@ def collect(
                 content.tied[n] = first_use[id(leaf)]
                 content.entries.append(content.entries[content.tied[n]].at(path))
             else:
-                if kind == "lazy":
+                if kind == "entry":  # of a checkpoint
+                    content.entries.append(leaf.at(path))
+                elif kind == "lazy":
                     _add_lazy(content, path, leaf, cast, alone)
                 elif kind in ("numpy", "numpy-scalar"):
                     _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
@@ -202,6 +204,8 @@ def _kind(leaf_type: type) -> str:
         return "numpy"
     if leaf_type is LazyArray:
         return "lazy"
+    if leaf_type is ValueEntry:
+        return "entry"
     if leaf_type is jax.ShapeDtypeStruct:
         raise UnsupportedError("a jax.ShapeDtypeStruct, which has no values")
     if leaf_type.__name__ == "PRNGKeyArray":

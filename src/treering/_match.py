@@ -264,7 +264,7 @@ def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], policy: Policy) -
     if entry.type == "float" and policy.dtype not in (None, "template"):
         return np.dtype(policy.dtype)
     if entry.type in ("float", "complex") and not (entry.type == "float" and policy.dtype == "template"):
-        narrowed = type(value)(np.array(value).astype(want))
+        narrowed = type(value)(_dtypes.cast(np.array(value), want))
         if narrowed != value and value == value:
             allowed = "dtype='template' allows that" if entry.type == "float" else f"use {np.dtype(complex)}"
             _differ(expected, f"{entry.type} {shorten(value)}", f"it would become {narrowed!r}; {allowed}")

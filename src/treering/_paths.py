@@ -108,11 +108,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if _URL.match(text):
         raise UnsupportedError(
             f"{text}: expected a path of the file system, found a URL, and this release has no object stores; use a "
-            "local path and copy the checkpoint, or mount the bucket (a local folder of that name is ./" + text + ")"
+            "local path and copy the checkpoint, or mount the bucket (a folder of that name has an absolute path)"
         )
     home = os.path.expanduser(text)
     if home.startswith("~"):
-        raise MismatchError(f"{text}: expected a path, found no home of that user; a local folder is ./{text}")
+        raise MismatchError(f"{text}: expected a path, found no home of that user; give an absolute path")
     return os.path.abspath(home)
 
 

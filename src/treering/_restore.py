@@ -143,7 +143,7 @@ def _values(
                 moved(sum(_entry(targets[n]).nbytes for n in group))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
-            array = np.array(target.value, target.dtype)
+            array = _dtypes.cast(np.array(target.value), target.dtype)
             if target.make == "jax":
                 (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
             else:

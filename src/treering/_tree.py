@@ -5,7 +5,7 @@ a recursive parser. A leaf is 0 in it.
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -268,13 +268,17 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
     return stack[0]
 
 
-def infer(paths: Iterable[str], tree: Collection[str] = (), *, lists: bool = True) -> tuple[list[str], Skeleton]:
-    """The tree that paths alone describe: them in its order, and its skeleton.
+Describe = Callable[[str, list[str]], tuple[Node, list[str]]]  # a container by its path and the names in it
 
-    A container is a list where its keys are the numbers from 0 (unless there are to be no lists), else a dict, whose
-    keys are in the order of their numbers where all are numbers. Others are sorted, as JAX does, unless all are in
-    `tree`: the places of a tree, containers included, in whose order the paths are given. Raises `UnsupportedError`
-    for a leaf that is a container.
+
+def assemble(
+    paths: Iterable[str], describe: Describe, bare: Callable[[str], Skeleton] = lambda path: ()
+) -> tuple[list[str], list[Node | int]]:
+    """The tree of leaves at paths: them in its order, and its skeleton.
+
+    `describe` makes the node of each container, and says in which order its children are; those in which there are no
+    leaves are as `bare` has them. Names are as in paths, escaped. Raises `UnsupportedError` for a leaf that is a
+    container.
     """
     given = list(paths)
     if given == [""]:
@@ -305,18 +309,29 @@ def infer(paths: Iterable[str], tree: Collection[str] = (), *, lists: bool = Tru
         if isinstance(value, str):
             order.append(value)
             skeleton.append(LEAF)
-            continue
-        names = list(value)
-        if numbers := names and all(map(_is_number, names)):
-            names.sort(key=int)
-        elif not all(at + name in tree for name in names):
-            names.sort(key=lambda name: split(name)[0])
-        numbered = lists and numbers and int(names[-1]) == len(names) - 1
-        skeleton.append(
-            Node("list", "", len(names)) if numbered else Node("dict", "", [split(name)[0] for name in names])
-        )
-        stack += [(f"{at}{name}/", value[name]) for name in reversed(names)]
+        elif value is None:
+            skeleton += bare(at)
+        else:
+            node, names = describe(at, list(value))
+            skeleton.append(node)
+            stack += [(f"{at}/{name}" if at else name, value.get(name)) for name in reversed(names)]
     return order, skeleton
+
+
+def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
+    """A container of which nothing is known but the names in it.
+
+    It is a list where they are the numbers from 0 (unless there are to be no lists), else a dict, whose keys are in the
+    order of their numbers where all are numbers, and else sorted, as JAX does.
+    """
+    numbers = bool(names) and all(map(_is_number, names))
+    if numbers and (sort or lists):
+        names = sorted(names, key=int)
+    elif sort:
+        names = sorted(names, key=lambda name: split(name)[0])
+    if lists and numbers and int(names[-1]) == len(names) - 1:
+        return Node("list", "", len(names)), names
+    return Node("dict", "", [split(name)[0] for name in names]), names
 
 
 def _is_number(name: str) -> bool:
@@ -324,9 +339,9 @@ def _is_number(name: str) -> bool:
 
 
 def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
-    """Nested dicts and lists from paths alone, for selections and for formats that record no tree; see `infer`."""
+    """Nested dicts and lists from paths alone, for selections and for formats that record no tree; see `inferred`."""
     given = dict(zip(paths, values, strict=True))
-    order, skeleton = infer(given)
+    order, skeleton = assemble(given, inferred)
     return build(skeleton, [given[path] for path in order])
 
 

@@ -29,13 +29,15 @@ class Leaf(msgspec.Struct, frozen=True):
     entry: Entry
     plan: Callable[[Box], Plan] | None = None
     plain: bool = False
+    source: str = ""  # the path of the (first) leaf of the checkpoint that this one is made of
+    in_place: bool = False  # whether each of its elements is made of the one in the same place
 
     def at(self, path: str) -> "Leaf":
         """The same leaf under another path."""
-        return Leaf(self.entry.at(path), self.plan, self.plain)
+        return Leaf(self.entry.at(path), self.plan, self.plain, self.source, self.in_place)
 
-    def made(self, plan: Callable[[Box], Plan], **changed: Any) -> "Leaf":
-        """A leaf made of this one."""
+    def made(self, plan: Callable[[Box], Plan], *, in_place: bool = False, **changed: Any) -> "Leaf":
+        """A leaf made of this one; `in_place` when each of its elements is made of the one in the same place."""
         entry = self.array
         fields = {
             "path": entry.path,
@@ -47,18 +49,12 @@ class Leaf(msgspec.Struct, frozen=True):
         made = ArrayEntry(**{**fields, **changed})
         if made.type == "numpy-scalar" and made.shape:
             made = ArrayEntry(made.path, "numpy", made.dtype, made.shape)
-        return Leaf(made, plan)
+        return Leaf(made, plan, source=self.source, in_place=in_place and (self.plain or self.in_place))
 
     @property
     def array(self) -> ArrayEntry:
         assert isinstance(self.entry, ArrayEntry)
         return self.entry
-
-    @property
-    def source(self) -> str:
-        """The path of the (first) leaf of the checkpoint that this one is made of; its own where none is read."""
-        needs = [] if self.plan is None else self.plan_of(whole(self.array.shape)).needs
-        return needs[0][0].path if needs else self.entry.path
 
     def plan_of(self, box: Box) -> Plan:
         assert self.plan is not None
@@ -70,8 +66,9 @@ def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
 
     def leaf(path: str, entry: Entry) -> Leaf:
         if isinstance(entry, ValueEntry):
-            return Leaf(entry.at(path))
-        return Leaf(entry.at(path), lambda box: Plan([(entry, box)], lambda arrays: arrays[0]), plain=True)
+            return Leaf(entry.at(path), source=entry.path)
+        plan = lambda box: Plan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
+        return Leaf(entry.at(path), plan, plain=True, source=entry.path)
 
     return {path: leaf(path, entry) for path, entry in entries.items()}
 
@@ -96,7 +93,7 @@ def cast(leaf: Leaf, dtype: str) -> Leaf:
         inner = leaf.plan_of(box)
         return Plan(inner.needs, lambda arrays: _dtypes.cast(inner.make(arrays), _dtypes.to_numpy(dtype)))
 
-    return leaf.made(plan, dtype=dtype)
+    return leaf.made(plan, in_place=True, dtype=dtype)
 
 
 def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
@@ -194,6 +191,7 @@ class View:
         self.metadata: Any = reader.metadata
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
+        self.guessed: tuple[str, ...] = ()  # containers of which the order is only inferred from the names in them
 
     @property
     def created(self) -> datetime.datetime | None:
@@ -207,7 +205,7 @@ class View:
     def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
         """The same with other leaves, of the same reader, and all that lies beside the tree."""
         view = View(self._reader, leaves, skeleton)
-        view.step, view.metrics, view.metadata = self.step, self.metrics, self.metadata
+        view.step, view.metrics, view.metadata, view.guessed = self.step, self.metrics, self.metadata, self.guessed
         return view
 
     def check_present(self) -> None:
@@ -215,9 +213,9 @@ class View:
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         leaf = self.leaves[entry.path]
-        if not leaf.plain or not isinstance(leaf.entry, ArrayEntry):
+        if leaf.plan is None or not (leaf.plain or leaf.in_place):
             return None
-        ((source, _),) = leaf.plan_of(whole(leaf.entry.shape)).needs
+        ((source, _),) = leaf.plan_of(whole(leaf.array.shape)).needs
         return self._reader.sharding(source)
 
     def maps(self, wish: bool | None) -> bool:

@@ -65,8 +65,9 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
         return _from_reader(call, place, _contents.prepared(tree, wish.rules, wish.dtype, info), info, wish, format)
     with paused():
         walked = _walk(tree, format)
+        guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, walked.leaves)):
-            walked = _walk(_contents.expanded(tree), format)
+            walked, guessed = _contents.grafted(walked)
         content = _leaves.collect(
             walked.paths,
             walked.leaves,
@@ -90,6 +91,7 @@ def prepare(call: Call, place: str, tree: Any, info: native.Info, wish: Wish, fo
         ckpt = Checkpoint(live, live.entries, live.skeleton)
         view = _contents.prepared(ckpt, wish.rules, wish.dtype, info)
         view = _contents.with_boxes(view, walked.boxes, format.boxes)
+        view.guessed += guessed
         changed = _from_reader(call, place, view, info, wish, format)
 
         def hand_over_both() -> None:

@@ -246,3 +246,23 @@ def test_a_box_with_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
     assert_same(tr.restore(path, like), tree)
     tr.save(tmp_path / "ours", tree, format="orbax")
     assert bits(read_by_orbax(tmp_path / "ours", like)) == bits(tree)
+
+
+def test_keys_that_are_called_like_a_level(tmp_path: pathlib.Path) -> None:
+    def state(seed: float) -> Any:
+        inner = {"a": jnp.full(2, seed), "value": {"a": jnp.full(2, seed + 1)}}
+        return nnx.State({"p": nnx.Param(inner), "value": nnx.Param(jnp.full(2, seed + 2))})
+
+    for format in ("orbax", "treering"):
+        tr.save(tmp_path / format, state(0), format=format)
+        assert_same(tr.restore(tmp_path / format, state(9)), state(0))
+    assert_same(tr.restore(written_by_orbax(tmp_path / "theirs", state(0)), state(9)), state(0))
+
+
+def test_one_variable_in_two_places(tmp_path: pathlib.Path) -> None:
+    """Orbax has it twice; a template finds it by its first name, and the second is named."""
+    shared = nnx.Param(jnp.ones(3))
+    path = written_by_orbax(tmp_path / "theirs", {"a": shared, "b": shared})
+    like = nnx.Param(jnp.zeros(3))
+    found = tr.restore(path, {"a": like, "b": like}, extra=["b/value"])
+    assert found["a"] is found["b"] and (found["a"][...] == 1).all()

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import _dtypes
 from .._catalogue import NO_ARRAY, ArrayEntry, Entry
+from .._paths import few
 from .._sharding import in_slices
 from ..errors import UnsupportedError
 from ..stores.disk import Disk
@@ -25,6 +26,13 @@ def write(disk: Disk, path: str, contents: Reader, *, overwrite: bool) -> int:
     if problems:
         head = "these leaves cannot be held by a file of Equinox; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
+    if guessed := tuple(place or "(root)" for place in getattr(contents, "guessed", ())):
+        _log.warning(
+            "%s: the order of the leaves in %s is that of their names, and this format has nothing but an order; a "
+            "model with another one takes wrong leaves where shapes are equal: restore into the model, and save that",
+            path,
+            few(guessed),
+        )
     with new_file(disk, path, overwrite=overwrite) as file:
         if contents.metadata is not None:
             file.write(json.dumps(contents.metadata).encode() + b"\n")

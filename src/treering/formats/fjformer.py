@@ -7,6 +7,7 @@ What their loaders call ``state_params`` or ``trainstate_params`` is ``at="param
 of its own, ``streaming_params``, and ``flax_params`` a file of the format "flax".
 """
 
+import functools
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .._catalogue import Entry
 from .._collector import paused
 from .._paths import key_text, split
-from .._tree import infer, places
+from .._tree import assemble, inferred
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import new_file
@@ -69,7 +70,8 @@ class FJFormer:
             leaves, nbytes = _read(disk, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         by_path = {entry.path: entry for entry in leaves.entries}
-        order, skeleton = infer(list(by_path), places(by_path), lists=False)  # of a state dict, as Flax has it
+        state_dict = functools.partial(inferred, lists=False, sort=False)  # as Flax has it
+        order, skeleton = assemble(by_path, state_dict)
         entries = [by_path[path] for path in order]
         return ForeignReader(self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes)
 
