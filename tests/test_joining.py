@@ -73,6 +73,18 @@ def test_into_other_formats_and_through_rules(tmp_path: pathlib.Path, parts: dic
     assert_same(found["b"], [np.zeros(2, np.float32), np.ones(2, np.float32)])
 
 
+def test_a_checkpoint_may_stand_in_two_places(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
+    params = parts["native"].at("params")
+    tr.save(tmp_path / "joined", {"a": params, "b": [params]})
+    assert_same(tr.restore(tmp_path / "joined"), {"a": PARAMS, "b": [PARAMS]})
+
+
+def test_functions_stay_functions(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "f", {"act": jax.nn.relu, "w": np.ones(2)})
+    tr.save(tmp_path / "joined", {"a": tr.open(tmp_path / "f")})
+    assert "relu" in str(tr.open(tmp_path / "joined"))
+
+
 def test_floats_are_cast(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
     tr.save(tmp_path / "joined", {"a": parts["other"], "k": parts["native"]["key"]}, dtype="float16")
     assert_same(tr.restore(tmp_path / "joined")["a"], [np.zeros(2, np.float16), np.ones(2, np.float16)])

@@ -83,6 +83,8 @@ def collect(
             kind = _kind(type(leaf))
             if kind == "value":
                 content.entries.append(ValueEntry(path, *encode(leaf)))
+            elif kind == "entry":  # of a checkpoint
+                content.entries.append(leaf.at(path))
             elif kind == "iterator":
                 content.entries.append(_iterators.together(path, [_iterators.state_of(leaf)]))
             elif kind == "function":
@@ -91,12 +93,10 @@ def collect(
                 content.tied[n] = first_use[id(leaf)]
                 content.entries.append(content.entries[content.tied[n]].at(path))
             else:
-                if kind == "entry":  # of a checkpoint
-                    content.entries.append(leaf.at(path))
+                if kind in ("numpy", "numpy-scalar"):
+                    _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
                 elif kind == "lazy":
                     _add_lazy(content, path, leaf, cast, alone)
-                elif kind in ("numpy", "numpy-scalar"):
-                    _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
                 else:
                     _add_jax(content, path, kind, leaf, cast, alone)
                 first_use[id(leaf)] = n
