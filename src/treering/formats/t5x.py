@@ -71,7 +71,7 @@ class T5X:
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), os.path.join(folder, name)
-            if found and disk.stat(os.path.join(path, FILE)) and self.refuses(disk, path) is None:
+            if found and self.refuses(disk, path) is None and disk.stat(os.path.join(path, FILE)):
                 steps.setdefault(int(found[1]), name)
         return steps
 

@@ -1,5 +1,6 @@
 """Aligned memory: by pages, as direct I/O wants it, and by cache lines, as JAX does."""
 
+import contextlib
 import math
 import mmap
 from typing import Any
@@ -28,7 +29,8 @@ def aligned(size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages; a hint never fails what it is for
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
 

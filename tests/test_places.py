@@ -1,0 +1,71 @@
+"""Kernels and volumes that are not like the machine of the tests; doubles, for the real ones can seldom be had."""
+
+import errno
+import mmap
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.stores import buffers
+from treering.stores.disk import Disk
+
+
+class NoHints(mmap.mmap):
+    """Memory on a kernel without transparent huge pages, where the hint is an error."""
+
+    def madvise(self, *_: Any) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="there is no such hint here")
+def test_a_hint_never_fails_a_save_or_a_verification(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers.mmap, "mmap", NoHints)
+    tree = {"w": np.arange(2 << 20, dtype=np.float32)}
+    tr.save(tmp_path / "c", tree)
+    tr.save(tmp_path / "c.safetensors", tree)
+    assert tr.verify(tmp_path / "c").ok and tr.verify(tmp_path / "c.safetensors").ok
+    assert (tr.restore(tmp_path / "c", mmap=False)["w"] == tree["w"]).all()
+
+
+class Closed(Disk):
+    """A disk on which some directories belong to others; tests may run as root, whom nothing is closed to."""
+
+    def __init__(self, *names: str):
+        self._names = names
+
+    def _check(self, path: str) -> None:
+        if any(f"/{name}/" in path for name in self._names):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    def stat(self, path: str) -> os.stat_result | None:
+        self._check(path)
+        return super().stat(path)
+
+    def list(self, path: str) -> list[str]:
+        self._check(f"{path}/")
+        return super().list(path)
+
+
+def test_what_cannot_be_looked_into_is_no_step(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"n": step})
+    closed = ("lost+found", "step-00000003", "checkpoint_4", "step-5", "6", "streaming_state_7")
+    for name in closed:
+        (tmp_path / name).mkdir()
+    use_disk(Closed(*closed))
+    for _ in range(3):
+        assert tr.steps(tmp_path) == [1, 2] and tr.restore(tmp_path) == {"n": 2}
+        assert [ckpt.step for ckpt in tr.follow(tmp_path, timeout=0)] == [1, 2]
+    with tr.Checkpointer(tmp_path) as ckpts:
+        assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
+        ckpts.save(8, {"n": 8})
+    assert tr.steps(tmp_path) == [1, 2, 8]
+    assert caplog.text.count("step-00000003: cannot be looked into") == 1
