@@ -96,6 +96,7 @@ def match(
     skipped: list[str] = []
     used: set[str] = set()
     known = list(entries)
+    found = False  # anything of the template
     alike: dict[tuple[Any, ...], Target] = {}  # what became of a leaf of some kind, for the thousands like it
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         entry = entries.get(path)
@@ -123,6 +124,7 @@ def match(
                 targets.append(_missing(path, leaf, policy, names))
             else:
                 assert entry is not None
+                found = True
                 targets.append(_target(leaf, entry, policy, numbers_are_arrays))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
@@ -138,12 +140,17 @@ def match(
     if problems:
         count = f"{len(problems)} difference{'s' if len(problems) > 1 else ''}"
         raise MismatchError("\n".join([f"{name}: the checkpoint does not fit the template: {count}", *problems]))
-    _check_found(targets, walked.paths, entries, policy, name)
+    _check_found(found, targets, walked.paths, entries, policy, name)
     return targets
 
 
 def _check_found(
-    targets: Sequence[Target], paths: Sequence[str], entries: Mapping[str, Entry], policy: Policy, name: str
+    found: bool,
+    targets: Sequence[Target],
+    paths: Sequence[str],
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    name: str,
 ) -> None:
     """Raises `MismatchError` where all of the template's arrays would be the template's own, and for idle globs.
 
@@ -154,7 +161,7 @@ def _check_found(
             shown = few(tuple(paths))
             raise MismatchError(f"missing=[{glob!r}]: expected a glob of leaves of the template, found none in {shown}")
     filled = [path for path, target in zip(paths, targets, strict=True) if target.filled]
-    if filled and not any(target.entry is not None for target in targets):
+    if filled and not found:
         near = closest(filled[0], list(entries))
         raise MismatchError(
             f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "

@@ -13,7 +13,6 @@ from .stores.local import MANIFEST
 
 _log = logging.getLogger("treering")
 _NAME = re.compile(r"(.*?)(\d+)")
-_closed: set[str] = set()  # directories of which the log has told that they cannot be looked into
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
 _REWOUND = re.compile(r"rewound-(\d+)")
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
@@ -36,18 +35,7 @@ def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     A directory counts when its name is `prefix` (None: anything) and digits, and it holds a manifest.
     """
     found = [(step, name) for name in stores.DISK.list(run) if (step := parse(name, prefix)) is not None]
-    return sorted((step, name) for step, name in found if _has_manifest(os.path.join(run, name)))
-
-
-def _has_manifest(path: str) -> bool:
-    """Whether a directory is a checkpoint. What this user cannot look into is none, and that is logged once."""
-    try:
-        return stores.DISK.stat(os.path.join(path, MANIFEST)) is not None
-    except PermissionError as error:
-        if path not in _closed:
-            _closed.add(path)
-            _log.warning("%s: cannot be looked into, so it is no step: %s", path, error)
-        return False
+    return sorted((step, name) for step, name in found if stores.DISK.stat(os.path.join(run, name, MANIFEST)))
 
 
 def committed(run: str, prefix: str | None = None) -> dict[int, str]:

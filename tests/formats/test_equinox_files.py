@@ -416,7 +416,7 @@ def test_text_is_the_templates_as_equinox_has_it(tmp_path: Path, caplog: pytest.
     abstract = eqx.filter_eval_shape(stateful, 1)
     assert eqx.tree_equal(tr.restore(path, like), tr.restore(path, abstract), expected)
     assert not eqx.tree_equal(expected[1], like[1])
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [line for record in caplog.records if "restored" not in (line := record.getMessage())]
     assert messages == [f"{path}: text and bytes are the template's, for the file has none: {TEXT}"] * 2
     part = [(like[0].norm.axis_name, like[0].norm.weight), "alone"]
     assert eqx.tree_equal(tr.open(path).select("0").restore(part), [("other", saved[0].norm.weight), "alone"])
