@@ -42,7 +42,7 @@ class Tree(NamedTuple):
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
         """A tree of which nothing can be read."""
-        return cls([lost(path, why)], {}, [LEAF])
+        return cls([lost(path, why, tree=True)], {}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -108,12 +108,12 @@ def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
     top = tree.skeleton[0]
     if not isinstance(top, Node):
         return Tree.lost(at or "", why)
-    missing = Tree.lost(join(at or "", TREE, root=at is None), why)
+    missing = lost(join(at or "", TREE, root=at is None), why)
     top = Node("dict", "", [*top.children(), TREE])
     skeleton = [top, *tree.skeleton[1:], LEAF]
     return Tree(
-        tree.entries + missing.entries,
-        {**tree.arrays, **missing.arrays},
+        [*tree.entries, missing],
+        tree.arrays,
         skeleton,
         tree.metadata,
         numbers_are_arrays=True,
