@@ -222,6 +222,88 @@ def test_a_lost_leaf_is_no_tree(tmp_path: Path) -> None:
         renamed.restore()
 
 
+KEYS = {
+    "k": jax.random.key(1),
+    "many": jax.random.split(jax.random.key(2, impl="rbg"), 3),
+    "u": jnp.arange(2, dtype="uint32"),
+    "n": np.arange(2, dtype=np.uint32),
+    "count": jnp.uint32(3),
+    "w": jnp.ones(2),
+}
+
+
+@pytest.mark.parametrize("by", ["treering", "orbax", "version 1", "files", "zarr3"])
+@pytest.mark.parametrize("gone", ["array_metadatas", "array_metadatas/process_0"])
+def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str) -> None:
+    path = folder = tmp_path / "c"
+    if by == "treering":
+        tr.save(path, KEYS, format="orbax")
+    elif by == "version 1":
+        ocp1.save(path, KEYS)
+        folder = next(file.parent for file in path.rglob("array_metadatas"))
+    else:
+        save_tree(path, KEYS, use_ocdbt=by != "files", use_zarr3=by == "zarr3")
+    assert_same(tr.restore(path, KEYS), KEYS)
+    remove(folder / gone)
+    assert sorted(name for problem in tr.verify(path).problems for name in problem.leaves) == ["k", "many", "u"]
+    for attempt in (
+        lambda: tr.restore(path),
+        lambda: tr.restore(path, KEYS),
+        lambda: tr.open(path)["k"],
+        lambda: tr.convert(path, tmp_path / "copy"),
+    ):
+        with pytest.raises(CorruptError, match="array_metadatas: expected what tells whether 'k' is a PRNG key"):
+            attempt()
+    rest = {name: KEYS[name] for name in ("n", "count", "w")}
+    assert_same(tr.restore(path, rest, extra=["k", "many", "u"]), rest)
+
+
+def test_what_orbax_wrote_before_it_told_keys_from_numbers(tmp_path: Path) -> None:
+    path = save_tree(tmp_path / "c", {"u": KEYS["u"]})
+    about = json.loads((path / "_METADATA").read_text())
+    for leaf in about["tree_metadata"].values():
+        del leaf["value_metadata"]["write_shape"]
+    (path / "_METADATA").write_text(json.dumps(about))
+    remove(path / "array_metadatas")
+    assert_same(tr.restore(path), {"u": np.arange(2, dtype=np.uint32)})
+
+
+def test_keys_where_two_lists_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_tree(tmp_path / "c", KEYS)
+    for name in ("_METADATA", "array_metadatas"):
+        remove(path / name)
+    tr.open(path).select("k").restore()
+    assert "PRNG keys plain, without array_metadatas" in caplog.text
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"typed": null}', '{"typed": 1}'])
+def test_whether_an_item_is_a_key_is_gone(tmp_path: Path, text: str | None) -> None:
+    with ocp.CheckpointManager(tmp_path) as run:
+        args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
+        run.save(0, args=args)
+    about = tmp_path / "0" / "key" / "jax_random_key_metadata"
+    remove(about) if text is None else (about / "metadata").write_text(text)
+    with pytest.raises(CorruptError, match=r"key.*expected true or false"):
+        tr.restore(tmp_path / "0")
+    assert_same(tr.restore(tmp_path / "0", {"opt": OPT}, extra=["key"]), {"opt": OPT})
+
+
+def test_the_array_of_a_key_is_gone(tmp_path: Path) -> None:
+    handler = ocp.JaxRandomKeyCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path, item_names=("key", "opt"), item_handlers={"key": handler}) as run:
+        args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
+        run.save(0, args=args)
+    item = tmp_path / "0" / "key" / "jax_random_key"
+    remove(item / "array_metadatas")
+    assert list(tr.open(tmp_path / "0")) == ["key", "opt/m"]
+    like = {"key": jax.random.key(0), "opt": OPT}
+    with pytest.raises(CorruptError, match="PRNG key"):
+        tr.restore(tmp_path / "0", like, missing="template", extra="ignore")
+    remove(item / "_METADATA")
+    with pytest.raises(CorruptError, match="_METADATA"):
+        tr.restore(tmp_path / "0", like, missing="template", extra="ignore")
+
+
 def test_an_earlier_step_is_taken(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
     save_run(tmp_path / "run", 1, 2)
     remove(tmp_path / "run" / "2" / gone)
