@@ -1,5 +1,6 @@
 """Key paths as text."""
 
+import itertools
 import os
 import pathlib
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from hypothesis import given
 
 import treering as tr
 from treering import _paths
+from treering._catalogue import covered, lost
+from treering._catalogue import fits as fits_entry
 from treering.errors import MismatchError, UnsupportedError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -146,3 +149,18 @@ def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
     tr.save("./gs:/ckpt", {"a": 1})
     tr.save("./~", {"a": 2})
     assert tr.restore("./gs:/ckpt") == {"a": 1} and tr.restore("./~") == {"a": 2}
+
+
+def test_what_globs_may_match_below_a_path() -> None:
+    """Against all paths of up to four components of three names."""
+    paths = ["/".join(parts) for n in range(1, 5) for parts in itertools.product("abc", repeat=n)]
+    segments = ["a", "b", "*", "?", "**", "a*"]
+    for glob in ("/".join(parts) for n in range(1, 4) for parts in itertools.product(segments, repeat=n)):
+        fits = {path for path in paths if _paths.matches(path, glob)}
+        for at in paths[:12]:
+            inside = {path for path in paths if _paths.below(path, at) is not None}
+            assert _paths.may_match_below(at, glob) is bool(fits & inside), (at, glob)
+            for entry in (lost(at, "why", tree=True), lost(at, "why")):
+                assert not entry.tree or not covered(at, entry, glob) or inside <= fits or glob == at, (at, glob)
+                assert covered(at, entry, glob) or entry.tree or at not in fits
+                assert fits_entry(at, entry, glob) is (bool(fits & inside) if entry.tree else at in fits)

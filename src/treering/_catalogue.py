@@ -9,10 +9,11 @@ import base64
 import math
 import struct
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
+from ._paths import matches, may_match_below
 from .errors import CorruptError, UnsupportedError
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
@@ -48,14 +49,16 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
     """A leaf, or everything below a path, that should be there and cannot be read.
 
-    It looks like an array, so that whatever reads it fails with a `CorruptError` that says why.
+    It looks like an array, so that whatever reads it fails with a `CorruptError` that says why. `tree` says that it
+    may stand for any leaves at and below its path.
     """
 
     why: tuple[str, ...] = ()
+    tree: bool = False
 
     def at(self, path: str) -> "LostEntry":
         """The same loss under another path."""
-        return lost(path, *self.why)
+        return lost(path, *self.why, tree=self.tree)
 
 
 class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False):
@@ -81,9 +84,29 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
 Entry = ArrayEntry | ValueEntry
 
 
-def lost(path: str, *why: str) -> LostEntry:
-    """The entry of what should lie at a path and cannot be read."""
-    return LostEntry(path, "numpy", "uint8", (), "", why)
+def lost(path: str, *why: str, tree: bool = False) -> LostEntry:
+    """The entry of what should lie at a path, or with `tree` at or below it, and cannot be read."""
+    return LostEntry(path, "numpy", "uint8", (), "", why, tree)
+
+
+def is_lost_tree(entry: Entry | None) -> TypeGuard[LostEntry]:
+    """Whether an entry stands for leaves whose names are not known."""
+    return isinstance(entry, LostEntry) and entry.tree
+
+
+def fits(path: str, entry: Entry, globs: str | Iterable[str]) -> bool:
+    """Whether a leaf's path fits one of the globs; where a tree is lost, whether that of a leaf of it could."""
+    if not is_lost_tree(entry):
+        return matches(path, globs)
+    return any(may_match_below(path, glob) for glob in ((globs,) if isinstance(globs, str) else globs))
+
+
+def covered(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
+    """Whether a leaf's path fits one of the globs; where a tree is lost, whether one fits all of it or is its path."""
+    if not is_lost_tree(entry):
+        return matches(path, globs)
+    candidates = (globs,) if isinstance(globs, str) else globs
+    return any(glob == path or (glob.rpartition("/")[2] == "**" and matches(path, glob)) for glob in candidates)
 
 
 def check_whole(entries: Iterable[Entry]) -> None:

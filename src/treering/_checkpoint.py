@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _dtypes, _processes, _tree, formats, stores
-from ._catalogue import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
+from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
 from ._lazy import LazyArray
-from ._paths import absolute, below, closest, matches
+from ._paths import absolute, below, closest
 from ._run import all_steps
 from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .formats import Reader
@@ -74,6 +74,7 @@ class Checkpoint(Mapping[str, Any]):
     def __getitem__(self, path: str) -> Any:
         entry = self._entries.get(path)
         if entry is None:
+            check_whole(self._lost_above(path))
             near = closest(path, list(self._entries))
             inside = sum(below(name, path) is not None for name in self._entries)
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
@@ -88,6 +89,10 @@ class Checkpoint(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def _lost_above(self, path: str) -> Iterator[Entry]:
+        """The lost tree that a path may belong to."""
+        return (entry for name, entry in self._entries.items() if is_lost_tree(entry) and below(path, name) is not None)
+
     def at(self, path: str) -> "Checkpoint":
         """The part below a path, with paths relative to it. Raises `NotFoundError` when there is none."""
         if not path:
@@ -95,11 +100,7 @@ class Checkpoint(Mapping[str, Any]):
         entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
         skeleton = None if self._skeleton is None else _tree.subtree(self._skeleton, path)
         if not entries and skeleton is None:
-            check_whole(
-                entry
-                for name, entry in self._entries.items()
-                if isinstance(entry, LostEntry) and below(path, name) is not None
-            )
+            check_whole(self._lost_above(path))
             level = getattr(self._reader, "level", "")
             if level and not self._part and (rest := below(path, level)) is not None:
                 return self.at(rest)
@@ -115,15 +116,12 @@ class Checkpoint(Mapping[str, Any]):
         return Checkpoint(self._reader, entries, skeleton, f"{self._part}/{path}".lstrip("/"))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
-        """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them."""
+        """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
+
+        What is damaged, so that the names of its leaves are not known, is among them where any of these could fit.
+        """
         globs = [glob] if isinstance(glob, str) else list(glob)
-
-        def fits(path: str, entry: Entry) -> bool:
-            return matches(path, globs) or (
-                isinstance(entry, LostEntry) and any(glob.startswith(f"{path}/") for glob in globs)
-            )
-
-        entries = {path: entry for path, entry in self._entries.items() if fits(path, entry)}
+        entries = {path: entry for path, entry in self._entries.items() if fits(path, entry, globs)}
         return Checkpoint(self._reader, entries, None, self._part)
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from . import _dtypes, _iterators, _processes
-from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
+from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
 from ._leaves import is_function
-from ._paths import below, closest, few, matches
+from ._paths import above, below, closest, few, matches
 from ._tree import Node, Skeleton, Walk, containers
 from .errors import MismatchError
 
@@ -62,9 +62,9 @@ class Policy:
         if not known:
             raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
 
-    def allows(self, which: Literal["missing", "extra"], path: str) -> bool:
+    def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
         value = self.missing if which == "missing" else self.extra
-        return value != "error" if isinstance(value, str) else matches(path, value)
+        return value != "error" if isinstance(value, str) else covered(path, entry, value)
 
     def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """What floats become where there is no template."""
@@ -198,13 +198,14 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str
 def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
     """What a template asks for and what it may not leave out, of that which cannot be read."""
     skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
-    asked = {""}
+    asked, leaves = {""}, set[str]()
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         if leaf is not None and leaf is not ... and not is_function(leaf):
-            asked |= {path, *(path[:n] for n, character in enumerate(path) if character == "/")}
+            leaves.add(path)
+            asked |= {path, *above(path)}
     for path, entry in entries.items():
-        left_out = policy.allows("extra", path) or any(below(path, at) is not None for at in skipped)
-        if isinstance(entry, LostEntry) and (path in asked or not left_out):
+        left_out = policy.allows("extra", path, entry) or any(below(path, at) is not None for at in skipped)
+        if isinstance(entry, LostEntry) and (path in asked or not left_out or not leaves.isdisjoint(above(path))):
             yield entry
 
 

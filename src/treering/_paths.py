@@ -84,6 +84,26 @@ def matches(path: str, globs: str | Iterable[str]) -> bool:
     return any(_compile(glob).fullmatch(path + "/") for glob in candidates)
 
 
+def above(path: str) -> list[str]:
+    """The paths of the containers around a path, but for the root."""
+    return [path[:n] for n, character in enumerate(path) if character == "/"]
+
+
+def may_match_below(path: str, glob: str) -> bool:
+    """Whether the glob could match the path or any below it."""
+    if not path:
+        return True
+    segments = glob.split("/")
+    for n, part in enumerate(path.split("/")):
+        if n == len(segments):
+            return False
+        if segments[n] == "**":
+            return True
+        if not matches(part, segments[n]):
+            return False
+    return True
+
+
 def closest(path: str, names: Sequence[str]) -> str | None:
     """The name most like `path`, for error messages."""
     leaf = path.rsplit("/", 1)[-1]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ._catalogue import ArrayEntry, check_whole
+from ._catalogue import ArrayEntry, check_whole, fits, is_lost_tree, lost
 from ._views import Leaf
 from .errors import MismatchError, UnsupportedError
 
@@ -62,6 +62,20 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
     if not found and not optional:
         shown = ", ".join(list(leaves)[:5]) + (", …" if len(leaves) > 5 else "")
         raise MismatchError(f"{text}: matches none of the {len(leaves)} leaves ({shown}); pass optional=True if it may")
+
+
+def fitting(leaves: Leaves, glob: str) -> list[str]:
+    """The paths that a glob fits, and of lost trees where it could fit a leaf in them."""
+    return [path for path, leaf in leaves.items() if fits(path, leaf.entry, glob)]
+
+
+def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
+    """Raises `CorruptError` where the names of leaves that a rule may change are not known."""
+    for path, leaf in leaves.items():
+        if is_lost_tree(entry := leaf.entry) and fits(path, entry, glob):
+            within = f"{path}/**" if path else "**"
+            why = f"{text}: it may change leaves of {within}, which cannot be read; drop({within!r}) leaves them out"
+            check_whole([lost(path, why, *entry.why)])
 
 
 def array(leaf: Leaf, text: str) -> Leaf:

@@ -5,9 +5,9 @@ import functools
 import re
 from collections.abc import Callable
 
-from ._catalogue import LostEntry
-from ._paths import below, matches
-from ._rules import Leaves, array, check_any, collected, expanded
+from ._catalogue import LostEntry, covered, is_lost_tree
+from ._paths import below
+from ._rules import Leaves, array, check_any, check_known, collected, expanded, fitting
 from ._views import Leaf
 
 
@@ -18,6 +18,7 @@ class Rename:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
+        check_known(leaves, f"rename({self.pattern.pattern!r}, …)")
         found = [path for path in leaves if self.pattern.search(path)]
         check_any(found, self.optional, f"rename({self.pattern.pattern!r}, …)", leaves)
         return collected(
@@ -35,9 +36,8 @@ class Drop:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        found = {path for path in leaves if matches(path, self.glob)}
-        check_any(found, self.optional, f"drop({self.glob!r})", leaves)
-        return {path: leaf for path, leaf in leaves.items() if path not in found}
+        check_any(fitting(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
+        return {path: leaf for path, leaf in leaves.items() if not covered(path, leaf.entry, self.glob)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Copy:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := below(path, self.src)) is not None]
+        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, self.src)) is not None]
         check_any(found, self.optional, f"copy({self.src!r}, …)", leaves)
         copies = [(f"{self.dst}/{rest}" if rest else self.dst, leaf) for rest, leaf in found]
         return collected(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])
@@ -61,8 +61,15 @@ class Each:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        found = {path for path in leaves if matches(path, self.glob)}
-        check_any(found, self.optional, self.text, leaves)
+        fit = fitting(leaves, self.glob)
+        check_any(fit, self.optional, self.text, leaves)
         # One that cannot be read stays what it is: an error for those who ask for it.
-        found = {path for path in found if not isinstance(leaves[path].entry, LostEntry)}
+        found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
         return {path: self.change(array(leaf, self.text)) if path in found else leaf for path, leaf in leaves.items()}
+
+
+def _copied(path: str, leaf: Leaf, source: str) -> str | None:
+    """The path of a leaf relative to what is copied, None where it lies elsewhere."""
+    if is_lost_tree(leaf.entry) and below(source, path) is not None:
+        return ""  # of which what is copied would be a part
+    return below(path, source)

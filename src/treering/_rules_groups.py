@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _dtypes
 from ._catalogue import ArrayEntry, Entry, LostEntry
 from ._paths import matches
-from ._rules import Leaves, array, axis_of, check_alike, check_any, expanded, level_of, replaced
+from ._rules import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
 from ._views import Leaf, part
 from ._views_groups import joined, mapped, scaled, stacked
 from ._views_reshaped import reshaped
@@ -29,6 +29,7 @@ class Stack:
     def apply(self, leaves: Leaves) -> Leaves:
         text = f"stack({self.glob!r})"
         level = level_of(self.glob, text)
+        check_known(leaves, text, self.glob)
         groups: dict[str, dict[int, str]] = {}
         for path in leaves:
             if matches(path, self.glob) and (parts := path.split("/"))[level].isdecimal():
@@ -57,6 +58,7 @@ class Unstack:
         level = level_of(self.glob, text)
         parts = self.glob.split("/")
         glob = "/".join(parts[:level] + parts[level + 1 :])
+        check_known(leaves, text, glob)
         found = [path for path in leaves if matches(path, glob)]
         check_any(found, self.optional, text, leaves)
         made: dict[str, list[tuple[str, Leaf]]] = {}
@@ -81,6 +83,7 @@ class Split:
 
     def apply(self, leaves: Leaves) -> Leaves:
         text = f"split({self.pattern.pattern!r}, …)"
+        check_known(leaves, text)
         found = {path: match for path in leaves if (match := self.pattern.fullmatch(path))}
         check_any(found, self.optional, text, leaves)
         made: dict[str, list[tuple[str, Leaf]]] = {}
@@ -147,6 +150,7 @@ def _grouped(
     optional: bool,
 ) -> Leaves:
     """One leaf made of those that match each of the patterns and that expand `new` to the same path."""
+    check_known(leaves, text)
     groups: dict[str, dict[int, str]] = {}
     for n, pattern in enumerate(patterns):
         for path in leaves:
@@ -175,6 +179,7 @@ class Scale:
 
     def apply(self, leaves: Leaves) -> Leaves:
         text = f"scale({self.pattern.pattern!r}, {self.scale!r}, …)"
+        check_known(leaves, text)
         wanted = {
             path: expanded(functools.partial(match.expand, self.scale), self.scale)
             for path in leaves

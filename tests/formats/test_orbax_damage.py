@@ -16,6 +16,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 
 import treering as tr
 from helpers import assert_same
+from treering import rules
 from treering.errors import CorruptError, MismatchError, NotFoundError
 
 pytestmark = [
@@ -87,6 +88,220 @@ def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFix
         tr.restore(step, rest)
     with pytest.raises(MismatchError, match="opt/m"):
         tr.restore(step, {}, extra=[item, f"{item}/**"])
+
+
+@pytest.fixture
+def headless(tmp_path: Path) -> Path:
+    """A checkpoint of which the item `params` is gone, so that its leaves have no names."""
+    params, opt = {"dense": {"kernel": np.ones(2)}}, {"mu": {"kernel": np.full(2, 3.0)}, "n": [np.zeros(1)]}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        items = {name: ocp.args.StandardSave(tree) for name, tree in (("params", params), ("opt", opt))}
+        checkpointer.save(tmp_path / "c", args=ocp.args.Composite(**items))
+    shutil.rmtree(tmp_path / "c" / "params")
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "globs",
+    [
+        "**/kernel",
+        "*/dense/kernel",
+        "p*/**",
+        "params/dense/kernel",
+        "params/*/kernel",
+        "params",
+        "**",
+        ["params/*/kernel", "opt/**"],
+    ],
+)
+def test_a_selection_that_a_lost_tree_may_belong_to(headless: Path, globs: str | list[str]) -> None:
+    selected = tr.open(headless).select(globs)
+    for attempt in (
+        selected.restore,
+        selected.abstract,
+        lambda: tr.save(headless.parent / "out", selected),
+        lambda: tr.save(headless.parent / "out", {"a": selected}),
+        lambda: tr.diff(selected, selected),
+    ):
+        with pytest.raises(CorruptError, match="the item 'params'"):
+            attempt()
+    assert not (headless.parent / "out").exists()
+
+
+@pytest.mark.parametrize("globs", ["opt/**", "opt/*/kernel", ["o*/**/kernel"], "?pt/mu/*"])
+def test_a_selection_that_a_lost_tree_cannot_belong_to(headless: Path, globs: str | list[str]) -> None:
+    selected = tr.open(headless).select(globs)
+    assert "opt/mu/kernel" in list(selected) and selected.restore()["opt"]["mu"]["kernel"].tolist() == [3, 3]
+
+
+def test_a_leaf_of_a_lost_tree(headless: Path) -> None:
+    opened = tr.open(headless)
+    for attempt in (
+        lambda: opened["params/dense/kernel"],
+        lambda: opened.get("params/x"),
+        lambda: "params/dense/kernel" in opened,
+        lambda: opened.at("params/dense"),
+    ):
+        with pytest.raises(CorruptError, match="the item 'params'"):
+            attempt()
+    with pytest.raises(KeyError):
+        opened["paramsx"]
+    like = {"opt": tr.restore(headless, at="opt")}
+    for extra in (["*"], ["params/*"], ["**/params"], ["params/dense/**"], ["**/kernel"]):
+        with pytest.raises(CorruptError, match="the item 'params'"):
+            tr.restore(headless, like, extra=extra)
+    for extra in ("ignore", ["**"], ["params"], ["params/**"], ["p*/**"]):
+        assert_same(tr.restore(headless, like, extra=extra), like)
+    with pytest.raises(CorruptError, match="the item 'params'"):
+        tr.restore(headless, {**like, "params": {"x": np.ones(1)}}, missing="template", extra="ignore")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.drop("*"),
+        rules.drop("**/kernel"),
+        rules.drop("params/dense/**"),
+        rules.cast("params/*/kernel", "float16"),
+        rules.cast("**/kernel", "float16"),
+        rules.map("params/dense/*", np.negative),
+        rules.transpose("**/kernel", (0,)),
+        rules.copy("params/dense", "dense"),
+        rules.rename("^params/", "model/"),
+        rules.rename("kernel", "weight"),
+        rules.stack("*/n/*", optional=True),
+        rules.stack("params/*/kernel"),
+        rules.unstack("params/*/kernel"),
+        rules.split("params/(.*)", ["a", "b"]),
+        rules.concat(["opt/mu/kernel", "params/dense/kernel"], "x"),
+        rules.combine(["opt/mu/kernel", "params/dense/kernel"], "x", np.add),
+        rules.scale("params/(.*)", r"opt/\1", "float32"),
+    ],
+)
+def test_a_rule_for_leaves_of_a_lost_tree(headless: Path, rule: rules.Rule) -> None:
+    with pytest.raises(CorruptError, match="the item 'params'"):
+        tr.open(headless).apply([rule]).restore()
+    with pytest.raises(CorruptError, match="the item 'params'"):
+        tr.save(headless.parent / "out", tr.open(headless), rules=[rule])
+    assert not (headless.parent / "out").exists()
+
+
+@pytest.mark.parametrize("glob", ["params/**", "params", "p*/**"])
+def test_a_lost_tree_that_is_dropped(headless: Path, glob: str) -> None:
+    rest = tr.restore(headless, at="opt")
+    both = [rules.drop(glob), rules.rename("^opt/", "state/")]
+    assert_same(tr.open(headless).apply(both).restore(), {"state": rest})
+    like = {"opt": rest}
+    assert "opt/n" in tr.open(headless).apply([rules.stack("opt/n/*"), rules.cast("opt/**", "float32")])
+    kept = [rules.cast("params/**", "float16"), rules.copy("params/dense", "d")]  # which stay lost where they are named
+    assert list(tr.open(headless).apply(kept)) == ["opt/mu/kernel", "opt/n/0", "params", "d"]
+    assert_same(tr.restore(headless, like, rules=kept, extra=["params/**", "d/**"]), like)
+    with pytest.raises(CorruptError, match="the item 'params'"):
+        tr.restore(headless, like, rules=kept, extra=["params/**"])
+
+
+def test_a_lost_leaf_is_no_tree(tmp_path: Path) -> None:
+    path = save_tree(
+        tmp_path / "c", {"layers": {str(n): {"w": np.full(2, 1.0 + n)} for n in range(3)}}, use_ocdbt=False
+    )
+    shutil.rmtree(path / "layers.1.w")
+    assert list(tr.open(path).select(["layers/*/b", "layers/*/w/**", "**/0/w"])) == [
+        "layers/0/w",
+        "layers/1/w",
+        "layers/2/w",
+    ]
+    assert list(tr.open(path).select("**/w/*")) == list(tr.open(path).select("layers/1/w/x")) == []
+    with pytest.raises(NotFoundError):
+        tr.open(path).at("layers/1/w/x")
+    for rule in (rules.stack("layers/*/**"), rules.stack("layers/*/w"), rules.unstack("layers/1/*/w")):
+        with pytest.raises(CorruptError, match=r"layers\.1\.w/\.zarray"):
+            tr.restore(path, rules=[rule])
+    renamed = tr.open(path).apply([rules.rename("layers/", "l")])
+    assert list(renamed) == ["l0/w", "l1/w", "l2/w"]
+    with pytest.raises(CorruptError, match=r"layers\.1\.w/\.zarray"):
+        renamed.restore()
+
+
+KEYS = {
+    "k": jax.random.key(1),
+    "many": jax.random.split(jax.random.key(2, impl="rbg"), 3),
+    "u": jnp.arange(2, dtype="uint32"),
+    "n": np.arange(2, dtype=np.uint32),
+    "count": jnp.uint32(3),
+    "w": jnp.ones(2),
+}
+
+
+@pytest.mark.parametrize("by", ["treering", "orbax", "version 1", "files", "zarr3"])
+@pytest.mark.parametrize("gone", ["array_metadatas", "array_metadatas/process_0"])
+def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str) -> None:
+    path = folder = tmp_path / "c"
+    if by == "treering":
+        tr.save(path, KEYS, format="orbax")
+    elif by == "version 1":
+        ocp1.save(path, KEYS)
+        folder = next(file.parent for file in path.rglob("array_metadatas"))
+    else:
+        save_tree(path, KEYS, use_ocdbt=by != "files", use_zarr3=by == "zarr3")
+    assert_same(tr.restore(path, KEYS), KEYS)
+    remove(folder / gone)
+    assert sorted(name for problem in tr.verify(path).problems for name in problem.leaves) == ["k", "many", "u"]
+    for attempt in (
+        lambda: tr.restore(path),
+        lambda: tr.restore(path, KEYS),
+        lambda: tr.open(path)["k"],
+        lambda: tr.convert(path, tmp_path / "copy"),
+    ):
+        with pytest.raises(CorruptError, match="array_metadatas: expected what tells whether 'k' is a PRNG key"):
+            attempt()
+    rest = {name: KEYS[name] for name in ("n", "count", "w")}
+    assert_same(tr.restore(path, rest, extra=["k", "many", "u"]), rest)
+
+
+def test_what_orbax_wrote_before_it_told_keys_from_numbers(tmp_path: Path) -> None:
+    path = save_tree(tmp_path / "c", {"u": KEYS["u"]})
+    about = json.loads((path / "_METADATA").read_text())
+    for leaf in about["tree_metadata"].values():
+        del leaf["value_metadata"]["write_shape"]
+    (path / "_METADATA").write_text(json.dumps(about))
+    remove(path / "array_metadatas")
+    assert_same(tr.restore(path), {"u": np.arange(2, dtype=np.uint32)})
+
+
+def test_keys_where_two_lists_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_tree(tmp_path / "c", KEYS)
+    for name in ("_METADATA", "array_metadatas"):
+        remove(path / name)
+    tr.open(path).select("k").restore()
+    assert "PRNG keys plain, without array_metadatas" in caplog.text
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"typed": null}', '{"typed": 1}'])
+def test_whether_an_item_is_a_key_is_gone(tmp_path: Path, text: str | None) -> None:
+    with ocp.CheckpointManager(tmp_path) as run:
+        args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
+        run.save(0, args=args)
+    about = tmp_path / "0" / "key" / "jax_random_key_metadata"
+    remove(about) if text is None else (about / "metadata").write_text(text)
+    with pytest.raises(CorruptError, match=r"key.*expected true or false"):
+        tr.restore(tmp_path / "0")
+    assert_same(tr.restore(tmp_path / "0", {"opt": OPT}, extra=["key"]), {"opt": OPT})
+
+
+def test_the_array_of_a_key_is_gone(tmp_path: Path) -> None:
+    handler = ocp.JaxRandomKeyCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path, item_names=("key", "opt"), item_handlers={"key": handler}) as run:
+        args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
+        run.save(0, args=args)
+    item = tmp_path / "0" / "key" / "jax_random_key"
+    remove(item / "array_metadatas")
+    assert list(tr.open(tmp_path / "0")) == ["key", "opt/m"]
+    like = {"key": jax.random.key(0), "opt": OPT}
+    with pytest.raises(CorruptError, match="PRNG key"):
+        tr.restore(tmp_path / "0", like, missing="template", extra="ignore")
+    remove(item / "_METADATA")
+    with pytest.raises(CorruptError, match="_METADATA"):
+        tr.restore(tmp_path / "0", like, missing="template", extra="ignore")
 
 
 def test_an_earlier_step_is_taken(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:

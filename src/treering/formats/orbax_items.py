@@ -11,7 +11,7 @@ from .._paths import join, key_text
 from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
-from .orbax import STATE, TREE, UNFINISHED, has_arrays, is_file, read_json, tree_file
+from .orbax import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, is_file, read_json, tree_file
 from .orbax_state import read_state
 from .orbax_tree import LEVELS, Tree, read_remnant, read_tree
 
@@ -98,7 +98,8 @@ def read_tree_of(disk: Disk, path: str, at: str | None) -> Tree | None:
         return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
     if not has_arrays(disk, path):
         return None
-    _log.warning("%s: its file %s is gone; leaves are called as their arrays are", path, TREE)
+    lacks = "" if disk.list(os.path.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
+    _log.warning("%s: its file %s is gone; leaves are called as their arrays are%s", path, TREE, lacks)
     return read_remnant(disk, path, at)
 
 
@@ -168,12 +169,14 @@ def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> T
     path = {"ArrayCheckpointHandler": array, "JaxRandomKeyCheckpointHandler": key}.get(handler or "", "")
     if path and path not in found:
         raise CorruptError(f"{folder}: expected the array {path!r} in it, found {', '.join(found) or 'nothing'}")
+    if path == key and type(is_typed := _value(found.get(typed))) is not bool:
+        raise CorruptError(f"{folder}: expected true or false at {typed!r}, found {is_typed!r}")
     rest = found.keys() - {path}
     entry = found.get(path)
     if not isinstance(entry, ArrayEntry) or rest != (set() if path == array else {typed}):
         return tree
     one = entry.at(at or "")
-    if rest and _value(found[typed]) is True:
+    if rest and _value(found[typed]) is True and not isinstance(entry, LostEntry):
         if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
             return tree  # Orbax does not say of which kind the key is, and only one kind is of this size
         one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
@@ -229,5 +232,5 @@ def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
     return tree
 
 
-def _value(entry: Entry) -> Any:
+def _value(entry: Entry | None) -> Any:
     return entry.decode() if isinstance(entry, ValueEntry) else None

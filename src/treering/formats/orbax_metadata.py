@@ -23,6 +23,7 @@ class _Key(msgspec.Struct):
 class _Kind(msgspec.Struct):
     value_type: str
     skip_deserialize: bool = False
+    write_shape: Any = None  # copied from what is said of the array in `ABOUT_ARRAYS`, of which it is a proof
 
 
 class Leaf(msgspec.Struct):

@@ -42,7 +42,7 @@ class Tree(NamedTuple):
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
         """A tree of which nothing can be read."""
-        return cls([lost(path, why)], {}, [LEAF])
+        return cls([lost(path, why, tree=True)], {}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -65,6 +65,7 @@ class _Place(NamedTuple):
     name: str
     kind: str
     aggregated: bool
+    described: bool  # in `ABOUT_ARRAYS` as well
 
 
 class _Branch:
@@ -108,12 +109,12 @@ def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
     top = tree.skeleton[0]
     if not isinstance(top, Node):
         return Tree.lost(at or "", why)
-    missing = Tree.lost(join(at or "", TREE, root=at is None), why)
+    missing = lost(join(at or "", TREE, root=at is None), why)
     top = Node("dict", "", [*top.children(), TREE])
     skeleton = [top, *tree.skeleton[1:], LEAF]
     return Tree(
-        tree.entries + missing.entries,
-        {**tree.arrays, **missing.arrays},
+        [*tree.entries, missing],
+        tree.arrays,
         skeleton,
         tree.metadata,
         numbers_are_arrays=True,
@@ -135,10 +136,16 @@ def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
     values: dict[str, Any] = _read_numbers(arrays, listed, reasons)
     texts = read_texts(disk, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
     uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
-    keys = _read_keys(disk, folder, uints)
+    keys, rest = _read_keys(disk, folder, uints)
+    for place in listed:
+        if place.described and place.name in rest and arrays[place.path].shape:
+            reasons[place.path] = (
+                f"{os.path.join(folder, ABOUT_ARRAYS)}: expected what tells whether {place.name!r} is a PRNG key or "
+                "plain numbers, found nothing; was the checkpoint copied as a whole?"
+            )
     entries: list[Entry] = []
     stored: dict[str, Stored] = {}
-    for path, name, kind, skipped in places:
+    for path, name, kind, skipped, _ in places:
         if path in aggregated and kind != "None":
             entries.append(aggregated[path])
             if path in inline.arrays:
@@ -171,6 +178,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         if len(keys) > LEVELS:
             raise UnsafeError(f"a leaf more than {LEVELS} levels deep")
         aggregated = leaf.value_metadata.skip_deserialize and kind not in _BARE
+        described = leaf.value_metadata.write_shape is not None
         parent, last = None, ""
         for key in keys:
             place = root if parent is None else parent.children.get(last)
@@ -191,9 +199,9 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         if there is not None and not (isinstance(there, _Branch) and kind in _BARE):
             raise CorruptError(f"{name}: expected one leaf of this name, found two")
         if there is None and parent is not None:
-            parent.children[last] = _Place("", name, kind, aggregated)
+            parent.children[last] = _Place("", name, kind, aggregated, described)
         elif there is None:
-            root = _Place("", name, kind, aggregated)
+            root = _Place("", name, kind, aggregated, described)
     return root or _Branch()
 
 
@@ -221,7 +229,7 @@ def _check(places: Sequence[_Place]) -> None:
         listed = few(tuple(f"{place.path} ({place.kind})" for place in unknown))
         raise UnsupportedError(f"leaves of types that only their own handlers can read: {listed}")
     names: dict[str, str] = {}
-    for path, name, kind, _ in places:
+    for path, name, kind, *_ in places:
         if kind != "None" and names.setdefault(name, path) != path:
             raise CorruptError(f"{path} and {names[name]} were stored under one name, {name!r}; one of them is lost")
 
@@ -265,8 +273,8 @@ def _read_numbers(
     return found
 
 
-def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> dict[str, str]:
-    """The implementations of those of the arrays of these names that are typed keys."""
+def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """The implementations of those of the arrays of these names that are typed keys, and names that are not there."""
     left, found = set(names), dict[str, str]()
     place = os.path.join(folder, ABOUT_ARRAYS)
     for file in disk.list(place):
@@ -281,4 +289,4 @@ def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> dict[str, str]:
             if impl and one.array_metadata.param_name in left:
                 found[one.array_metadata.param_name] = str(impl)
             left.discard(one.array_metadata.param_name)
-    return found
+    return found, left

@@ -162,7 +162,10 @@ def _tree(leaves: Sequence[_Leaf]) -> Any:
     for leaf in leaves:
         keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
         empty = leaf.entry is None or leaf.kind == "None"
-        value = {"value_type": leaf.kind, "skip_deserialize": empty}
+        value: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": empty}
+        if leaf.kind == "jax.Array":
+            assert isinstance(leaf.entry, ArrayEntry)
+            value["write_shape"] = leaf.entry.shape
         listed[str(tuple(key for key, _ in leaf.keys))] = {"key_metadata": keys, "value_metadata": value}
     return {
         "tree_metadata": listed,

@@ -177,7 +177,7 @@ def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
     """The elements of a tensor of text; one entry for all of them where they cannot be read."""
     check_shape(tensor.shape, bundle.index)
     found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
-    return [lost(name, str(found))] if isinstance(found, CorruptError) else [*found]
+    return [lost(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
 
 
 def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
