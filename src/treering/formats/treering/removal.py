@@ -2,6 +2,7 @@
 
 import os
 
+from ..._collector import paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
@@ -20,7 +21,8 @@ def check_removable(disk: Disk, path: str) -> None:
     name = os.path.join(path, MANIFEST)
     try:
         data = read_file(disk, name)
-        listed = manifest.decode(data, name).files
+        with paused():  # three times as fast
+            listed = manifest.decode(data, name).files
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
     for file in listed:
