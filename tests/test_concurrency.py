@@ -14,7 +14,7 @@ import pytest
 import treering as tr
 from torture.scenarios import assert_tidy
 from treering import stores
-from treering.formats.treering import manifest
+from treering.formats.treering import removal
 from treering.stores import local
 from treering.stores.disk import Disk
 
@@ -23,7 +23,7 @@ PRELUDE = """
     import faulthandler, json, os, pathlib, random, signal, sys, threading, time
     import numpy as np, treering as tr
     from treering import stores
-    from treering.formats.treering import manifest
+    from treering.formats.treering import removal
     from treering.stores import local
     faulthandler.dump_traceback_later(100, exit=True)
     place = pathlib.Path(sys.argv[1])
@@ -84,7 +84,7 @@ def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(t
             tr.save(place, tree(n), overwrite=True)
             time.sleep(0.01)
             if n % 3 == 0 and n < 60:
-                local.delete(stores.DISK, str(place), manifest.file_names)
+                local.delete(stores.DISK, str(place), removal)
         """
     readers = [start(READER, tmp_path / "c") for _ in range(2)]
     result(start(writer, tmp_path / "c"))
@@ -204,7 +204,7 @@ def test_a_run_whose_known_steps_all_give_way_to_newer_ones(tmp_path: pathlib.Pa
             if path == str(tmp_path / "step-1" / "treering.json"):
                 use_disk(Disk())
                 tr.save(tmp_path / "step-2", {"n": 2})
-                local.delete(stores.DISK, str(tmp_path / "step-1"), manifest.file_names)
+                local.delete(stores.DISK, str(tmp_path / "step-1"), removal)
             return super().open(path)
 
     use_disk(Late())

@@ -14,7 +14,7 @@ import pytest
 
 import treering as tr
 from treering import _run, stores
-from treering.formats.treering import manifest
+from treering.formats.treering import removal
 from treering.stores import local, whole
 from treering.stores.disk import Disk
 from treering.testing import crashes
@@ -133,7 +133,7 @@ def _by_linking(run: str, paths: list[str]) -> None:
         stores.DISK.make_dir(os.path.join(place, os.path.basename(path)))
         for name in stores.DISK.list(path):
             stores.DISK.link(os.path.join(path, name), os.path.join(place, os.path.basename(path), name))
-        local.delete(stores.DISK, path, manifest.file_names)
+        local.delete(stores.DISK, path, removal)
     stores.DISK.sync_dir(place)
     stores.DISK.sync_dir(run)
 
@@ -388,9 +388,9 @@ def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> No
     class Slow(Disk):
         def unlink(self, path: str) -> None:
             if os.path.basename(path) == local.MANIFEST:
-                local.delete(stores.DISK, os.path.dirname(path), manifest.file_names)
+                local.delete(stores.DISK, os.path.dirname(path), removal)
             super().unlink(path)
 
     tr.save(tmp_path / "c", {"x": np.ones(3)})
-    local.delete(Slow(), str(tmp_path / "c"), manifest.file_names)
+    local.delete(Slow(), str(tmp_path / "c"), removal)
     assert not os.listdir(tmp_path)

@@ -1,5 +1,6 @@
 """What a later version wrote: never taken for damage, never passed over, moved or removed."""
 
+import functools
 import json
 import logging
 import pathlib
@@ -55,6 +56,43 @@ ODD: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def change_header(step: pathlib.Path, about: dict[str, str]) -> pathlib.Path:
+    """Changes what an array file's header says about itself, with the checksum in the manifest."""
+    file = step / json.loads((step / "treering.json").read_bytes())["files"][0]["name"]
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"].update(about)
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    assert len(text) == size
+    file.chmod(0o644)
+    file.write_bytes(data[:8] + text + data[8 + size :])
+    digest = manifest.xxh3(file.read_bytes()[: 8 + size])
+    change(step / "treering.json", lambda m: m["files"][0].update(xxh3=digest))
+    return file
+
+
+def add_metrics(step: pathlib.Path, about: dict[str, Any]) -> pathlib.Path:
+    tr.record(step.parent, 3 if step.name.endswith("3") else 1, {"loss": 9.0})
+    (file,) = step.glob("metrics-*.json")
+    change(file, lambda m: m.update(about))
+    return file
+
+
+LATER_HEADERS: list[dict[str, str]] = [{"version": "2"}, {"format": "next"}, {"requires": "zstd"}]
+LATER_METRICS: list[dict[str, Any]] = [
+    {"version": 2},
+    {"requires": ["x"]},
+    {"version": 2, "metrics": [1]},
+    {"metrics": {"loss": {}}},
+]
+# What is of a later version although the manifest is not.
+PARTS: dict[str, Callable[[pathlib.Path], object]] = {
+    **{f"an array file with {about}": functools.partial(change_header, about=about) for about in LATER_HEADERS},
+    **{f"metrics with {about}": functools.partial(add_metrics, about=about) for about in LATER_METRICS},
+}
+
+
 @pytest.fixture(params=FUTURES)
 def run(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
     """A run whose newest step is of a later version."""
@@ -64,6 +102,16 @@ def run(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
 @pytest.fixture(params=FUTURES | ODD)
 def any_run(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
     """The same, or one whose newest step only shows that when it is read as a whole."""
+    return made(tmp_path, (FUTURES | ODD)[request.param])
+
+
+@pytest.fixture(params=[*FUTURES, *ODD, *PARTS])
+def any_part(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
+    """The same, or one of whose newest step something else than the manifest is of a later version."""
+    if request.param in PARTS:
+        run = made(tmp_path, lambda m: m)
+        PARTS[request.param](run / "step-00000003")
+        return run
     return made(tmp_path, (FUTURES | ODD)[request.param])
 
 
@@ -101,10 +149,11 @@ def test_it_is_never_passed_over(any_run: pathlib.Path) -> None:
     assert tr.restore(run, step=2)["n"] == 3 and listing(run) == before
 
 
-def test_it_is_never_replaced_moved_or_deleted(run: pathlib.Path) -> None:
+def test_it_is_never_replaced_moved_or_deleted(any_part: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = any_part
     newest = run / "step-00000003"
     before = listing(newest)
-    with tr.Checkpointer(run, keep=tr.keep.last(1) | tr.keep.best(1, "loss", "min")) as ckpts:
+    with tr.Checkpointer(run, keep=tr.keep.last(1)) as ckpts:
         with pytest.raises(ExistsError, match="step 3 is saved already"):
             ckpts.save(3, TREE)
         with refused():
@@ -113,13 +162,11 @@ def test_it_is_never_replaced_moved_or_deleted(run: pathlib.Path) -> None:
         for call in (ckpts.rewind, ckpts.delete):
             with refused():
                 call(2 if call == ckpts.rewind else 3)
-        with refused():
-            tr.record(run, 3, {"loss": 0.0})
         for step in (4, 5, 6):
-            ckpts.save(step, TREE, metrics={"loss": float(step)})
-        ckpts.wait()
-        assert ckpts.best_step("loss", "min") != 3
-    assert 3 in tr.steps(run) and 4 not in tr.steps(run) and listing(newest) == before
+            ckpts.save(step, TREE)
+            ckpts.wait()
+    assert tr.steps(run) == [3, 6] and listing(newest) == before
+    assert "step 3 was written by a later release and is left alone" in caplog.text
     with refused():
         tr.save(newest, TREE, overwrite=True)
     with refused():
@@ -127,8 +174,20 @@ def test_it_is_never_replaced_moved_or_deleted(run: pathlib.Path) -> None:
     assert listing(newest) == before
 
 
-def test_nobody_goes_on_behind_it(any_run: pathlib.Path) -> None:
-    run = any_run
+def test_it_is_not_the_best_and_gets_no_metrics(run: pathlib.Path) -> None:
+    before = listing(run / "step-00000003")
+    with tr.Checkpointer(run, keep=tr.keep.best(1, "loss", "min")) as ckpts:
+        with refused():
+            tr.record(run, 3, {"loss": 0.0})
+        for step in (4, 5):
+            ckpts.save(step, TREE, metrics={"loss": float(step)})
+            ckpts.wait()
+        assert ckpts.best_step("loss", "min") == 2
+    assert tr.steps(run) == [2, 3, 5] and listing(run / "step-00000003") == before
+
+
+def test_nobody_goes_on_behind_it(any_part: pathlib.Path) -> None:
+    run = any_part
     before = listing(run)
     with tr.Checkpointer(run) as ckpts:
         with refused():
@@ -172,10 +231,8 @@ def test_late_metrics_of_a_later_version(tmp_path: pathlib.Path, caplog: pytest.
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for step in (1, 2):
             ckpts.save(step, TREE, metrics={"loss": float(step)})
-    for futures in ({"version": 2}, {"requires": ["x"]}, {"version": 2, "metrics": [1]}, {"metrics": {"loss": {}}}):
-        tr.record(tmp_path / "run", 1, {"loss": 9.0})
-        (file,) = (tmp_path / "run" / "step-00000001").glob("metrics-*.json")
-        change(file, lambda m, futures=futures: m.update(futures))
+    for about in LATER_METRICS:
+        file = add_metrics(tmp_path / "run" / "step-00000001", about)
         caplog.clear()
         assert tr.open(tmp_path / "run" / "step-00000001").metrics == {"loss": 1.0}
         assert "metrics that were recorded are left out" in caplog.text
@@ -195,39 +252,74 @@ def test_late_metrics_without_a_version_are_of_the_first(tmp_path: pathlib.Path)
     assert tr.open(tmp_path / "c").metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("about", [{"version": "2"}, {"format": "next"}, {"requires": "zstd"}])
+@pytest.mark.parametrize("about", LATER_HEADERS)
 def test_array_files_of_a_later_version(tmp_path: pathlib.Path, about: dict[str, str]) -> None:
     for step in (1, 2):
         tr.save(tmp_path / f"step-0000000{step}", TREE)
-    newest = tmp_path / "step-00000002"
-    (file,) = newest.glob("*.safetensors")
-    data = file.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header["__metadata__"].update(about)
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
-    assert len(text) == size
-    file.chmod(0o644)
-    file.write_bytes(data[:8] + text + data[8 + size :])
-    digest = manifest.xxh3(file.read_bytes()[: 8 + size])
-    change(newest / "treering.json", lambda m: m["files"][0].update(xxh3=digest))
+    file = change_header(tmp_path / "step-00000002", about)
     for use in (tr.restore, tr.verify):
         with refused():
             use(tmp_path)
     with tr.Checkpointer(tmp_path) as ckpts, refused():
         ckpts.restore()
     assert tr.open(tmp_path)["n"] == 3  # what is not in that file can be read
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1  # now nobody can say what wrote it
+    file.write_bytes(data)
+    assert not tr.verify(tmp_path).ok
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.delete(2)
+    assert tr.steps(tmp_path) == [1]
+
+
+def test_what_cannot_be_verified_hides_no_damage(any_run: pathlib.Path) -> None:
+    (file,) = (any_run / "step-00000001").glob("arrays-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    (any_run / "step-00000002" / "treering.json").write_bytes(b"{}")
+    with refused() as raised:
+        tr.verify(any_run)
+    message = str(raised.value)
+    assert "1 of 3 checkpoints cannot be checked" in message and "step-00000003/treering.json" in message
+    assert "2 problems" in message and file.name in message and "step-00000002/treering.json" in message
+
+
+def test_an_array_file_of_a_later_version_hides_no_damage_beside_it(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "step-1", TREE)
+    change_header(tmp_path / "step-1", {"version": "2"})
+    tr.record(tmp_path, 1, {"loss": 1.0})
+    (metrics,) = (tmp_path / "step-1").glob("metrics-*.json")
+    metrics.chmod(0o644)
+    metrics.write_bytes(b"{}")
+    for path in (tmp_path, tmp_path / "step-1"):
+        with refused() as raised:
+            tr.verify(path)
+        assert "1 problems" in str(raised.value) and metrics.name in str(raised.value)
 
 
 def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, TREE)
     lock = tmp_path / writer_lock.NAME
-    for about in ({"version": 2}, {"version": 1, "requires": ["lease"]}, {"version": "1"}):
-        lock.write_text(json.dumps(about))
-        with tr.Checkpointer(tmp_path) as ckpts, refused():
-            ckpts.save(2, TREE)
-        assert json.loads(lock.read_text()) == about and tr.steps(tmp_path) == [1]
+    abouts: list[dict[str, Any]] = [{"version": 2}, {"version": 1, "requires": ["lease"]}, {"version": "1"}]
+    abouts += [{"version": True}, {"requires": "zstd"}]
+    texts = [json.dumps(about) for about in abouts]
+    texts += [json.dumps(about | {"leases": list(range(n))}) for about in abouts for n in (1000, 300_000)]
+    texts += [json.dumps({"leases": list(range(n)), "version": 2})[:-1] for n in (1000, 300_000)]  # cut off
+    for text in texts:
+        lock.write_text(text)
+        calls: list[Callable[[tr.Checkpointer], object]] = [
+            lambda ckpts: ckpts.save(2, TREE),
+            lambda ckpts: ckpts.save(1, TREE, on_exists="overwrite"),
+            lambda ckpts: ckpts.rewind(1),
+            lambda ckpts: ckpts.finish(),
+        ]
+        for call in calls:
+            with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts, refused():
+                call(ckpts)
+            assert lock.read_text() == text and tr.steps(tmp_path) == [1]
         assert tr.restore(tmp_path)["n"] == 3
     for killed in ("", '{"host":"a","process":1,"since":"x"}', '{"ver'):  # of a killed job of this release
         lock.write_text(killed)

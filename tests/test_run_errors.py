@@ -1,6 +1,7 @@
 """Loops that raise or are interrupted: the state that they have shown last is saved, if it is still there."""
 
 import gc
+import inspect
 import logging
 import pathlib
 import signal
@@ -63,7 +64,9 @@ def test_a_loop_that_ends_well_saves_no_more_than_it_is_told_to(tmp_path: pathli
     assert tr.steps(tmp_path) == [0, 2, 4]
 
 
-def test_a_step_that_is_there_already_is_left_alone(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_there_already_is_replaced_only_if_so_wished(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     donating = jax.jit(lambda x: x + 1, donate_argnums=0)
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
         state = jnp.zeros(3)
@@ -71,10 +74,51 @@ def test_a_step_that_is_there_already_is_left_alone(tmp_path: pathlib.Path, capl
         state = donating(state)
         raise ZeroDivisionError
     assert tr.steps(tmp_path) == [2] and not caplog.records
+    said = {
+        "error": "step 2 is not saved, though ZeroDivisionError ended the loop: ",
+        "skip": "step 2 is not saved, though ZeroDivisionError ended the loop: there is one",
+        "overwrite": "step 2 is saved, for ZeroDivisionError ended the loop",
+    }
+    for on_exists in ("error", "skip", "overwrite"):
+        with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+            ckpts.save(2, state, on_exists=on_exists)  # another state, and not due
+            raise ZeroDivisionError
+        (record,) = caplog.records
+        assert said[on_exists] in record.message
+        assert (tr.restore(tmp_path) == (on_exists == "overwrite")).all()
+        caplog.clear()
+
+
+def test_all_that_a_call_says_is_remembered(tmp_path: pathlib.Path) -> None:
+    rules = [tr.rules.drop("b")]
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
-        ckpts.save(2, state)  # another state, and not due
+        state = {"a": jnp.ones(2), "b": jnp.ones(2)}
+        ckpts.save(2, state, rules=rules, dtype="bfloat16", metadata={"x": 1}, memory_limit=1, metrics={"loss": 1})
+        rules.clear()
         raise ZeroDivisionError
-    assert (tr.restore(tmp_path) == 0).all() and not caplog.records
+    ckpt = tr.open(tmp_path)
+    assert list(ckpt) == ["a"] and ckpt["a"].dtype == "bfloat16" and ckpt.metadata == {"x": 1}
+    from treering._last_state import SaveOptions
+
+    assert {*SaveOptions._fields, "step", "tree", "force"} == set(inspect.signature(ckpts.save).parameters)
+
+
+def test_metrics_are_saved_as_they_were_at_the_call(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
+        state, loss, gone, nan = {"w": jnp.ones(2)}, np.zeros(()), jnp.ones(()), jnp.full((), jnp.nan)
+        before = jnp.ones(()) * 2
+        before.delete()
+        metrics = {"loss": loss, "gone": gone, "before": before, "jax": jnp.ones(()) * 3, "text": "x", "nan": nan}
+        ckpts.save(7, state, metrics=metrics)
+        loss[...] = 99
+        gone.delete()
+        metrics["jax"] = 99
+        del metrics["nan"]
+        raise ZeroDivisionError
+    found = tr.open(tmp_path).metrics
+    assert np.isnan(found.pop("nan")) and found == {"loss": 0.0, "jax": 3.0}
+    for name in ("gone", "before", "text"):
+        assert f"the metric {name!r} is left out" in caplog.text
 
 
 def test_donated_arrays_are_not_saved_and_the_log_says_so(

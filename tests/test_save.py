@@ -694,7 +694,7 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
     code = """
         import sys, time, numpy as np, treering as tr
         from treering import stores
-        from treering.formats.treering import manifest
+        from treering.formats.treering import removal
         from treering.stores import local
         path, role, end = sys.argv[1], sys.argv[2], time.time() + 6
         n = 0
@@ -703,7 +703,7 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
             if role == "write":
                 tr.save(path, {"x": np.full(1000, n)}, overwrite=True)
             elif role == "clean":
-                local.clean(stores.DISK, path, manifest.file_names)
+                local.clean(stores.DISK, path, removal)
             else:
                 x = tr.restore(path)["x"]
                 assert (x == x[0]).all()

@@ -184,14 +184,16 @@ class Checkpointer:
         step = index(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
-        options = SaveOptions(metrics, metadata, rules, dtype, memory_limit)
+        options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
+        pending = None
         try:
-            return self._save_if_wanted(begun, step, tree, force, on_exists, options)
+            pending = self._save_if_wanted(begun, step, tree, force, options)
+            return pending
         finally:
-            self._last.note(step, tree, options)
+            self._last.note(step, tree, options, pending)
 
     def _save_if_wanted(
-        self, begun: float, step: int, tree: Any, force: bool, on_exists: str, options: SaveOptions
+        self, begun: float, step: int, tree: Any, force: bool, options: SaveOptions
     ) -> PendingSave | None:
         several = _processes.several()
         if not several:  # or else each process would find out at another step
@@ -203,7 +205,7 @@ class Checkpointer:
             return None
         self._check_open()
         with self._collective.call(f"save({step})") as call:
-            over, admitted = call.tell(lambda: self._admit(step, on_exists, force, several))
+            over, admitted = call.tell(lambda: self._admit(step, options.on_exists, force, several))
             self._under_way.settle(over)
             if admitted is None:
                 call.close()
@@ -289,20 +291,26 @@ class Checkpointer:
                 self.close()
 
     def _save_last(self, step: int, reason: str) -> None:
-        """Saves what the loop has shown last, unless it is saved already; why it is not possible is logged."""
+        """Saves what the loop has shown last, unless that is done; why it is not possible is logged."""
         while len(self._under_way):
             with _logged():
                 self.wait()
+        if self._last.saved:
+            return
+        about = f"{self._root}: step {step}"
         try:
-            if self._admit(step, "skip", True, False)[1] is None:
-                return
-            tree, options = self._last.get()
-            self.save(step, tree, force=True, on_exists="skip", **options._asdict())
+            tree, options, left_out = self._last.get()
+            saved = self.save(step, tree, force=True, **options._asdict())
             self.wait()
         except Exception as error:
-            _log.error("%s: step %d is not saved, though %s ended the loop: %s", self._root, step, reason, error)
-        else:
-            _log.warning("%s: step %d is saved, for %s ended the loop", self._root, step, reason)
+            _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
+            return
+        if saved is None:
+            _log.warning("%s is not saved, though %s ended the loop: there is one, and on_exists='skip'", about, reason)
+            return
+        for problem in left_out:
+            _log.warning("%s: %s", about, problem)
+        _log.warning("%s is saved, for %s ended the loop", about, reason)
 
     # Restoring
 

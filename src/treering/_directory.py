@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from . import _run, stores
 from ._checkpoint import index
 from ._history import History
-from .errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
-from .formats.treering import manifest
+from .errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from .formats.treering import removal
 from .stores import local
-from .stores.disk import read_file
 from .stores.writer_lock import WriterLock
 
 _log = logging.getLogger("treering")
@@ -60,8 +59,7 @@ class Directory:
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
         if os.path.islink(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        self._check_ours({step: path})
-        local.delete(stores.DISK, path, manifest.file_names)
+        local.delete(stores.DISK, path, removal)
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
         """Where to save a step and whether to overwrite; None to skip it. Raises `ExistsError`."""
@@ -70,8 +68,6 @@ class Directory:
             self._check_own_after(back_to)
             committed = {number: path for number, path in committed.items() if number <= back_to}
         path = committed.get(step) or self._own_path(step)
-        if on_exists == "overwrite" and step in committed:
-            self._check_ours({step: path})
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
             overwrite = overwrite or (step in committed and self.history.is_damaged(step, path))
@@ -84,6 +80,8 @@ class Directory:
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
+            if step in committed:
+                self._check_removable({step: path})
         return path, overwrite
 
     def enter(self) -> None:
@@ -106,9 +104,10 @@ class Directory:
 
     def _set_aside_after(self, step: int) -> None:
         _run.settle_aside(self._root)
-        later = [path for number, path in reversed(self.history.committed().items()) if number > step]
+        later = {number: path for number, path in self.history.committed().items() if number > step}
+        self._check_removable(later)  # again, for now nobody else writes the run
         if later:
-            place = _run.set_aside(self._root, later)
+            place = _run.set_aside(self._root, list(reversed(later.values())))
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
 
     def _check_own_after(self, step: int) -> None:
@@ -119,20 +118,17 @@ class Directory:
                 f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or go on in another directory"
             )
-        self._check_ours({number: path for number, path in own.items() if number > step})
+        self._check_removable({number: path for number, path in own.items() if number > step})
 
-    def _check_ours(self, steps: Mapping[int, str]) -> None:
-        """Raises `UnsupportedError` for steps of a later release, whose files this one does not know."""
+    def _check_removable(self, steps: Mapping[int, str]) -> None:
+        """Raises `UnsupportedError` for steps of a later release."""
         for step, path in steps.items():
-            name = os.path.join(path, local.MANIFEST)
             try:
-                manifest.decode(read_file(stores.DISK, name), name)  # as a whole: what is moved is looked at closely
+                removal.check_removable(stores.DISK, path)
             except UnsupportedError as error:
                 raise UnsupportedError(
                     f"step {step} is neither moved nor replaced; go on in another directory: {error}"
                 ) from None
-            except (CorruptError, FileNotFoundError):
-                pass  # which may go
 
     def _own(self, step: int) -> str:
         return self._find(step, self.history.committed())

@@ -69,6 +69,13 @@ class History:
                 self._known[step] = signature, "damaged"
                 self._damaged[step] = _signature(os.path.join(path, MANIFEST))
 
+    def mark_unsupported(self, step: int, path: str, error: UnsupportedError) -> None:
+        """Remembers that a step, looked at closely, is of a later release; until something in its directory changes."""
+        _log_unsupported(step, error)
+        if signature := _signature(path):
+            with self._lock:
+                self._known[step] = signature, "unsupported"
+
     def _foreign(self, step: int, path: str) -> Saved | None:
         if path not in self._others:
             try:
@@ -121,7 +128,11 @@ def _read(step: int, path: str) -> _Verdict:
         _log.warning("step %d is damaged and does not count: %s", step, error)
         return "damaged"
     except UnsupportedError as error:
-        _log.warning("step %d was written by a later release and is left alone: %s", step, error)
+        _log_unsupported(step, error)
         return "unsupported"
     except FileNotFoundError:
         return "gone"  # deleted by somebody else since it was listed
+
+
+def _log_unsupported(step: int, error: UnsupportedError) -> None:
+    _log.warning("step %d was written by a later release and is left alone: %s", step, error)

@@ -3,21 +3,25 @@
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from . import _flax, _iterators
+from ._catalogue import decode_float
+from ._metrics import encoded
+from ._pending import PendingSave
 from .errors import UnsupportedError
 from .rules import Rule
 
 
 class SaveOptions(NamedTuple):
-    """What belongs to the tree in a call of `Checkpointer.save`."""
+    """What a call of `Checkpointer.save` says besides the tree, but for `force`."""
 
     metrics: Mapping[str, Any] | None
     metadata: Any
+    on_exists: Literal["error", "skip", "overwrite"]
     rules: Sequence[Rule]
     dtype: Any
     memory_limit: int | None
@@ -28,6 +32,8 @@ class _Noted(NamedTuple):
 
     step: int
     options: SaveOptions
+    pending: PendingSave | None  # of the call itself, when it was due
+    left_out: list[str]  # metrics, and why they cannot be saved
     leaves: Sequence[Callable[[], Any]]
     build: Callable[[list[Any]], Any]
     problem: str = ""
@@ -48,24 +54,33 @@ class LastState:
         """The loop goes on from elsewhere."""
         self._noted = None
 
-    def note(self, step: int, tree: Any, options: SaveOptions) -> None:
+    def note(self, step: int, tree: Any, options: SaveOptions, pending: PendingSave | None) -> None:
         """Takes the place of what was noted before, at once. What cannot be saved is raised by `get`."""
         if self._wanted:
             try:
-                self._noted = _note(step, tree, options)
+                self._noted = _note(step, tree, options, pending)
             except Exception as error:  # of containers and iterators that are anybody's code
                 problem = str(error) or type(error).__name__  # and not its traceback, which holds the tree
-                self._noted = _Noted(step, options, (), list, problem)
+                self._noted = _Noted(step, options, pending, [], (), list, problem)
 
     @property
     def step(self) -> int | None:
         """The step of that call, None before it."""
         return self._noted and self._noted.step
 
-    def get(self) -> tuple[Any, SaveOptions]:
-        """The tree and the options of that call. Raises `UnsupportedError` when the tree is not there any more."""
+    @property
+    def saved(self) -> bool:
+        """Whether that call itself saved it; asked when no save is under way."""
+        pending = self._noted and self._noted.pending
+        return pending is not None and not pending.failed
+
+    def get(self) -> tuple[Any, SaveOptions, list[str]]:
+        """The tree and the options of that call, and why metrics are left out.
+
+        Raises `UnsupportedError` when the tree is not there any more.
+        """
         assert self._noted
-        _, options, held, build, problem = self._noted
+        _, options, _, left_out, held, build, problem = self._noted
         if problem:
             raise UnsupportedError(f"it cannot be saved: {problem}")
         leaves = [leaf() for leaf in held]
@@ -74,15 +89,33 @@ class LastState:
             raise UnsupportedError(
                 f"{gone} of its {len(arrays)} arrays are gone: donated, deleted or let go by the loop"
             )
-        return build(leaves), options
+        metrics = options.metrics and _numbers(options.metrics, left_out, wait=True)
+        return build(leaves), options._replace(metrics=metrics), left_out
 
 
-def _note(step: int, tree: Any, options: SaveOptions) -> _Noted:
-    metrics = None if options.metrics is None else dict(options.metrics)
-    options = options._replace(metrics=metrics, metadata=copy.deepcopy(options.metadata))
+def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> dict[str, Any]:
+    """The metrics as they are now; why some cannot be saved is added to `left_out`: the state counts for more.
+
+    Unless told to `wait`, JAX scalars stay what they are: they never change, and asking for one holds up the loop.
+    """
+    numbers: dict[str, Any] = {}
+    for name, value in metrics.items():
+        try:
+            lasting = not wait and isinstance(value, jax.Array) and value.shape == ()
+            numbers[name] = value if lasting else decode_float(encoded({name: value})[name])
+        except Exception as error:  # of a JAX scalar that was deleted, or whose computation failed
+            left_out.append(f"the metric {name!r} is left out: {error}")
+    return numbers
+
+
+def _note(step: int, tree: Any, options: SaveOptions, pending: PendingSave | None) -> _Noted:
+    left_out: list[str] = []
+    metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
+    metadata = copy.deepcopy(options.metadata)
+    options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
     leaves, structure = jax.tree.flatten(_flax.split(tree)[0])
     copies: dict[int, Any] = {}
-    return _Noted(step, options, [_held(leaf, copies) for leaf in leaves], structure.unflatten)
+    return _Noted(step, options, pending, left_out, [_held(leaf, copies) for leaf in leaves], structure.unflatten)
 
 
 def _held(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:

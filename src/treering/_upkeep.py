@@ -12,7 +12,8 @@ from ._crew import start
 from ._directory import Directory
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
-from .formats.treering import manifest
+from .errors import UnsupportedError
+from .formats.treering import removal
 from .keep import Policy, Saved
 from .stores import local
 
@@ -45,7 +46,7 @@ class Upkeep:
             for place in (root, *_run.aside(root)):
                 for name in stores.DISK.list(place):
                     if _run.parse(name, self._history.prefix) is not None:
-                        local.clean(stores.DISK, os.path.join(place, name), manifest.file_names, remove_empty=True)
+                        local.clean(stores.DISK, os.path.join(place, name), removal, remove_empty=True)
             _run.settle_aside(root)
             self._cleaned = True
         except OSError:
@@ -84,7 +85,12 @@ class Upkeep:
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted and not (local.pinned(stores.DISK, path) or os.path.islink(path)):
-                self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, manifest.file_names))
+                try:
+                    remove = local.withdraw(stores.DISK, path, removal)
+                except UnsupportedError as error:
+                    self._history.mark_unsupported(one.step, path, error)
+                else:
+                    self._chores.add(f"deleting {path}", remove)
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # of the first step they may be about to come

@@ -7,7 +7,7 @@ from . import formats, stores
 from ._checkpoint import check_known
 from ._paths import absolute
 from ._run import directories
-from .errors import CorruptError, NotFoundError
+from .errors import CorruptError, NotFoundError, UnsupportedError
 from .formats import Problem
 from .stores.local import MANIFEST
 
@@ -40,7 +40,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
     >>> assert tr.verify("runs/gpt").ok
 
-    Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check.
+    Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
+    what a later release wrote, when all else is checked: the message says what damage there is.
     """
     place = absolute(path)
     disk = stores.DISK
@@ -51,24 +52,37 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         parts.insert(0, place)
     total = 0
     found: list[Problem] = []
+    unsupported: list[UnsupportedError] = []
     for part in parts:
         try:
-            nbytes, problems = _verify_one(part, "" if part == place else os.path.relpath(part, place))
+            total += _verify_one(part, "" if part == place else os.path.relpath(part, place), found)
         except NotFoundError:
             if part == place:
                 raise
             continue  # deleted since it was listed
-        total += nbytes
-        found += problems
-    return VerifyReport(place, total, tuple(found))
+        except UnsupportedError as error:
+            unsupported.append(error)
+    report = VerifyReport(place, total, tuple(found))
+    if unsupported and len(parts) == 1 and report.ok:
+        raise unsupported[0]
+    if unsupported:
+        cannot = "\n".join(f"  {error}" for error in unsupported)
+        raise UnsupportedError(
+            f"{place}: {len(unsupported)} of {len(parts)} checkpoints cannot be checked:\n{cannot}\nand of all else, "
+            f"{report}"
+        )
+    return report
 
 
-def _verify_one(path: str, below: str) -> tuple[int, list[Problem]]:
+def _verify_one(path: str, below: str, found: list[Problem]) -> int:
+    """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
     check_known(path)
     format = formats.detect(stores.DISK, path)
     try:
         reader = format.open(stores.DISK, path)
     except CorruptError as error:
         file = os.path.join(below, MANIFEST) if format.name == "treering" else path
-        return 0, [Problem(file, (), None, str(error))]
-    return reader.nbytes, [p._replace(file=os.path.join(below, p.file)) for p in reader.problems()]
+        found.append(Problem(file, (), None, str(error)))
+        return 0
+    found.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
+    return reader.nbytes

@@ -14,6 +14,7 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import xxhash
 
@@ -29,9 +30,20 @@ _OURS = re.compile(
 )
 _TRIES = 50  # at making a file, while others tidy up
 
-Named = Callable[[bytes], Iterable[str]]  # which files a manifest names; raises CorruptError or UnsupportedError
 _log = logging.getLogger("treering")
 _alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
+
+
+class Removal(Protocol):
+    """What the format says about taking a checkpoint away: `formats.treering.removal`."""
+
+    def file_names(self, data: bytes) -> Iterable[str]:
+        """Which files a manifest names. Raises `CorruptError` and `UnsupportedError`."""
+        ...
+
+    def check_removable(self, disk: Disk, path: str) -> None:
+        """Raises `UnsupportedError` for a checkpoint of a later version, which nobody moves, replaces or deletes."""
+        ...
 
 
 def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
@@ -115,15 +127,14 @@ class Transaction(Files):
     The temporary manifest is made first: it shows other processes that they write to the same file system.
     """
 
-    def __init__(self, disk: Disk, path: str, *, overwrite: bool, named: Named):
+    def __init__(self, disk: Disk, path: str, *, overwrite: bool, removal: Removal):
         check_free(disk, path, overwrite=overwrite)
-        if overwrite:  # what a later release wrote is not replaced: which files it consists of is not known
-            with contextlib.suppress(CorruptError, FileNotFoundError):
-                named(read_file(disk, os.path.join(path, MANIFEST)))
+        if overwrite:
+            removal.check_removable(disk, path)
         super().__init__(disk, path, secrets.token_hex(3))
-        self._overwrite, self._named = overwrite, named
+        self._overwrite, self._removal = overwrite, removal
         self._manifest = os.path.join(path, MANIFEST)
-        clean(disk, path, named)
+        clean(disk, path, removal)
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = os.path.join(path, name)
         try:
@@ -175,7 +186,7 @@ class Transaction(Files):
                     self.disk.unlink(self._temporary)
         self.close()
         if self._overwrite:
-            clean(self.disk, self.path, self._named)
+            clean(self.disk, self.path, self._removal)
 
     def abort(self) -> None:
         """Removes everything this save wrote; nothing once it is committed, or is in place and cannot be taken back."""
@@ -220,7 +231,7 @@ class Transaction(Files):
                 self.made.append(self.path)
 
 
-def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) -> None:
+def clean(disk: Disk, path: str, removal: Removal, *, remove_empty: bool = False) -> None:
     """Removes what crashed or replaced saves left in a directory; with `remove_empty` also the directory.
 
     Living writers' files stay, and so do foreign ones. Tidying up never fails what it is done for: an error is
@@ -228,16 +239,16 @@ def clean(disk: Disk, path: str, named: Named, *, remove_empty: bool = False) ->
     """
     with _logged(path):
         if any(_OURS.fullmatch(name) for name in disk.list(path)):
-            _remove_leftovers(disk, path, named)
+            _remove_leftovers(disk, path, removal)
         if remove_empty and disk.stat(path) and not disk.list(path):
             disk.remove_dir(path)
 
 
-def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
+def _remove_leftovers(disk: Disk, path: str, removal: Removal) -> None:
     def left_over() -> list[str]:
         try:
             data = read_file(disk, os.path.join(path, MANIFEST))
-            keep, metrics = set(named(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
+            keep, metrics = set(removal.file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
         except FileNotFoundError:
             keep, metrics = set(), "/"
         found = [name for name in disk.list(path) if _OURS.fullmatch(name) and name not in keep]
@@ -245,7 +256,9 @@ def _remove_leftovers(disk: Disk, path: str, named: Named) -> None:
 
     synced = False
     try:
-        for name in left_over():
+        if found := left_over():
+            removal.check_removable(disk, path)
+        for name in found:
             if _in_a_living_save(disk, path, name):
                 continue
             file = os.path.join(path, name)
@@ -282,19 +295,20 @@ def _logged(path: str) -> Iterator[None]:
         _log.warning("%s: tidying up failed: %s", path, error)
 
 
-def delete(disk: Disk, path: str, named: Named) -> None:
+def delete(disk: Disk, path: str, removal: Removal) -> None:
     """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
-    withdraw(disk, path, named)()
+    withdraw(disk, path, removal)()
 
 
-def withdraw(disk: Disk, path: str, named: Named) -> Callable[[], None]:
+def withdraw(disk: Disk, path: str, removal: Removal) -> Callable[[], None]:
     """Takes a checkpoint away, which is quick; what this returns removes its files, which is not.
 
-    Raises `UnsupportedError` for a checkpoint of a later release, whose files are not known.
+    Raises `UnsupportedError` for a checkpoint of a later release.
     """
     manifest = os.path.join(path, MANIFEST)
+    removal.check_removable(disk, path)
     try:
-        names = list(named(read_file(disk, manifest)))
+        names = list(removal.file_names(read_file(disk, manifest)))
     except (CorruptError, FileNotFoundError):
         names = []  # cleaning up finds its files once it has no manifest
     with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
@@ -306,7 +320,7 @@ def withdraw(disk: Disk, path: str, named: Named) -> Callable[[], None]:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 disk.unlink(os.path.join(path, name))
-        clean(disk, path, named, remove_empty=True)
+        clean(disk, path, removal, remove_empty=True)
 
     return remove
 

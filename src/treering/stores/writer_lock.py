@@ -14,7 +14,8 @@ from .disk import Disk, make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1
-_MOST = 4096  # bytes of it that are read
+_OWN = 4096  # bytes that no file of this version has
+_MOST = 1 << 20  # bytes of it that are read
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 
 
@@ -125,15 +126,22 @@ def _word() -> bytes:
 
 def _check_version(disk: Disk, fd: int, path: str) -> None:
     """Raises `UnsupportedError` when a later release has left the file: what its lock means then is not known."""
+    data = _read(disk, fd)
     try:
-        found = msgspec.json.decode(_read(disk, fd), type=_Envelope)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # empty, or cut off when its writer was killed
-        return
-    if found.version != _VERSION or found.requires:
-        raise UnsupportedError(
-            f"{path}: expected version {_VERSION} of this file, found version {found.version!r:.100}; a later release "
-            "of treering writes this run: upgrade treering, or make sure that no job writes it and remove the file"
-        )
+        found = msgspec.json.decode(data, type=_Envelope)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        if len(data) < _OWN:  # empty, or cut off when its writer was killed
+            return
+        what = f"{disk.size(fd)} bytes that are not understood"
+    else:
+        if type(found.version) is int and found.version == _VERSION and not found.requires:
+            return
+        requires = f" that requires {found.requires!r:.100}" if found.requires else ""
+        what = f"version {found.version!r:.100}{requires}"
+    raise UnsupportedError(
+        f"{path}: expected version {_VERSION} of this file, found {what}; a later release "
+        "of treering writes this run: upgrade treering, or make sure that no job writes it and remove the file"
+    )
 
 
 def _read(disk: Disk, fd: int) -> bytes:

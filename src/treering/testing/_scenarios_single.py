@@ -13,7 +13,7 @@ from .. import stores
 from .._checkpoint import open_checkpoint
 from .._save import save
 from ..errors import NotFoundError, TreeringError
-from ..formats.treering import layout, manifest, metrics, write
+from ..formats.treering import layout, manifest, metrics, removal, write
 from ..stores import local
 from ._recording import RecordingDisk, View
 from ._scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
@@ -179,7 +179,7 @@ def _without_exchange(**options: Any) -> Record:
 
 def _deleting(path: Path, disk: RecordingDisk) -> None:
     disk.expect("old", NOTHING)
-    local.delete(disk, str(path), manifest.file_names)
+    local.delete(disk, str(path), removal)
     disk.expect(NOTHING)
 
 
@@ -194,7 +194,7 @@ def _deleting_together(path: Path, disk: RecordingDisk) -> None:
             raise FileNotFoundError(path)
 
     disk.unlink = both
-    local.delete(disk, str(path), manifest.file_names)
+    local.delete(disk, str(path), removal)
     disk.expect(NOTHING)
 
 

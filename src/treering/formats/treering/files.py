@@ -2,6 +2,7 @@
 
 import bisect
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -19,12 +20,13 @@ from ..._paths import few
 from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.disk import Disk
+from ...stores.disk import Disk, opened
 from .. import safetensors
 from . import manifest
 from .manifest import BLOCK
 
 _CHUNK = 4 * BLOCK
+_UNREADABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}  # whose header nobody can check
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -97,6 +99,20 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
             f"{path}: expected an array file of version {manifest.VERSION}, found version {version!r:.40}{requires}; "
             "it is undamaged, but a later release wrote it: upgrade treering to read it"
         )
+
+
+def check_version(disk: Disk, path: str, listed: manifest.File) -> None:
+    """Raises `UnsupportedError` when a later version wrote an array file. Without the right checksum it is damaged."""
+    try:
+        with opened(disk, path) as fd:
+            header = bytearray(min(listed.header, disk.size(fd), safetensors.MAX_HEADER + 8))
+            disk.read(fd, memoryview(header), 0)
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+    else:
+        if manifest.xxh3(header) == listed.xxh3:
+            _check_version(header, path)
 
 
 class ArrayFile:

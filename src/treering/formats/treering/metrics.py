@@ -70,6 +70,7 @@ def read(
         except FileNotFoundError:
             continue  # deleted with its checkpoint meanwhile
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            yield name, UnsupportedError(f"{file}: expected metrics, found what is not understood: {error}")
+            problem = f"{file}: expected metrics, found what is not understood ({error}); upgrade treering to read it"
+            yield name, UnsupportedError(problem)
         except (CorruptError, UnsupportedError) as error:
             yield name, error

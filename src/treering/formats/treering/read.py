@@ -135,8 +135,9 @@ class Reader:
         return arrays
 
     def problems(self) -> Iterator[Problem]:
-        """Reads every byte and yields all damage."""
+        """Reads every byte and yields all damage. Raises `UnsupportedError` at the end for files of a later release."""
         unread: set[int] = set()
+        unsupported: list[UnsupportedError] = []
         for number, listed in enumerate(self._manifest.files):
             try:
                 file = self._file(number)
@@ -145,6 +146,10 @@ class Reader:
                 bad = file.bad_blocks([(0, listed.size - listed.header)])
             except (CorruptError, OSError) as error:
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
+                unread.add(number)
+                continue
+            except UnsupportedError as error:
+                unsupported.append(error)
                 unread.add(number)
                 continue
             for block in bad:
@@ -158,6 +163,8 @@ class Reader:
                     self._parts(row, whole(row.shape), None)
                 except CorruptError as error:
                     yield Problem(MANIFEST, (row.path,), None, str(error))
+        if unsupported:
+            raise unsupported[0]
 
     def _parts(self, entry: ArrayEntry, box: Box, map: bool | None) -> list[Part]:
         """Where the bytes of a box are, each part in one run of memory as `map` has it.

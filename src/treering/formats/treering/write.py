@@ -26,7 +26,7 @@ from ...errors import SaveError
 from ...stores.buffers import aligned, round_up
 from ...stores.disk import Disk
 from ...stores.local import Files, Transaction
-from . import layout, manifest
+from . import layout, manifest, removal
 from .layout import ArrayFile
 from .manifest import BLOCK
 
@@ -71,7 +71,7 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
 
     def begin() -> list[Any]:
         nonlocal files
-        files = Transaction(disk, job.path, overwrite=job.overwrite, named=manifest.file_names)
+        files = Transaction(disk, job.path, overwrite=job.overwrite, removal=removal)
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
