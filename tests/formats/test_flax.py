@@ -485,6 +485,7 @@ def test_a_folder_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert ckpt.nbytes == os.path.getsize(tmp_path / "flax_model.msgpack") and not tr.steps(tmp_path)
     assert_equal(ckpt.restore(), tree)
     assert all("restored" in record.getMessage() for record in caplog.records)
+    caplog.clear()
     save_file({"other": np.ones(3)}, tmp_path / "model.safetensors")
     places = save_shards(tmp_path, {"b": np.ones(2), "c": np.zeros(3)})
     for name, names in [
