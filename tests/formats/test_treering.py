@@ -75,6 +75,22 @@ def test_golden_iterators_and_metrics() -> None:
         assert metrics.pop("nan") != 0 and metrics == {"loss": 0.5, "val/loss": 0.125}
 
 
+def test_golden_metrics_that_say_their_version() -> None:
+    path = GOLDEN / "v1-late-metrics"
+    assert tr.verify(path).ok and tr.open(path).metrics == {"loss": 0.5, "worst": math.inf}
+    for found in (spec_reader.tree(path), tr.restore(path)):
+        state = found["data"][0] if isinstance(found["data"], list) else found["data"]
+        assert state["n"].dtype == "int4" and state["n"].astype(int).tolist() == [1, -1]
+    assert spec_reader.metrics(path) == {"loss": 0.5, "worst": math.inf}
+
+
+@pytest.mark.parametrize("path", sorted((GOLDEN / "future").iterdir()), ids=lambda path: path.name)
+def test_golden_files_of_later_versions_are_no_damage(path: pathlib.Path) -> None:
+    for use in (tr.open, tr.restore, tr.verify):
+        with pytest.raises(UnsupportedError, match="upgrade treering"):
+            use(path)
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_what_is_written_now_is_read_by_the_independent_reader(tmp_path: pathlib.Path, name: str) -> None:
     tree = TREES[name]()
