@@ -4,7 +4,7 @@ import datetime
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -105,6 +105,10 @@ class ForeignReader:
         self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
 
     def check_present(self) -> None: ...
+
+    def stored(self) -> Collection[Stored]:
+        """The arrays where they lie."""
+        return self._arrays.values()
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         return None

@@ -18,7 +18,7 @@ from .zarr_metadata import FILES
 
 _DRIVERS: dict[str, zarr.Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
 _LEVELS = 200  # of folders
-_CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
+CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
 _OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # the key of one, of zarr 3 or 2
 _log = logging.getLogger("treering")
 
@@ -73,7 +73,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
             files.append(prefix + described[0])
             continue
         folders = [name for name in names if _is_folder(disk, os.path.join(place, name))]
-        files += [prefix + name for name in names if _CHUNK.fullmatch(name) and name not in folders][:1]
+        files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
             _log.warning("%s: passed over, for it is empty; if it was an array, that is lost", place.rstrip("/"))
         if prefix.count("/") > _LEVELS:

@@ -2,19 +2,21 @@
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from .._catalogue import NO_ARRAY, ArrayEntry, Entry
 from .._paths import split
-from ..errors import MismatchError, UnsupportedError
+from ..errors import ExistsError, MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
 from .levanter import FILE, NAME, About, own_metadata
-from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
+from .levanter_read import CHUNK, open_checkpoint
+from .orbax import CHECKPOINT, TREE
+from .zarr_leaves import add_array, add_number, folder_size, parts_of_arrays
 
 _LONGEST = 255  # bytes of the name of a folder
 
@@ -25,7 +27,9 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
     entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
     _check(entries)
-    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
+    names = {FILE, CHECKPOINT, TREE, zarr.DATABASE, *zarr_metadata.FILES.values()}
+    names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
         writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
@@ -46,13 +50,20 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _owned(disk: Disk, folder: str) -> list[str]:
-    """What Levanter has written of a step."""
-    return [
-        name
-        for name in disk.list(folder)
-        if name == FILE or zarr.DATABASE_PARTS.fullmatch(name) or holds_arrays(disk, os.path.join(folder, name))
-    ]
+def _owned(disk: Disk, folder: str) -> set[str]:
+    """What Levanter has written of a step: whatever arrays lie in its folder."""
+    return {FILE, *parts_of_arrays(disk, folder, lambda: open_checkpoint(disk, folder))}
+
+
+def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
+    """Raises `ExistsError` for what a reader would take for parts of the checkpoint."""
+    for name in others:
+        place = os.path.join(folder, name)
+        if CHUNK.fullmatch(name) or (os.path.islink(place) and os.path.isdir(place)):
+            raise ExistsError(
+                f"{place}: expected nothing beside a checkpoint of Levanter that would be taken for an array of it, "
+                "found a link to a folder, or a file with a chunk's name; write to another path, or move it"
+            )
 
 
 def _check(entries: list[Entry]) -> None:

@@ -37,7 +37,7 @@ _COMMIT = "commit_timestamp_nsecs"
 _DATABASE = "manifest.ocdbt"
 UNFINISHED = ".orbax-checkpoint-tmp"
 _MOST = 16 << 20  # bytes of the file about the checkpoint, which is read to tell whether there is one
-_STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
+STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 
 class Orbax:
@@ -66,7 +66,7 @@ class Orbax:
             items = [name for name in names if _is_tree(disk, os.path.join(path, name))]
         except OSError as error:
             return str(error)
-        if any(map(_STEP.fullmatch, [*checkpoints, *items])):
+        if any(map(STEP.fullmatch, [*checkpoints, *items])):
             return "it is a folder of steps"
         if checkpoints:  # an item of one has no such file
             return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
@@ -75,7 +75,7 @@ class Orbax:
     def open(self, disk: Disk, path: str) -> Reader:
         from .orbax_read import open_checkpoint
 
-        found = _STEP.fullmatch(os.path.basename(path))
+        found = STEP.fullmatch(os.path.basename(path))
         return open_checkpoint(disk, path, int(found[2]) if found else None)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
@@ -83,14 +83,14 @@ class Orbax:
             return {}
         runs: dict[str, dict[int, str]] = {}
         for name in names:
-            found = _STEP.fullmatch(name)
+            found = STEP.fullmatch(name)
             if found and self.refuses(disk, os.path.join(folder, name)) is None:
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
 
     def keeps(self, path: str, contents: Reader) -> Collection[str]:
-        found = _STEP.fullmatch(os.path.basename(path))
+        found = STEP.fullmatch(os.path.basename(path))
         kept = ["metrics"]
         if isinstance(contents.metadata, dict):  # as Orbax has it
             kept.append("metadata")

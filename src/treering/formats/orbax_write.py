@@ -14,14 +14,13 @@ from ..errors import MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
-from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, TREE
-from .orbax_items import VALUES
+from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
 from .orbax_metadata import DICT, SEQUENCE, STRINGS
+from .orbax_parts import NAMES, parts
 from .orbax_tree import KEY, LEVELS
-from .zarr_leaves import add_array, add_number, folder_size, holds_arrays
+from .zarr_leaves import add_array, add_number, folder_size
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
-_OWN = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, "orbax.checkpoint", "descriptor"}
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # of other kinds Orbax says "None"
 # Where JAX arrays go when they are restored without being told: to the first device, whatever it is.
 _ONE_DEVICE = {
@@ -52,7 +51,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     leaves = list(_leaves(contents))
     _check(leaves)
-    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
+    with new_directory(disk, path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
         begun = time.time_ns()
         chunks = _write_arrays(folder, contents, leaves)
         _put(disk, os.path.join(folder, TREE), _tree(leaves))
@@ -69,21 +68,6 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         _put(disk, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
         _put(disk, os.path.join(folder, COMMITTED), "committed")
         return folder_size(disk, folder)
-
-
-def _owned(disk: Disk, folder: str) -> list[str]:
-    """What Orbax has written of a step: its files, arrays, and items, which are no checkpoints themselves."""
-    return [
-        name
-        for name in disk.list(folder)
-        if name in _OWN or zarr.DATABASE_PARTS.fullmatch(name) or _is_part(disk, os.path.join(folder, name))
-    ]
-
-
-def _is_part(disk: Disk, path: str) -> bool:
-    names = disk.list(path)
-    item = any(name in names for name in (TREE, STATE, *VALUES))
-    return CHECKPOINT not in names and (item or holds_arrays(disk, path))
 
 
 def _leaves(contents: Reader) -> Iterator[_Leaf]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import decimal
+import functools
 import os
 import re
 import stat
@@ -15,7 +16,7 @@ from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory, new_file
 from . import get
 from . import names as format_names
-from .safetensors_folder import INDEX, SUFFIX, candidates, written_names
+from .safetensors_folder import INDEX, SUFFIX, candidates, chosen, written_names
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
@@ -82,8 +83,20 @@ def created(disk: Disk, folder: str, names: Sequence[str], *, overwrite: bool) -
         with _added(disk, folder) as create:
             yield create
     else:
-        with new_directory(disk, folder, overwrite=overwrite, owned=written_names) as temporary:
+        beside = functools.partial(_check_others, names=names)
+        with new_directory(
+            disk, folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
+        ) as temporary:
             yield lambda name: _appended(disk, os.path.join(temporary, name))
+
+
+def _check_others(disk: Disk, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
+    """Raises `ExistsError` for files that would be opened in place of new ones of these names, or with them."""
+    if chosen([*others, *names]) != chosen(names):
+        raise ExistsError(
+            f"{folder}: expected no other safetensors files beside {few(tuple(names))}, or it would not be known what "
+            f"to open; found {few(tuple(candidates(others)))}; write to another path, or move them out of it"
+        )
 
 
 def _check_beside(disk: Disk, folder: str, names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from .msgpack import MAP, STR, beginning, tokens
 
 FILE = "checkpoint"
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
-_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # which may have a file `checkpoint` as well
+OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # which may have a file `checkpoint` as well
 _LEVELS = ("target", "state", "flax_mutables")  # of the state itself
 
 
@@ -36,7 +36,7 @@ class T5X:
             file = os.path.join(path, FILE) if stat.S_ISDIR(found.st_mode) else path
             if disk.stat(file) is None:
                 return f"it is a folder without a file {FILE}"
-            if file != path and any(disk.stat(os.path.join(path, name)) for name in _OF_ORBAX):
+            if file != path and any(disk.stat(os.path.join(path, name)) for name in OF_ORBAX):
                 return "it is a folder of Orbax"
             data = beginning(disk, file, 1 << 16)
         except OSError as error:

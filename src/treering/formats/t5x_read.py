@@ -13,7 +13,7 @@ from .._collector import paused
 from .._sharding import Box
 from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk
-from . import Reader, zarr
+from . import zarr
 from .msgpack import named
 from .runs import File
 from .statedict import Elsewhere, StateDict, check_inside, numbered, own_step
@@ -25,7 +25,7 @@ _STORES = ("file", "gfile", "gcs")  # different ways to the same place, wherever
 _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 
 
-def open_state(disk: Disk, path: str, file: str, step: int | None) -> Reader:
+def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader:
     """What the file `checkpoint` holds, or one of another name. `step`: what the names around it say."""
     opened, folder = File(disk, file), os.path.dirname(file)
     arrays = functools.cache(lambda: zarr.Folder(folder, ocdbt=False))

@@ -6,6 +6,7 @@ Numbers of Python become arrays without axes, which T5X can restore.
 import functools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
 from . import statedict_write as writing
 from .msgpack import pack
-from .t5x import FILE
-from .zarr_leaves import folder_size, holds_arrays
+from .t5x import FILE, OF_ORBAX
+from .t5x_read import open_state
+from .zarr_leaves import folder_size, parts_of_arrays
 
 INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
 CHUNK = 64 << 20  # bytes
@@ -32,16 +34,19 @@ _SMALL = 64  # parts into which a dimension is cut at once; more only where ther
 _WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
 _NUMBERS = ("bool", "int", "float", "complex")  # of Python, for which T5X asks in vain for their dtype
 _LONGEST = 200  # bytes of a file's name
+_DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
 
 
 def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
     large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
-    with new_directory(disk, path, overwrite=overwrite, owned=_owned) as folder:
+    named = list(_names(large))
+    names = {FILE, *OF_ORBAX, *(name for _, name in named)}
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names) as folder:
         arrays = zarr.Writer(folder, driver="zarr", ocdbt=False)
         try:
-            instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in _names(large)}
+            instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in named}
             arrays.close()
         except BaseException:
             _settle(arrays)
@@ -58,13 +63,10 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _owned(disk: Disk, folder: str) -> list[str]:
+def _owned(disk: Disk, folder: str) -> set[str]:
     """What T5X has written of a step: also the state of its data, which belongs to that step alone."""
-    return [
-        name
-        for name in disk.list(folder)
-        if name == FILE or name.startswith("train_ds-") or holds_arrays(disk, os.path.join(folder, name))
-    ]
+    arrays = parts_of_arrays(disk, folder, lambda: open_state(disk, folder, os.path.join(folder, FILE), None))
+    return {FILE, *filter(_DATA.fullmatch, disk.list(folder)), *arrays}
 
 
 def _add(arrays: zarr.Writer, contents: Reader, entry: ArrayEntry, name: str) -> bytes:

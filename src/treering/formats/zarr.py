@@ -144,7 +144,8 @@ class Array:
     """
 
     def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
-        self.folder, self.name, self.driver, self.filled = folder, name, driver, filled
+        self.folder, self.name, self.filled = folder, name, filled
+        self.driver: Driver = driver
         self.path = os.path.join(folder.path, name)
         self._layout = zarr_metadata.parse(metadata, driver, self.path)
         self.shape, self.dtype = self._layout.shape, self._layout.dtype

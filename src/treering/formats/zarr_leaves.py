@@ -1,9 +1,10 @@
-"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such."""
+"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such, and files."""
 
 import math
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,19 @@ import numpy as np
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices, whole
-from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk
-from . import Reader, zarr
+from ..errors import CorruptError, ExistsError, TreeringError, UnsafeError
+from ..stores.disk import Disk, read_file
+from ..stores.replaced import files_in, is_dir
+from . import Reader, zarr, zarr_metadata
 from .foreign import ForeignReader, Stored
+from .msgpack import beginning
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
 _FEW = 1 << 18  # chunks, of which each takes time even when it is left out
 _MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
+_MAGIC = bytes.fromhex("0cdb3a2a")  # with which the manifest of a database begins
+_DATA, _DATA_FILE = "d", re.compile(r"[0-9a-f]{32}")  # the folder of its other files, and their names
 _LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
 
 
@@ -106,12 +111,63 @@ def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
     writer.add(name, (), _dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
 
 
-def holds_arrays(disk: Disk, path: str) -> bool:
-    """Whether a folder is a zarr array or a database of them, or consists of such folders and nothing else."""
-    names = disk.list(path)
-    if any(name in names for name in (".zarray", "zarr.json", zarr.DATABASE)):
-        return True
-    return bool(names) and all(holds_arrays(disk, os.path.join(path, name)) for name in names)
+def parts_of(disk: Disk, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
+    """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
+
+    Of an array whose metadata cannot be read it is unknown what is part of it.
+    """
+    path, about = os.path.join(folder, name), zarr_metadata.FILES[driver]
+    try:
+        layout = zarr_metadata.parse(read_file(disk, os.path.join(path, about)), driver, path)
+    except (TreeringError, OSError):
+        return
+    for file in files_in(disk, path):
+        if file in (about, ".zattrs") or layout.has_chunk(file):
+            yield f"{name}/{file}" if name else file
+
+
+def database_parts(disk: Disk, folder: str) -> Iterator[str]:
+    """The files of an OCDBT database in a folder, by their paths within the folder; none where there is no database.
+
+    Also those of the databases that several processes had written, of which it was put together.
+    """
+    if beginning(disk, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
+        return
+    for name in filter(zarr.DATABASE_PARTS.fullmatch, disk.list(folder)):
+        place = os.path.join(folder, name)
+        if name == zarr.DATABASE:
+            yield name
+        elif name == _DATA and is_dir(place):
+            yield from (f"{name}/{file}" for file in filter(_DATA_FILE.fullmatch, disk.list(place)))
+        elif is_dir(place):
+            yield from (f"{name}/{part}" for part in database_parts(disk, place))
+
+
+def parts_of_arrays(disk: Disk, path: str, open_reader: Callable[[], ForeignReader]) -> set[str]:
+    """The files of all zarr arrays that the reader of a folder has, by their paths within the folder.
+
+    Raises `ExistsError` for folders in it when it cannot be opened: it is unknown then what they are.
+    """
+    found: set[str] = set()
+    databases: set[str] = set()
+    try:
+        arrays = [array for array in open_reader().stored() if isinstance(array, zarr.Array)]
+    except (TreeringError, OSError) as error:
+        if any(is_dir(os.path.join(path, name)) for name in disk.list(path)):
+            raise ExistsError(
+                f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "
+                f"is part of it: {error}; write to another path, or remove it yourself"
+            ) from None
+        return found
+    for array in arrays:
+        folder = os.path.relpath(array.folder.path, path)
+        prefix = "" if folder == "." else f"{folder}/"
+        if not array.folder.ocdbt:
+            found.update(prefix + part for part in parts_of(disk, array.folder.path, array.name, array.driver))
+        elif folder not in databases:
+            databases.add(folder)
+            found.update(prefix + part for part in database_parts(disk, array.folder.path))
+    return found
 
 
 def folder_size(disk: Disk, path: str) -> int:

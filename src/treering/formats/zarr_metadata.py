@@ -19,6 +19,7 @@ from ..errors import CorruptError, UnsafeError, UnsupportedError
 FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 _MOST = 1 << 62  # elements, and bytes of a chunk
 _RANK = 32  # of TensorStore
+_DIGITS = 19  # of a chunk's number along an axis
 _NUMPY = re.compile(r"[<>|][biufc](\d+)")
 _NAMED = re.compile(
     r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
@@ -100,6 +101,15 @@ class Layout(NamedTuple):
         """The key of a chunk, relative to the array."""
         parts = [self.start] if self.start else []
         return self.separator.join([*parts, *map(str, index)]) or "0"
+
+    def has_chunk(self, key: str) -> bool:
+        """Whether a text is the key of one of the chunks, relative to the array."""
+        numbers = re.findall(r"[0-9]+", key) if self.shape else []
+        if len(numbers) != len(self.shape) or any(len(number) > _DIGITS for number in numbers):
+            return False
+        index = tuple(map(int, numbers))
+        grid = (-(-n // chunk) for n, chunk in zip(self.shape, self.chunks, strict=True))
+        return key == self.key(index) and all(n < max(count, 1) for n, count in zip(index, grid, strict=True))
 
 
 def parse(data: bytes, driver: str, name: str) -> Layout:

@@ -73,6 +73,13 @@ class Disk:
         """Gives a file (or link) a second name; fails when that is taken, False where there are no hard links."""
         return _hard_link(old, new)
 
+    def copy_link(self, old: str, new: str) -> None:
+        """Makes a symbolic link that leads where another one does; fails when the name is taken."""
+        os.symlink(os.readlink(old), new)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        os.chmod(path, mode)
+
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
         if _hard_link(old, new):
@@ -87,7 +94,7 @@ class Disk:
         os.replace(old, new)
 
     def rename_new(self, old: str, new: str) -> None:
-        """Moves a directory to a name that is free; fails when it is taken."""
+        """Moves a directory or file to a name that is free; fails when it is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
             if os.path.lexists(new):  # two writers in this very moment: only an empty directory can be lost
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)

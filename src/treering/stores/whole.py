@@ -14,14 +14,12 @@ import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator
 
-from .._paths import few
 from ..errors import ExistsError, SaveError
-from .buffers import aligned, round_up
-from .disk import Disk, make_dirs, opened
+from .appended import Appended, lock
+from .disk import Disk, make_dirs
+from .replaced import Beside, Owned, Replaced, is_dir, look, survey
 
-_BUFFER = 4 << 20
 _TRIES = 50  # at making a file or directory, while others tidy up
-Owned = Callable[[Disk, str], Collection[str]]  # which names in a directory belong to a checkpoint of some format
 _log = logging.getLogger("treering")
 
 
@@ -34,56 +32,6 @@ def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> No
             raise ExistsError(f"{path}: expected a free path, found a {what}; choose another path or remove it")
         if not overwrite:
             raise ExistsError(f"{path}: expected a free path, found a {what}; pass overwrite=True to replace it")
-
-
-class Appended:
-    """A file that is written from one end to the other."""
-
-    def __init__(self, disk: Disk, path: str):
-        self.path, self.size = path, 0
-        self._disk = disk
-        self._fd = disk.create(path, 0o644)
-        self._buffer = aligned(_BUFFER)
-        self._filled = self._flushed = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends bytes."""
-        data = memoryview(data).cast("B")
-        self.size += len(data)
-        while len(data):
-            count = min(len(data), _BUFFER - self._filled)
-            self._buffer[self._filled : self._filled + count] = data[:count]
-            self._filled += count
-            data = data[count:]
-            if self._filled == _BUFFER:
-                self._flush()
-
-    def sync(self) -> None:
-        """Makes the file durable; nothing can be written any more."""
-        self._flush()
-        self._disk.truncate(self._fd, self.size)
-        self._disk.sync(self._fd)
-
-    def close(self) -> None:
-        """Makes the file durable and lets go of it."""
-        self.sync()
-        self.discard()
-
-    def lock(self) -> bool:
-        """Keeps others from removing the file before it is let go; False when they have begun to."""
-        return _lock(self._disk, self._fd, self.path)
-
-    def discard(self) -> None:
-        """Lets go of the file as it is."""
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
-
-    def _flush(self) -> None:
-        if self._filled:
-            self._disk.write(self._fd, self._buffer[: round_up(self._filled)], self._flushed)
-            self._flushed += self._filled
-            self._filled = 0
 
 
 @contextlib.contextmanager
@@ -120,29 +68,43 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
 
 
 @contextlib.contextmanager
-def new_directory(disk: Disk, path: str, *, overwrite: bool, owned: Owned) -> Iterator[str]:
+def new_directory(
+    disk: Disk,
+    path: str,
+    *,
+    overwrite: bool,
+    owned: Owned,
+    names: Collection[str] = (),
+    beside: Beside | None = None,
+) -> Iterator[str]:
     """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
 
     Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
-    one in one step where the system can, else in two, between which a crash leaves it beside its place.
+    one in one step where the system can, else in two, between which a crash leaves it beside its place. Where the path
+    is a link to a directory, that is what is replaced, and the link stays.
 
-    owned: which names in the old one are part of what is to be replaced. Other files are kept. Raises `ExistsError` for
-    other directories, which may be anything.
+    owned: which files in the old one are part of what is to be replaced. Other files are kept. Raises `ExistsError` for
+    other directories, which may be anything, and for other files whose `names` the new one needs or that must not lie
+    `beside` it.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
-    _others(disk, path, owned)
+    if os.path.islink(path) and os.path.isdir(path):
+        path = os.path.realpath(path)
+    survey(disk, path, owned, names, beside)
     parent = os.path.dirname(path)
     with _parents(disk, path):
         temporary, fd = _new_directory(disk, path)
         settled = True  # what has the temporary name would not be in place after a power cut
+        old: Replaced | None = None
         try:
+            if there := look(path):
+                _set_mode(disk, temporary, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
             yield temporary
-            replaces = overwrite and disk.stat(path) is not None
-            for name in _others(disk, path, owned):
-                _keep(disk, os.path.join(path, name), os.path.join(temporary, name))
-            _sync_tree(disk, temporary)
-            if replaces:
-                _change_places(disk, temporary, path)
+            _sync_tree(disk, temporary)  # which takes time, so others' files are looked at after it
+            if overwrite and look(path) is not None:
+                kept = survey(disk, path, owned, names, beside)
+                _put_in_place_of(disk, temporary, path, kept)
+                old = kept
             else:
                 _publish(path, lambda: disk.rename_new(temporary, path))
             settled = False
@@ -150,50 +112,35 @@ def new_directory(disk: Disk, path: str, *, overwrite: bool, owned: Owned) -> It
                 disk.sync_dir(parent)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    _change_places(disk, temporary, path) if replaces else disk.rename_new(path, temporary)
+                    _change_places(disk, temporary, path) if old else disk.rename_new(path, temporary)
                     disk.sync_dir(parent)
-                    settled = True
+                    settled, old = True, None
                 raise
             settled = True
         finally:
             if settled:
-                remove_tree(disk, temporary)  # by now the old one, if all went well
+                old.clear(disk, temporary, path) if old else remove_tree(disk, temporary)
             if fd is not None:
                 disk.close(fd)
     _clean(disk, path)
 
 
-def _others(disk: Disk, path: str, owned: Owned) -> list[str]:
-    """The names of the files in a directory that are not part of what is replaced. Raises `ExistsError`."""
-    ours = owned(disk, path)
-    others = [name for name in disk.list(path) if name not in ours]
-    if folders := [name for name in others if _is_dir(disk, os.path.join(path, name))]:
-        raise ExistsError(
-            f"{path}: expected a checkpoint to replace, found folders in it that are no part of it: "
-            f"{few(tuple(folders))}; write to another path, or move them out of it"
-        )
-    return others
+def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None:
+    """Exchanges two directories when the new one has the files that are kept."""
+    changed = replaced.carry_over(disk, old, new)
+    if there := look(old):
+        changed = _set_mode(disk, new, stat.S_IMODE(there.st_mode)) or changed
+    if changed:
+        disk.sync_dir(new)
+    _change_places(disk, new, old)
 
 
-def _keep(disk: Disk, old: str, new: str) -> None:
-    """Gives a file a second name, or makes a copy of it where there are no such. Raises `ExistsError`."""
-    try:
-        if disk.hard_link(old, new):
-            return
-        file = Appended(disk, new)
-    except FileExistsError:
-        raise ExistsError(
-            f"{old}: expected a part of the checkpoint that is replaced, found a file that is none and whose name the "
-            "new one needs; write to another path, or move the file"
-        ) from None
-    try:
-        with opened(disk, old) as fd:
-            buffer = memoryview(bytearray(_BUFFER))
-            while count := disk.read(fd, buffer, file.size):
-                file.write(buffer[:count])
-        file.close()
-    finally:
-        file.discard()
+def _set_mode(disk: Disk, path: str, mode: int) -> bool:
+    """Sets the mode of a directory; False where it is that already."""
+    if stat.S_IMODE(os.lstat(path).st_mode) == mode:
+        return False
+    disk.set_mode(path, mode)
+    return True
 
 
 def _new_file(disk: Disk, path: str) -> Appended:
@@ -220,15 +167,10 @@ def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
         except BaseException:
             disk.remove_dir(temporary)
             raise
-        if _lock(disk, fd, temporary):
+        if lock(disk, fd, temporary):
             return temporary, fd
         disk.close(fd)
     raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
-
-
-def _lock(disk: Disk, fd: int, path: str) -> bool:
-    """Locks what is open, where there are locks; False when somebody who tidies up was faster."""
-    return disk.lock(fd) is not False and disk.same_file(fd, path)
 
 
 def _clean(disk: Disk, path: str) -> None:
@@ -248,8 +190,10 @@ def _clean(disk: Disk, path: str) -> None:
 
 
 def _remove_unlocked(disk: Disk, path: str) -> None:
-    """Removes a file or directory unless its writer lives, or nobody can tell."""
-    fd = disk.open_dir(path) if _is_dir(disk, path) else disk.open(path)
+    """Removes a file or directory unless its writer lives, or nobody can tell. A link is none of ours."""
+    if os.path.islink(path):
+        return
+    fd = disk.open_dir(path) if is_dir(path) else disk.open(path)
     try:
         if disk.lock(fd) is True:
             _remove(disk, path)
@@ -258,15 +202,10 @@ def _remove_unlocked(disk: Disk, path: str) -> None:
 
 
 def _remove(disk: Disk, path: str) -> None:
-    if _is_dir(disk, path):
+    if is_dir(path):
         remove_tree(disk, path)
     else:
         disk.unlink(path)
-
-
-def _is_dir(disk: Disk, path: str) -> bool:
-    found = disk.stat(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def _publish(path: str, put: Callable[[], None]) -> None:
@@ -292,11 +231,11 @@ def _change_places(disk: Disk, new: str, old: str) -> None:
 
 
 def remove_tree(disk: Disk, path: str) -> None:
-    """Removes a directory and everything in it; what cannot be removed stays."""
-    for name in disk.list(path):
+    """Removes a directory and everything in it; what cannot be removed stays. Links are not followed."""
+    for name in disk.list(path) if is_dir(path) else ():
         inner = os.path.join(path, name)
         with contextlib.suppress(OSError):
-            if stat.S_ISDIR(os.lstat(inner).st_mode):
+            if is_dir(inner):
                 remove_tree(disk, inner)
             else:
                 disk.unlink(inner)
@@ -307,10 +246,9 @@ def remove_tree(disk: Disk, path: str) -> None:
 def _sync_tree(disk: Disk, path: str) -> None:
     for name in disk.list(path):
         inner = os.path.join(path, name)
-        found = disk.stat(inner)
-        if found and stat.S_ISDIR(found.st_mode):
+        if is_dir(inner):
             _sync_tree(disk, inner)
-        elif found:
+        else:
             fd = disk.open(inner)
             try:
                 disk.sync(fd)

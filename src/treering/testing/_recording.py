@@ -173,6 +173,15 @@ class RecordingDisk(Disk):
                 self._note("link", new, names=[self._name(new, self._at(old))])
             return linked
 
+    def copy_link(self, old: str, new: str) -> None:
+        with self._step():
+            super().copy_link(old, new)
+            self._discover(os.path.dirname(new))
+
+    def set_mode(self, path: str, mode: int) -> None:
+        with self._step():
+            super().set_mode(path, mode)  # which changes no content
+
     def link(self, old: str, new: str) -> None:
         with self._step():
             super().link(old, new)

@@ -1,0 +1,236 @@
+"""What becomes of the files in a directory when the checkpoint in it is replaced.
+
+Only files that are known to be part of the checkpoint are ever removed. Others get a second name in the new directory;
+what comes to lie in the old one while the new one is written is moved there.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from .._paths import few
+from ..errors import CorruptError, ExistsError, TreeringError
+from .appended import Appended
+from .disk import Disk, opened
+
+_BUFFER = 4 << 20
+# The files in a directory, by their paths within it, that are part of a checkpoint of some format.
+Owned = Callable[[Disk, str], Collection[str]]
+Beside = Callable[[Disk, str, Sequence[str]], None]  # raises `ExistsError` for files in a directory that are in the way
+_log = logging.getLogger("treering")
+
+
+class _Carried(NamedTuple):
+    """A file as it was when it got its second name or was copied, and what it is in the new directory."""
+
+    old: os.stat_result
+    new: os.stat_result
+
+    def is_unchanged(self, now: os.stat_result) -> bool:
+        """Whether the file in the old directory is what the new one has."""
+        return os.path.samestat(now, self.new) or _same(now, self.old)
+
+    def is_current(self, there: os.stat_result | None) -> bool:
+        """Whether what is in the new directory by now is still what was put there."""
+        if os.path.samestat(self.old, self.new):  # which may have been written to under either name
+            return there is not None and os.path.samestat(there, self.new)
+        return _same(there, self.new)
+
+
+class Replaced:
+    """The contents of a directory that is replaced: the parts of a checkpoint, and other files."""
+
+    def __init__(self, owned: Owned, parts: Collection[str], others: list[str]):
+        self._owned, self._parts, self._others = owned, set(parts), others
+        self._carried: dict[str, _Carried] = {}
+        self._stuck: list[str] = []
+
+    def carry_over(self, disk: Disk, old: str, new: str) -> bool:
+        """Gives the other files names in the new directory as well, if there are any; those names are to be synced."""
+        for name in self._others:
+            before = look(os.path.join(old, name))
+            if before is None:
+                continue
+            place = os.path.join(new, name)
+            _keep(disk, os.path.join(old, name), place, before)
+            self._carried[name] = _Carried(before, os.lstat(place))
+        return bool(self._carried)
+
+    def clear(self, disk: Disk, old: str, new: str) -> None:
+        """Removes the old directory, after what the new one lacks has been moved there.
+
+        Where something cannot be moved, the directory stays under another name, which the log says.
+        """
+        with contextlib.suppress(TreeringError, OSError):  # of another writer's checkpoint, which was faster
+            self._parts |= set(self._owned(disk, old))
+        folders = {parent for part in self._parts for parent in _parents_of(part)}
+        try:
+            self._clear(disk, old, new, "", folders)
+        except OSError as error:
+            self._stuck.append(str(error))
+        if self._stuck and os.path.lexists(old):
+            aside = f"{new}.kept-{secrets.token_hex(3)}"
+            with contextlib.suppress(OSError):
+                disk.rename_new(old, aside)
+            _log.warning(
+                "%s: files that came to lie in it while it was replaced could not be moved to the new one; they are "
+                "in %s: %s",
+                new,
+                aside if os.path.lexists(aside) else old,
+                few(tuple(self._stuck)),
+            )
+            return
+        with contextlib.suppress(OSError):
+            disk.remove_dir(old)
+
+    def _clear(self, disk: Disk, old: str, new: str, at: str, folders: Collection[str]) -> None:
+        moved = False
+        for name in disk.list(os.path.join(old, at)):
+            within = f"{at}{name}"
+            here, there = os.path.join(old, within), os.path.join(new, within)
+            found = look(here)
+            if found is None:
+                continue
+            carried = self._carried.get(within)
+            if stat.S_ISDIR(found.st_mode) and (within in folders or (at and not disk.list(here))):
+                self._clear(disk, old, new, f"{within}/", folders)
+                with contextlib.suppress(OSError):
+                    disk.remove_dir(here)
+            elif not stat.S_ISDIR(found.st_mode) and within in self._parts:
+                with contextlib.suppress(OSError):
+                    disk.unlink(here)
+            elif carried and (carried.is_unchanged(found) or not carried.is_current(look(there))):
+                with contextlib.suppress(OSError):  # it is the same one, or there is a newer one than this already
+                    disk.unlink(here)
+            else:
+                try:
+                    _make_folder(disk, new, os.path.dirname(within))
+                    disk.rename(here, there) if carried else disk.rename_new(here, there)
+                    moved = True
+                except OSError:
+                    self._stuck.append(within)
+        if moved:
+            disk.sync_dir(os.path.join(new, at))
+
+
+def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Replaced:
+    """What lies in a directory, which need not be there.
+
+    Raises `ExistsError` for what is neither part of the checkpoint nor can be kept: other directories, what is no file,
+    files whose `names` the new one needs, and those that must not lie `beside` it.
+    """
+    if not os.path.isdir(path):
+        return Replaced(owned, (), [])
+    parts = set(owned(disk, path))
+    others: list[str] = []
+    folders: list[str] = []
+    for name in disk.list(path):
+        place = os.path.join(path, name)
+        found = look(place)
+        if found is None:
+            continue
+        if stat.S_ISDIR(found.st_mode):
+            inner = [f"{name}/{file}" for file in files_in(disk, place)]
+            foreign = [file for file in inner if file not in parts]
+            if not inner or foreign:
+                folders.append(name if len(foreign) == len(inner) else foreign[0])
+        elif not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+            raise ExistsError(
+                f"{place}: expected files to keep beside the new checkpoint, found a pipe, a socket or a device; write "
+                "to another path, or remove it"
+            )
+        elif name not in parts and name in names:
+            raise _taken(place)
+        elif name not in parts:
+            others.append(name)
+    if folders:
+        raise ExistsError(
+            f"{path}: expected a checkpoint to replace, found folders in it that are no part of it: "
+            f"{few(tuple(folders))}; write to another path, or move them out of it"
+        )
+    if beside:
+        beside(disk, path, others)
+    return Replaced(owned, parts, others)
+
+
+def files_in(disk: Disk, path: str) -> Iterator[str]:
+    """The files below a directory, by their paths within it. Links are such, wherever they lead."""
+    for name in disk.list(path):
+        inner = os.path.join(path, name)
+        if is_dir(inner):
+            yield from (f"{name}/{file}" for file in files_in(disk, inner))
+        else:
+            yield name
+
+
+def look(path: str) -> os.stat_result | None:
+    """What is at a path, be it a link; None when nothing is."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_dir(path: str) -> bool:
+    """Whether a directory is at a path, and not a link to one."""
+    found = look(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _same(found: os.stat_result | None, known: os.stat_result) -> bool:
+    """Whether a file is one that was seen before, and nobody has written to it."""
+    return (
+        found is not None
+        and os.path.samestat(found, known)
+        and (found.st_size, found.st_mtime_ns) == (known.st_size, known.st_mtime_ns)
+    )
+
+
+def _taken(path: str) -> ExistsError:
+    return ExistsError(
+        f"{path}: expected a part of the checkpoint that is replaced, found a file that is none and whose name the "
+        "new one needs; write to another path, or move the file"
+    )
+
+
+def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
+    """Gives a file a second name, or makes a copy of it where there are no such. Raises `ExistsError`."""
+    try:
+        if disk.hard_link(old, new):
+            if stat.S_ISREG(found.st_mode):
+                with contextlib.suppress(PermissionError, CorruptError), opened(disk, old) as fd:
+                    disk.sync(fd)
+            return None
+        if stat.S_ISLNK(found.st_mode):
+            return disk.copy_link(old, new)
+        file = Appended(disk, new)
+    except FileExistsError:
+        raise _taken(old) from None
+    try:
+        with opened(disk, old) as fd:
+            buffer = memoryview(bytearray(_BUFFER))
+            while count := disk.read(fd, buffer, file.size):
+                file.write(buffer[:count])
+        file.close()
+        disk.set_mode(new, stat.S_IMODE(found.st_mode))
+    finally:
+        file.discard()
+
+
+def _make_folder(disk: Disk, folder: str, within: str) -> None:
+    """Makes the directories on a path within a directory that are missing, durably."""
+    for part in _parents_of(f"{within}/") if within else ():
+        place = os.path.join(folder, part)
+        if look(place) is None:
+            disk.make_dir(place)
+            disk.sync_dir(os.path.dirname(place))
+
+
+def _parents_of(part: str) -> list[str]:
+    """The directories on the way to a file, from the top."""
+    keys = part.split("/")[:-1]
+    return ["/".join(keys[: n + 1]) for n in range(len(keys))]
