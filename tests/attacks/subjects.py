@@ -78,7 +78,7 @@ def _levanter_database(folder: Path) -> Path:
 
 
 def _tensorflow(folder: Path) -> Path:
-    from formats.test_tensorflow import Bundle
+    from bundles import Bundle
 
     bundle = Bundle()
     bundle.add("weight", tree()["weight"])

@@ -18,7 +18,7 @@ _MAGIC = bytes.fromhex("57fb808b247547db")
 
 def _bundle(change: Callable[[Any], None], folder: Path) -> Path:
     """Entries that are changed before the table is written."""
-    from formats.test_tensorflow import Bundle
+    from bundles import Bundle
 
     bundle = Bundle()
     bundle.add("weight", np.arange(1, 13, dtype=np.float32).reshape(3, 4))
@@ -31,7 +31,7 @@ def _entry(*fields: tuple[int, Any]) -> Callable[[Any], None]:
     """Another entry, of these fields."""
 
     def change(bundle: Any) -> None:
-        from formats.test_tensorflow import field
+        from bundles import field
 
         known = {1: 1, 2: _shape(12), 4: 0, 5: 48}
         bundle.pairs[b"x"] = b"".join(field(n, value) for n, value in {**known, **dict(fields)}.items())
@@ -40,7 +40,7 @@ def _entry(*fields: tuple[int, Any]) -> Callable[[Any], None]:
 
 
 def _shape(*sizes: int) -> bytes:
-    from formats.test_tensorflow import shape_of
+    from bundles import shape_of
 
     return shape_of(sizes)
 
@@ -70,9 +70,9 @@ def _table(blocks: Callable[[Any], bytes], folder: Path, size: int = 0) -> Path:
     path = SUBJECTS["tensorflow"](folder)
     index = Path(f"{path}.index")
     index.unlink()
-    from formats import test_tensorflow
+    import bundles
 
-    data = blocks(test_tensorflow)
+    data = blocks(bundles)
     index.write_bytes(data)
     if size:
         with index.open("r+b") as file:
@@ -91,8 +91,8 @@ def _one_block(contents: bytes, kind: int = 0) -> Callable[[Any], bytes]:
 
     def make(tf: Any) -> bytes:
         data = _sealed(contents + bytes([kind]))
-        empty, at = _sealed(tf.block([], 1) + b"\0"), len(data)
-        index = _sealed(tf.block([(b"z", tf.varint(0) + tf.varint(len(contents)))], 1) + b"\0")
+        empty, at = _sealed(tf.data_block([], 1) + b"\0"), len(data)
+        index = _sealed(tf.data_block([(b"z", tf.varint(0) + tf.varint(len(contents)))], 1) + b"\0")
         footer = b"".join(map(tf.varint, (at, len(empty) - 5, at + len(empty), len(index) - 5)))
         return data + empty + index + footer.ljust(40, b"\0") + _MAGIC
 

@@ -15,7 +15,7 @@ import pytest
 import tensorstore
 
 import treering as tr
-from formats.test_tensorflow import CODES, Bundle
+from bundles import CODES, Bundle
 from treering import _tree
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from treering.formats import ArrayEntry, Box, Reader

@@ -15,13 +15,13 @@ from .targets import CORPUS
 
 def seeds(folder: Path) -> dict[str, list[bytes]]:
     """By target."""
-    from formats.test_tensorflow import block, field, shape_of, snappy
+    from bundles import data_block, field, shape_of, snappy
 
     made = {name: make(folder / name.replace(", ", "-")) for name, make in SUBJECTS.items() if not _mkdir(folder, name)}
     tree = {"a": [1, 2.5, None, True, "x", b"y", 1j, 2**70, (), {}], "b": jnp.ones(2), "c": np.float32(1)}
     tr.save(folder / "values", tree, step=3, metrics={"loss": 0.5, "nan": float("nan")}, metadata={"a": [1]})
     entry = field(1, 1) + field(2, shape_of((3, 4))) + field(5, 48) + field(6, 7, fixed=True)
-    blocks = block([(b"", field(1, 1)), (b"deep/bias", entry), (b"weight", entry)], 2)
+    blocks = data_block([(b"", field(1, 1)), (b"deep/bias", entry), (b"weight", entry)], 2)
     single = made["safetensors"].read_bytes()
     return {
         "manifest": [(path / "treering.json").read_bytes()[:-28] for path in (made["treering"], folder / "values")],
