@@ -47,9 +47,8 @@ def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, 
     assert sum(outcome["found"].values()) == 10
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "save_async")) for name in INTERRUPTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERRUPTED)
 def test_ctrl_c_wherever_python_lets_one_in_hangs_nobody_and_comes_out_as_such(
     tmp_path: pathlib.Path, name: str
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_thread_that_cannot_set_handlers_is_told_so(tmp_path: pathlib.Path) ->
     assert len(caught) == 1 and "main thread" in caught[0] and "force=True" in caught[0]
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_stopped_goes_on_where_it_was(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, sys, treering as tr

@@ -88,6 +88,7 @@ report(all(same(back[key], value) for key, value in values.items()))
         assert all(result.report for result in found)
 
 
+@pytest.mark.slow
 def test_trees_that_differ_between_processes_are_refused(tmp_path: pathlib.Path) -> None:
     body = """
 errors = {}
@@ -160,6 +161,7 @@ sync("after")
     assert results[0].report[0][4:] == [None, True]
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_not_shared_is_found_out(tmp_path: pathlib.Path) -> None:
     body = """
 class Elsewhere(stores.disk.Disk):  # process 1 sees other files under the same names
@@ -175,6 +177,7 @@ report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_is_everybodys(tmp_path: pathlib.Path) -> None:
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.ones(3)}
@@ -203,6 +206,7 @@ report(found)
     assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_who_finds_the_directory_gone_waits_for_the_reason(tmp_path: pathlib.Path) -> None:
     """Process 0 removes what it began before it tells the others why."""
     body = """
@@ -378,6 +382,7 @@ report([steps, exists, skipped, pinned, undeletable, after, step, first])
     assert tr.steps(tmp_path / "timed") == [1]
 
 
+@pytest.mark.slow
 def test_a_failure_in_one_process_is_raised_by_all_at_the_same_step(tmp_path: pathlib.Path) -> None:
     body = """
 log = []
@@ -405,6 +410,7 @@ sync("done")
         assert steps == sorted({1, 4, 6, 7} - {last}) and skipped is None and later == ["ExistsError", None, None]
 
 
+@pytest.mark.slow
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess
@@ -430,6 +436,7 @@ sync("done")
     assert found == [[[1.0, 1.0], [1.0, 1.0]]] * 2
 
 
+@pytest.mark.slow
 def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp_path: pathlib.Path) -> None:
     body = """
 from treering import _processes
@@ -458,6 +465,7 @@ sync("done")
     assert tr.verify(tmp_path / "c").ok and (tr.restore(tmp_path / "c")["x"] == 1).all()
 
 
+@pytest.mark.slow
 def test_files_stay_when_nobody_knows_whether_the_word_arrived(tmp_path: pathlib.Path) -> None:
     body = """
 from treering import _processes
@@ -480,6 +488,7 @@ sync("done")
     assert tr.verify(tmp_path / "c").ok and (tr.restore(tmp_path / "c")["x"] == 1).all()
 
 
+@pytest.mark.slow
 def test_nobody_cleans_up_what_a_process_that_stands_still_is_about_to_commit(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess

@@ -695,6 +695,7 @@ def until(condition: Any) -> None:
     raise AssertionError("this never came")
 
 
+@pytest.mark.slow
 def test_an_evaluator_sees_each_step_once_in_order_until_the_run_is_finished(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
     seen, thread = follow_in_background(run)  # before there is a run
@@ -778,6 +779,7 @@ def test_wrong_arguments_of_follow_are_told_at_the_call(tmp_path: pathlib.Path, 
         tr.follow(tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_an_evaluator_in_another_process_feeds_the_choice_of_the_training_one(tmp_path: pathlib.Path) -> None:
     code = f"""
 import treering as tr

@@ -321,6 +321,7 @@ def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
     assert tr.steps(tmp_path) == [1] and (tr.restore(tmp_path, {"a": first["a"], "data": ...})["a"] == 1).all()
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_real_loop(tmp_path: pathlib.Path) -> None:
     code = f"""
 import time, jax, jax.numpy as jnp, treering as tr

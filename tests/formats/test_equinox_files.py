@@ -521,6 +521,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "x.eqx"
     for data in damaged(SMALL):

@@ -348,6 +348,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
     assert {"fine", "CorruptError", "UnsupportedError"} <= seen
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:

@@ -740,6 +740,7 @@ def test_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tr.open(path)
 
 
+@pytest.mark.slow
 def test_damage_anywhere(tmp_path: Path) -> None:
     tree = {
         "a": {"w": np.arange(3, dtype=np.int16), "s": np.float32(1), "e": {}},
@@ -755,6 +756,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
     assert seen == {"fine", "CorruptError", "UnsupportedError"}
 
 
+@pytest.mark.slow
 def test_arrays_that_begin_alike_are_tested_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"a": {"x": np.int8([1, 2]), "y": np.int8([3, 4]), "z": np.int8([5, 6])}, "b": np.int8([7, 8]), "c": 1.5}
     data = serialization.to_bytes(tree)

@@ -377,6 +377,7 @@ def test_arrays_that_no_file_can_hold(tmp_path: Path, shape: list[int], ocdbt: b
         tr.open(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_damage(tmp_path: Path, ocdbt: bool) -> None:
     path = make(tmp_path, 1, ocdbt=ocdbt)

@@ -608,6 +608,7 @@ def test_a_description_that_is_too_long_is_not_read(tmp_path: Path, use_disk: An
     assert tr.open(path).metadata == {"text": text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "_sharding", "array_metadatas/process_0", "w/.zarray"],

@@ -133,6 +133,7 @@ def test_a_file_that_takes_the_name_of_a_new_one_is_not_replaced(tmp_path: pathl
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FOLDERS)
 def test_errors_of_the_disk_lose_no_file(
     tmp_path: pathlib.Path, format: str, use_disk: Callable[[Disk], Disk], monkeypatch: pytest.MonkeyPatch
@@ -157,6 +158,7 @@ def test_errors_of_the_disk_lose_no_file(
             break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "levanter"])
 def test_a_crash_loses_no_file(tmp_path: pathlib.Path, format: str) -> None:
     def prepare(root: pathlib.Path) -> None:

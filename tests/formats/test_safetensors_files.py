@@ -787,6 +787,7 @@ def test_every_length_is_an_error(tmp_path: Path) -> None:
         tr.open(path)
 
 
+@pytest.mark.slow
 def test_flipped_bytes_of_the_header(tmp_path: Path) -> None:
     data = raw(_GOOD, {"k": "v"})
     path = tmp_path / "x.safetensors"

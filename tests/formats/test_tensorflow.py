@@ -535,6 +535,7 @@ def small() -> Bundle:
     return bundle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [None, snappy])
 def test_every_change_of_the_index_is_found(tmp_path: Path, compress: Any) -> None:
     path = small().save(tmp_path / "x", per_block=3, compress=compress)
