@@ -32,7 +32,7 @@ def rebuilt(
         node = None if origin is None else known.get(origin)
         if node is None or origin is None:
             found, order = inferred(at, names)
-            if found.kind != "list" and len(names) > 1 and (skeleton is None or node is None):
+            if found.kind != "list" and len(names) > 1:
                 guessed.append(at)
             return found, order
         was = [key_text(key) for key in node.children()]
