@@ -735,3 +735,19 @@ def test_the_guide_lists_every_rule() -> None:
         given = [p for p in inspect.signature(getattr(rules, name)).parameters.values() if p.name != "optional"]
         shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given)
         assert f"\n| `{name}({shown})` | " in guide
+
+
+def test_keys_that_become_text_beside_new_names_are_logged(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {"m": {1: np.ones(2), 2: np.zeros(2)}, "t": {"1": np.ones(2)}, "x": np.ones(3)}
+    tr.save(tmp_path / "text", tree, rules=[rules.rename("^x$", "t/new")])
+    tr.save(tmp_path / "kept", tree, rules=[rules.drop("m/1")])
+    assert list(tr.restore(tmp_path / "kept")["m"]) == [2]
+    assert "no text" not in caplog.text
+    tr.save(tmp_path / "new", tree, rules=[rules.rename("^x$", "m/new")])
+    assert list(tr.restore(tmp_path / "new")["m"]) == ["1", "2", "new"]
+    assert "m: its keys were no text" in caplog.text
+    caplog.clear()
+    tr.save(tmp_path / "renamed", tree, rules=[rules.rename("^m/1$", "m/new")])
+    assert "m: its keys were no text" in caplog.text

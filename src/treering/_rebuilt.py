@@ -1,9 +1,12 @@
 """The tree of leaves that rules have renamed, dropped or made of others: what they left alone stays what it was."""
 
+import logging
 from collections.abc import Mapping
 
 from ._paths import join, key_text
 from ._tree import Node, Skeleton, assemble, containers, inferred, places, subtree
+
+_log = logging.getLogger("treering")
 
 
 def rebuilt(
@@ -27,6 +30,11 @@ def rebuilt(
     guessed: list[str] = []
     empty: dict[str, str] = {}  # by path, where it was
 
+    def log_lost_keys(at: str) -> None:
+        before = known.get(at)
+        if before is not None and before.kind == "dict" and any(not isinstance(key, str) for key in before.children()):
+            _log.warning("%s: its keys were no text; with names that rules put there, they become it", at or "(root)")
+
     def describe(at: str, names: list[str]) -> tuple[Node, list[str]]:
         origin = origins.get(at)
         node = None if origin is None else known.get(origin)
@@ -34,6 +42,7 @@ def rebuilt(
             found, order = inferred(at, names)
             if found.kind != "list" and len(names) > 1:
                 guessed.append(at)
+            log_lost_keys(at)
             return found, order
         was = [key_text(key) for key in node.children()]
         places_of = {name: join(origin, name, root=not origin) for name in was}
@@ -52,6 +61,7 @@ def rebuilt(
             return Node(kind, node.name, [keys[name] for name in left]), left
         if new and (node.kind != "dict" or node.name):  # a class has an order of its own
             guessed.append(at)
+        log_lost_keys(at)
         return found, order
 
     order, found = assemble(sources, describe, lambda path: subtree(skeleton or (), empty[path]) or ())
