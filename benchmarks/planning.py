@@ -33,6 +33,10 @@ _PROCESSES = 4_096
 _DEVICES = 4  # of each
 _LAYERS = 100
 _WIDTH = 4_096
+_STATES = {
+    "transformer": f"{10 * _LAYERS:,} leaves, {_PROCESSES:,} processes",
+    "shapes": f"1,000 leaves of 100 shapes, {_PROCESSES:,} processes",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +50,30 @@ class Device:
 
 
 def rows(repeats: int) -> list[Row]:
-    command = [sys.executable, "-m", "benchmarks.planning"]
-    runs = [
-        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        for _ in range(repeats)
-    ]
+    found: list[Row] = []
     units = {"plan of a save": "s", "memory of the plan": "MiB", "size of the manifest": "MiB"}
-    state = f"{10 * _LAYERS:,} leaves, {_PROCESSES:,} processes"
-    return [
-        Row(what, state, unit, {"treering": statistics.median(run[what] for run in runs)})
-        for what, unit in units.items()
-    ]
+    for kind, state in _STATES.items():
+        command = [sys.executable, "-m", "benchmarks.planning", kind]
+        runs = [
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            for _ in range(repeats)
+        ]
+        for what, unit in units.items():
+            found.append(Row(what, state, unit, {"treering": statistics.median(run[what] for run in runs)}))
+    return found
 
 
-def _state(mesh: Mesh) -> Any:
+def _hundred_shapes(mesh: Mesh) -> Any:
+    """A hundred shapes, each of ten arrays and cut into as many pieces as there are devices."""
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    shapes = [(_WIDTH * (1 + n % 10), _WIDTH * (1 + n // 10)) for n in range(100)]
+    return {
+        f"shape_{n:03d}": [jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)] * 10
+        for n, shape in enumerate(shapes)
+    }
+
+
+def _transformer(mesh: Mesh) -> Any:
     """The parameters of a transformer, cut along both axes of the mesh; what is small is in part replicated."""
 
     def leaf(cut: tuple[str | None, ...], *shape: int) -> jax.ShapeDtypeStruct:
@@ -83,11 +97,11 @@ def _state(mesh: Mesh) -> Any:
     }
 
 
-def _child() -> None:
+def _child(kind: str) -> None:
     """What process 0 does; the others do all of it but the manifest."""
     devices = [Device(n, n // _DEVICES) for n in range(_PROCESSES * _DEVICES)]
     mesh = Mesh(np.array(devices).reshape(_PROCESSES, _DEVICES), ("fsdp", "tensor"))
-    walked = _tree.walk(_state(mesh))
+    walked = _tree.walk(_hundred_shapes(mesh) if kind == "shapes" else _transformer(mesh))
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
     shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
@@ -127,7 +141,7 @@ def _manifest(walked: Walk, content: Content, shares: Mapping[int, Share], file:
     """The manifest when every process has written a file like that of process 0."""
     size, header = len(file.header) + file.nbytes, len(file.header)
     names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
-    leaves, layouts = layout.rows(content, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
+    rows = layout.rows(content, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -135,9 +149,10 @@ def _manifest(walked: Walk, content: Content, shares: Mapping[int, Share], file:
             created="2025-01-01T00:00:00+00:00",
             software={"jax": jax.__version__},
             files=[manifest.File(name, size, header, manifest.xxh3(file.header)) for name in names],
-            layouts=layouts,
+            layouts=rows.layouts,
+            holders=rows.holders,
             tree=list(walked.skeleton),
-            leaves=leaves,
+            leaves=rows.leaves,
         )
     )
 
@@ -155,4 +170,4 @@ def _memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    _child()
+    _child(sys.argv[1])

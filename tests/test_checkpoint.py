@@ -126,9 +126,8 @@ def test_printing_shows_the_names_of_functions(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"f": jax.numpy.sum, "g": functools.partial(len), "long": type("x" * 99, (), {})})
     shown = ["  f     function sum", "  g     function len", "  long  function " + "x" * 60]
     assert str(tr.open(tmp_path / "c")).splitlines()[1:] == shown
-    entries = {name: ValueEntry(name, "function", text) for name, text in (("a", "x\ny"), ("b", None), ("c", 5))}
-    odd = Checkpoint(tr.open(tmp_path / "c")._reader, entries, None)  # what no release of ours has written
-    assert str(odd).splitlines()[1:] == ["  a  function", "  b  function", "  c  function"]
+    odd = Checkpoint(tr.open(tmp_path / "c")._reader, {"a": ValueEntry("a", "function", "x\ny")}, None)
+    assert str(odd).splitlines()[1:] == ["  a  function"]  # what no release of ours has written
 
 
 def test_a_run_opens_at_its_latest_good_step(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -296,8 +296,8 @@ def test_when_a_checkpoint_was_committed(tmp_path: pathlib.Path) -> None:
         if found:
             assert ckpts.open().created == found.replace(tzinfo=datetime.UTC)
         else:
-            with pytest.raises(CorruptError, match="'yesterday' is not a time"):
-                print(tr.open(file.parent).created)
+            with pytest.raises(UnsupportedError, match="'yesterday' is not a time"):
+                tr.open(file.parent)
 
 
 def test_whether_a_save_is_under_way_and_where(tmp_path: pathlib.Path, use_disk: Any, monkeypatch: Any) -> None:
@@ -584,18 +584,74 @@ def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path
 def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathlib.Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    loop(tmp_path / "run", [1, 2])
-    file = tmp_path / "run" / "step-00000001" / "treering.json"
-    for name in (str(precious), "../../precious"):
+    for step, name in ((1, str(precious)), (2, "../../precious")):
+        loop(tmp_path / "run", [step])
+        file = tmp_path / "run" / f"step-0000000{step}" / "treering.json"
         body = file.read_bytes()
         start = body.index(b'"name":"') + 8
         seal(file, body[start : body.index(b'"', start)], name.encode())
-        loop(tmp_path / "run", [max(tr.steps(tmp_path / "run")) + 1], tr.keep.last(1))
-        with pytest.raises(CorruptError, match="not the name of a file beside"):
-            tr.open(tmp_path / "run" / "step-00000001")
-        tr.Checkpointer(tmp_path / "run").delete(1)
-        assert precious.read_text() == "mine"
-        loop(tmp_path / "run", [1])
+        with pytest.raises(UnsupportedError, match="not the name of a file beside"):
+            tr.open(file.parent)
+        loop(tmp_path / "run", [step + 5], tr.keep.last(1))
+        with pytest.raises(UnsupportedError, match="not the name of a file beside"):
+            tr.Checkpointer(tmp_path / "run").delete(step)
+        assert precious.read_text() == "mine" and file.exists()
+
+
+def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [3])
+    names = [
+        "foo7",
+        "9",
+        "x12",
+        "STEP-00000008",
+        "step-1e00000",
+        "step-٣",
+        "ema-00000004",
+        "step-5",
+        "step-" + "9" * 17,
+    ]
+    for name in names:
+        shutil.copytree(tmp_path / "step-00000003", tmp_path / name)
+    (tmp_path / "step-00000010" / "treering.json").mkdir(parents=True)
+    (tmp_path / "step-00000011").mkdir()
+    (tmp_path / "step-00000011" / "treering.json").touch()  # a save never leaves that: it is damage
+    assert tr.steps(tmp_path) == tr.Checkpointer(tmp_path).steps == [3, 5, 11]
+    assert tr.Checkpointer(tmp_path, prefix="ema-").steps == [4]
+    with pytest.raises(CorruptError):
+        tr.restore(tmp_path, step=11)
+    assert tr.restore(tmp_path)["x"][0] == 3
+
+
+def test_without_a_prefix_the_only_one_there_counts(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [1, 2], prefix="ema-")
+    shutil.copytree(tmp_path / "ema-00000001", tmp_path / "foo7")
+    assert tr.steps(tmp_path) == [1, 2] and tr.open(tmp_path).path.endswith("ema-00000002")
+    loop(tmp_path, [3], prefix="best-")
+    for use in (tr.steps, tr.open, tr.restore, tr.verify, lambda run: next(tr.follow(run, timeout=0))):
+        with pytest.raises(MismatchError, match="several other prefixes: best-, ema-; open a step by its own path"):
+            use(tmp_path)
+    loop(tmp_path, [4])
+    assert tr.steps(tmp_path) == [4]
+
+
+def test_a_copied_step_counts_as_what_its_name_says(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop(tmp_path, [1])
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
+    assert tr.steps(tmp_path) == [1, 2] and caplog.text == ""
+    assert tr.restore(tmp_path)["x"][0] == 1
+    assert "step-00000002 counts as step 2, as its name says, but was saved as step 1" in caplog.text
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore()
+        assert ckpts.restored_step == 2
+
+
+def test_steps_are_numbers_that_every_reader_can_take(tmp_path: pathlib.Path) -> None:
+    loop(tmp_path, [2**53])
+    assert tr.open(tmp_path).step == 2**53
+    for use in (lambda: loop(tmp_path, [2**53 + 1]), lambda: tr.save(tmp_path / "c", 1, step=2**53 + 1)):
+        with pytest.raises(MismatchError, match=r"expected an integer from 0 to 2\^53"):
+            use()
 
 
 def test_steps_that_are_links_are_read_and_never_deleted(tmp_path: pathlib.Path) -> None:
@@ -700,10 +756,8 @@ def test_a_step_that_is_deleted_while_it_is_restored_is_passed_over(tmp_path: pa
 def test_two_kinds_of_steps_in_one_directory(tmp_path: pathlib.Path) -> None:
     loop(tmp_path, [1, 2])
     loop(tmp_path, [2, 3], prefix="ema-")
-    assert tr.steps(tmp_path) == [1, 2, 3]
-    for use in (lambda: tr.open(tmp_path, step=2), lambda: tr.restore(tmp_path)):
-        with pytest.raises(MismatchError, match="ema-00000002 and step-00000002 both claim step 2"):
-            use()
+    assert tr.steps(tmp_path) == tr.Checkpointer(tmp_path).steps == [1, 2]
+    assert tr.open(tmp_path).path.endswith("step-00000002")
     assert tr.Checkpointer(tmp_path, prefix="ema-").open().path.endswith("ema-00000003")
     assert tr.Checkpointer(tmp_path).open().path.endswith("step-00000002")
     damage(tmp_path, 2, "bytes")

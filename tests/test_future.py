@@ -86,8 +86,12 @@ LATER_METRICS: list[dict[str, Any]] = [
     {"version": 2, "metrics": [1]},
     {"metrics": {"loss": {}}},
 ]
+LATER_FILE: Callable[[Any], Any] = lambda m: m["files"][0].update(requires=["zstd"])  # noqa: E731
+LATER_LEAF: Callable[[Any], Any] = lambda m: m["leaves"][1].__setitem__(6, {"requires": ["delta"]})  # noqa: E731
 # What is of a later version although the manifest is not.
 PARTS: dict[str, Callable[[pathlib.Path], object]] = {
+    "a file that requires something": lambda step: change(step / "treering.json", LATER_FILE),
+    "a leaf that requires something": lambda step: change(step / "treering.json", LATER_LEAF),
     **{f"an array file with {about}": functools.partial(change_header, about=about) for about in LATER_HEADERS},
     **{f"metrics with {about}": functools.partial(add_metrics, about=about) for about in LATER_METRICS},
 }
@@ -166,7 +170,7 @@ def test_it_is_never_replaced_moved_or_deleted(any_part: pathlib.Path, caplog: p
             ckpts.save(step, TREE)
             ckpts.wait()
     assert tr.steps(run) == [3, 6] and listing(newest) == before
-    assert "step 3 was written by a later release and is left alone" in caplog.text
+    assert "step 3 cannot be read by this release and is left alone" in caplog.text
     with refused():
         tr.save(newest, TREE, overwrite=True)
     with refused():
@@ -236,7 +240,8 @@ def test_late_metrics_of_a_later_version(tmp_path: pathlib.Path, caplog: pytest.
         caplog.clear()
         assert tr.open(tmp_path / "run" / "step-00000001").metrics == {"loss": 1.0}
         assert "metrics that were recorded are left out" in caplog.text
-        assert tr.verify(tmp_path / "run").ok, "they are undamaged"
+        with refused():
+            tr.verify(tmp_path / "run")
         before = listing(tmp_path / "run" / "step-00000001")
         with tr.Checkpointer(tmp_path / "run", keep=tr.keep.best(1, "loss", "max")) as ckpts:
             ckpts.save(3, TREE, metrics={"loss": 3.0}, on_exists="overwrite")
@@ -331,4 +336,4 @@ def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
 def test_the_log_says_why_a_step_does_not_count(run: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), tr.Checkpointer(run, keep=tr.keep.last(5)) as ckpts:
         ckpts.save(4, TREE)
-    assert "step 3 was written by a later release and is left alone" in caplog.text
+    assert "step 3 cannot be read by this release and is left alone" in caplog.text

@@ -320,8 +320,8 @@ LOOP.append(LOOP)
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"step": -1}, "step: expected an integer from 0, found -1"),
-        ({"step": 1.5}, "step: expected an integer"),
+        ({"step": -1}, "step=-1: expected an integer from 0 to"),
+        ({"step": 1.5}, "step=1.5: expected an integer"),
         ({"metrics": {"loss": np.ones(3)}}, r"metrics\['loss'\]: expected a name and a real scalar"),
         ({"metadata": {"a": [1, {2: 3}]}}, r"metadata\['a'\]\[1\]: the key 2 is a int"),
         ({"metadata": {"a": object()}}, r"metadata\['a'\]: a object is not JSON"),

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from jax.sharding import Mesh, NamedSharding
 
-from treering import _dtypes, _sharding, _shares
+from treering import _dtypes, _sharding, _shares, _tree
 from treering._catalogue import ArrayEntry, Entry, ValueEntry
 from treering._leaves import Content, Source
-from treering._sharding import Box, Grid, extent, slices, whole
+from treering._sharding import Box, Cells, extent, slices, whole
 from treering._shares import Layout, Share
 from treering.formats import safetensors
 from treering.formats.treering import layout, manifest
@@ -107,7 +107,7 @@ def test_every_element_has_one_writer_who_holds_it(job: tuple[int, list[tuple[La
             assert any(writer in own for own in holders)
         assert (covered == 1).all()
         if covered.size:  # what readers ask of a layout
-            assert Grid(share.boxes).complete
+            assert Cells.of(share.boxes)[0].shape == covered.shape
         if share.layout is not None:  # all that the manifest says of these is the turn
             assert share.layout is one and share.boxes == one.boxes
             turns = [own[share.turn % len(own)] for own in one.holders]
@@ -174,6 +174,37 @@ def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, i
 
 def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
     return _shares.layout_of(NamedSharding(mesh, spec), tuple(shape))
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
+    """Meshes of up to three axes, any of which may cut any axis of an array, in any order."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    mesh = mesh_of(*sizes, per_process=draw(st.integers(1, 3)), axes=("x", "y", "z"))
+    names = draw(st.permutations(mesh.axis_names))
+    ends = sorted(draw(st.lists(st.integers(0, len(names)), min_size=2, max_size=2)))
+    own = [names[: ends[0]], names[ends[0] : ends[1]]]
+    spec = draw(st.permutations([*(tuple(part) if len(part) > 1 else part[0] if part else None for part in own), None]))
+    parts = [
+        math.prod(mesh.shape[name] for name in ((part,) if isinstance(part, str) else part or ())) for part in spec
+    ]
+    return NamedSharding(mesh, P(*spec)), tuple(part * draw(st.integers(1, 3)) for part in parts)
+
+
+@unhurried
+@given(shardings())
+def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedSharding, tuple[int, ...]]) -> None:
+    sharding, shape = found
+    holders: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(_sharding.box_of(index, shape), set()).add(device.process_index)
+    layout = _shares.layout_of(sharding, shape)
+    assert _shares._of_mesh(sharding, shape) is not None
+    assert dict(zip(layout.boxes, map(set, layout.holders), strict=True)) == holders
+    assert layout.elements.tolist() == [math.prod(extent(box)) for box in layout.boxes]
+    assert list(layout.boxes) == [layout.boxes[n] for n in range(len(layout.boxes))]
+    for box in layout.boxes:
+        assert [layout.boxes[n] for n in layout.boxes.overlapping(box)] == [box]
 
 
 LINE, SQUARE = mesh_of(64), mesh_of(8, 8)
@@ -391,29 +422,33 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     def order(process: int) -> Iterator[tuple[int, Box]]:
         return ((leaf, box) for leaf, box, _ in _shares.written(entries, shares, process))
 
-    rows, listed = layout.rows(state.content(0, False), shares, layout.Numbers(firsts, order))
-    again = manifest.decode(encoded(rows, listed, names), "here")
+    rows = layout.rows(state.content(0, False), shares, layout.Numbers(firsts, order))
+    again = manifest.decode(encoded(rows, names), "here")
     for row, value in zip(again.leaves, state.values, strict=True):
         assert isinstance(row, ArrayRow)
-        for number, box, key in located(row, again.layouts):
+        for number, box, key in located(row, again):
             header, buffer = buffers[number]
             begin, end = header.tensors[key].data_offsets
             assert buffer[begin:end] == value[slices(box, whole(value.shape))].tobytes()
 
 
-def located(row: ArrayRow, listed: Sequence[manifest.Layout]) -> Iterator[tuple[int, Box, str]]:
+def located(row: ArrayRow, listed: manifest.Manifest) -> Iterator[tuple[int, Box, str]]:
     """File, box and name of each piece, as docs/format.md has it."""
     if isinstance(row.where, int):
         yield row.where, whole(row.shape), piece_key(row.path, None)
         return
     assert isinstance(row.where, tuple)
     number, turn = row.where
-    for box, files in zip(listed[number].boxes, listed[number].files, strict=True):
-        box = tuple(map(tuple, box))  # type: ignore[assignment]
+    cells, holders = Cells(listed.layouts[number].cuts), listed.holders[listed.layouts[number].holders]
+    for box, files in zip(cells, holders, strict=True):
         yield files[turn % len(files)], box, piece_key(row.path, None if box == whole(row.shape) else box)
 
 
-def encoded(rows: list[Any], listed: list[manifest.Layout], names: Sequence[str]) -> bytes:
+def unsorted(at: str, names: list[str]) -> tuple[_tree.Node, list[str]]:
+    return _tree.inferred(at, names, lists=False, sort=False)
+
+
+def encoded(rows: layout.Rows, names: Sequence[str]) -> bytes:
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -421,9 +456,10 @@ def encoded(rows: list[Any], listed: list[manifest.Layout], names: Sequence[str]
             created="2026-01-01T00:00:00+00:00",
             software={"treering": "1.2.3", "jax": "0.10.2", "numpy": "2.4.6"},
             files=[manifest.File(name, 1 << 33, 1 << 16, "0123456789abcdef") for name in names],
-            layouts=listed,
-            tree=[0],
-            leaves=rows,
+            layouts=rows.layouts,
+            holders=rows.holders,
+            tree=_tree.assemble([row.path for row in rows.leaves], unsorted)[1],
+            leaves=rows.leaves,
         )
     )
 
@@ -630,16 +666,16 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
     def order(process: int) -> Iterator[tuple[int, Box]]:
         raise AssertionError("who has one file needs no order")
 
-    rows, listed = layout.rows(found.content, found.shares, layout.Numbers([[0]] * PROCESSES, order))
+    rows = layout.rows(found.content, found.shares, layout.Numbers([[0]] * PROCESSES, order))
     names = [f"arrays-7f3a9c-{n:05}-of-{PROCESSES:05}.safetensors" for n in range(PROCESSES)]
-    data = encoded(rows, listed, names)
+    data = encoded(rows, names)
     encoding = time.perf_counter() - begun
     begun = time.perf_counter()
     again = manifest.decode(data, "here")
     decoding = time.perf_counter() - begun
     print(
         f"\n{name}: plan {found.seconds:.2f} s, {found.peak / 1e6:.0f} MB; manifest {len(data) / 1e6:.2f} MB with "
-        f"{len(listed)} layouts, encoded in {encoding:.2f} s, decoded in {decoding:.2f} s"
+        f"{len(rows.layouts)} layouts, encoded in {encoding:.2f} s, decoded in {decoding:.2f} s"
     )
     assert found.peak < 200e6
     assert len(data) < 20e6
@@ -647,11 +683,11 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
         share, row = found.shares[leaf], again.leaves[leaf]
         shape, _, sharding = list(found.leaves.values())[leaf]
         assert isinstance(row, ArrayRow) and row.shape == shape
-        pieces = [(file, box) for file, box, _ in located(row, again.layouts)]
+        pieces = [(file, box) for file, box, _ in located(row, again)]
         assert pieces == list(zip(np.asarray(share.writers).tolist(), share.boxes, strict=True))
         assert sum(math.prod(extent(box)) for _, box in pieces) == math.prod(shape)
         indices = sharding.devices_indices_map(shape) if sharding else {}
         for writer, box in pieces[:: max(1, len(pieces) // 10)] if sharding else ():  # file and process have one number
             assert within(box, _sharding.box_of(indices[sharding.mesh.devices.flat[writer]], shape))
         if isinstance(row.where, tuple):
-            assert Grid(again.layouts[row.where[0]].boxes).complete
+            assert Cells(again.layouts[row.where[0]].cuts).shape == shape

@@ -16,7 +16,6 @@ from ._catalogue import ArrayEntry
 from ._leaves import Content
 from ._match import describe, shorten
 from ._processes import Call
-from ._sharding import whole
 from ._shares import Layout, layout_of, owner
 from ._snapshot import Feed
 from ._tree import Skeleton
@@ -98,14 +97,14 @@ def _row(content: Content, leaf: int) -> list[str]:
     if leaf in content.shardings:
         layout = layout_of(content.shardings[leaf], entry.shape)
         split = leaf in content.global_leaves and owner(layout) is None
-        if split or layout.boxes != (whole(entry.shape),):  # another process has one that is whole on one device
+        if split or len(layout.boxes) > 1:  # another process has one that is whole on one device
             placement = _placement(layout, split)
     return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _placement(layout: Layout, split: bool) -> str:
-    return _hash([layout.boxes, layout.holders if split else None])
+    return _hash([layout.boxes.cuts, layout.holders if split else None])
 
 
 def _hash(value: Any) -> str:

@@ -7,18 +7,21 @@ lose the difference between 1 and 1.0, the infinities, NaN payloads and integers
 
 import base64
 import math
+import operator
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeGuard
 
 import msgspec
 
 from ._paths import matches, may_match_below
-from .errors import CorruptError, UnsupportedError
+from .errors import CorruptError, MismatchError, UnsupportedError
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
 NO_ARRAY = ("none", "function")
+_MOST_DIGITS = 3000  # hexadecimal ones of an integer; beyond 4,300 decimal ones Python writes none
+EXACT = 1 << 53  # up to here every integer is a double, as which many readers of JSON take numbers
 
 
 class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False):
@@ -61,7 +64,9 @@ class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
         return lost(path, *self.why, tree=self.tree)
 
 
-class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False):
+class ValueEntry(
+    msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False, forbid_unknown_fields=True
+):
     """A leaf that is no array. `value` is in the tagged form of `encode`."""
 
     path: str
@@ -82,6 +87,25 @@ class ValueEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="value",
 
 
 Entry = ArrayEntry | ValueEntry
+
+
+def step_number(step: Any) -> int:
+    """A step as an int. Raises `MismatchError` for what is none, or is beyond what every reader of JSON can tell."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= EXACT:
+        raise MismatchError(f"step={step!r:.100}: expected an integer from 0 to 2^53")
+    return number
+
+
+def is_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether an array can have a shape, in NumPy, where bytes are counted in 63 bits, as in any other library."""
+    size = itemsize
+    for length in shape:
+        size *= length or 1
+    return len(shape) <= 64 and min(shape, default=0) >= 0 and size < 1 << 63
 
 
 def lost(path: str, *why: str, tree: bool = False) -> LostEntry:
@@ -116,6 +140,14 @@ def check_whole(entries: Iterable[Entry]) -> None:
         raise CorruptError(f"{listed}\nand {len(reasons) - 5} more like these" if len(reasons) > 5 else listed)
 
 
+def from_base64(text: str) -> bytes:
+    """The bytes that a text stands for. Raises `ValueError` unless it is how they are written."""
+    found = base64.b64decode(text, validate=True)
+    if base64.b64encode(found).decode() != text:
+        raise ValueError("bits that base64 does not use are not 0")
+    return found
+
+
 def encode_float(x: float) -> float | str:
     """A finite float as itself, any other as text; a NaN with its own bits is ``nan:<16 hex digits>``."""
     if math.isfinite(x):
@@ -130,7 +162,10 @@ def decode_float(x: Any) -> float:
     """The inverse of `encode_float`."""
     if isinstance(x, str):
         if x.startswith("nan:"):
-            return struct.unpack(">d", bytes.fromhex(x[4:]))[0]
+            found = struct.unpack(">d", bytes.fromhex(x[4:]))[0]
+            if encode_float(found) != x:
+                raise ValueError(f"{x!r} is not written as a NaN of its own")
+            return found
         if x not in ("nan", "inf", "-inf"):
             raise ValueError(f"{x!r} is not a number")
     elif type(x) not in (int, float):
@@ -149,7 +184,11 @@ def encode(value: Any) -> tuple[ValueType, Any]:
     if kind is bool:
         return "bool", value
     if kind is int:
-        return "int", value if abs(value) <= 2**53 else hex(value)
+        if value.bit_length() > 4 * _MOST_DIGITS:
+            raise UnsupportedError(
+                f"an int of {value.bit_length()} bits (at most {4 * _MOST_DIGITS}: save it as bytes)"
+            )
+        return "int", value if abs(value) <= EXACT else hex(value)
     if kind is float:
         return "float", encode_float(value)
     if kind is complex:
@@ -170,21 +209,21 @@ def decode(kind: str, value: Any) -> Any:
     try:
         if kind == "bool" and isinstance(value, bool):
             return value
-        if kind == "int" and type(value) is int:
+        if kind == "int" and type(value) is int and abs(value) <= EXACT:
             return value
-        if kind == "int" and isinstance(value, str):
-            return int(value, 16)
+        if kind == "int" and isinstance(value, str) and encode(found := int(value, 16)) == ("int", value):
+            return found
         if kind == "float":
             return decode_float(value)
-        if kind == "complex":
+        if kind == "complex" and isinstance(value, list):
             real, imag = value
             return complex(decode_float(real), decode_float(imag))
         if kind == "str" and isinstance(value, str):
             return value
         if kind == "bytes" and isinstance(value, str):
-            return base64.b64decode(value, validate=True)
-        if kind in NO_ARRAY:
+            return from_base64(value)
+        if (kind == "none" and value is None) or (kind == "function" and isinstance(value, str)):
             return None
-    except (ValueError, TypeError, OverflowError, struct.error):
+    except (ValueError, TypeError, OverflowError, UnsupportedError, struct.error):
         pass
     raise CorruptError(f"expected a value of type {kind}, found {value!r:.100}")

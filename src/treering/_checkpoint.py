@@ -4,14 +4,13 @@ import contextlib
 import datetime
 import functools
 import logging
-import operator
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _dtypes, _processes, _tree, formats, stores
-from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
+from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree, step_number
 from ._lazy import LazyArray
 from ._paths import absolute, below, closest
 from ._run import all_steps
@@ -257,7 +256,7 @@ def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
         return None
     if step is None:
         return list(reversed(found.items()))
-    number = index(step)
+    number = step_number(step)
     if number not in found:
         raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
     return [(number, found[number])]
@@ -274,17 +273,6 @@ def check_known(place: str) -> None:
         if stat.S_ISDIR(there.st_mode):
             raise NotFoundError(str(error)) from None
         raise
-
-
-def index(step: Any) -> int:
-    """A step as an int. Raises `MismatchError` for what is none."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise MismatchError(f"step={step!r}: expected an integer") from None
-    if number < 0:
-        raise MismatchError(f"step={number}: expected a number from 0")
-    return number
 
 
 T = TypeVar("T")
@@ -314,7 +302,7 @@ def latest_good(
             _log.warning("taking step %d, the one before step %d", step, passed)
         passed = step
         try:
-            return step, everywhere(functools.partial(_use_current, path, use))
+            return step, everywhere(functools.partial(_use_current, path, step, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:
@@ -331,15 +319,22 @@ def latest_good(
     raise first or NotFoundError(f"{run}: expected a step, found none")
 
 
-def _use_current(path: str, use: Callable[[Checkpoint], T]) -> T:
-    """Opens a checkpoint and uses it; begins again when it is overwritten meanwhile.
+def _use_current(path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+    """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
     Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
     """
     for _ in range(_TRIES - 1):
         with contextlib.suppress(ReplacedError):
-            return use(open_one(path))
-    return use(open_one(path))
+            return use(_open_step(path, step))
+    return use(_open_step(path, step))
+
+
+def _open_step(path: str, step: int | None) -> Checkpoint:
+    ckpt = open_one(path)
+    if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
+        _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
+    return ckpt
 
 
 def restore(
@@ -411,7 +406,7 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
 
     def attempt() -> T:
         steps = _places(place, step)
-        return _use_current(place, use) if steps is None else latest_good(place, steps, use, fallback=fallback)[1]
+        return _use_current(place, None, use) if steps is None else latest_good(place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from . import _processes, _resume, _save
-from ._checkpoint import Checkpoint, index, latest_good, listed_again, open_one
+from ._catalogue import step_number
+from ._checkpoint import Checkpoint, latest_good, listed_again, open_one
 from ._collective import Collective
 from ._directory import Directory
 from ._history import History
@@ -155,7 +156,7 @@ class Checkpointer:
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
-        return self._directory.path(index(step))
+        return self._directory.path(step_number(step))
 
     # Saving
 
@@ -181,7 +182,7 @@ class Checkpointer:
         `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
         begun = time.perf_counter()
-        step = index(step)
+        step = step_number(step)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
         options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
@@ -392,7 +393,7 @@ class Checkpointer:
         """
         self.wait()
         self._check_open()
-        step = index(step)
+        step = step_number(step)
         self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
         self._directory.back_to = None
         self._last.forget()

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 
 from . import _run, stores
-from ._checkpoint import index
+from ._catalogue import step_number
 from ._history import History
 from .errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .formats.treering import removal
@@ -137,7 +137,7 @@ class Directory:
         return os.path.join(self._root, _run.step_name(self._prefix, step))
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:
-        if (number := index(step)) not in committed:
+        if (number := step_number(step)) not in committed:
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
         return committed[number]

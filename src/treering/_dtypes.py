@@ -37,7 +37,8 @@ SAFETENSORS = {
 # Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
 _WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
-_SIZED = re.compile(r"(datetime64|timedelta64)(?:\[\w+\])?|<U(\d{1,8})|\|S(\d{1,8})")
+_UNIT = r"\[(?:[2-9]|[1-9]\d{1,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
+_SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\|S([1-9]\d{{0,7}})", re.ASCII)
 
 
 @functools.lru_cache(maxsize=512)
@@ -53,9 +54,7 @@ def stored_as(text: str) -> tuple[str, int, bool]:
     if text in _WIDE:
         return "U8", _WIDE[text], True
     if found := _SIZED.fullmatch(text):
-        size = 8 if found[1] else 4 * int(found[2]) if found[2] else int(found[3])
-        if size:
-            return "U8", size, True
+        return "U8", 8 if found[1] else 4 * int(found[2]) if found[2] else int(found[3]), True
     raise UnsupportedError(f"dtype {text}")
 
 

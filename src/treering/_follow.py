@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 
 from . import _run, stores
-from ._checkpoint import Checkpoint, index, open_one
+from ._catalogue import step_number
+from ._checkpoint import Checkpoint, open_one
 from ._paths import absolute
 from .errors import CorruptError, MismatchError, NotFoundError
 from .formats.treering.read import Reader
@@ -33,7 +34,7 @@ def follow(
     afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
     that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
     """
-    place, first = absolute(run), -1 if after is None else index(after)
+    place, first = absolute(run), -1 if after is None else step_number(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds from 0, or None")
     return _follow(place, first, timeout)

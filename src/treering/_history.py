@@ -8,10 +8,9 @@ import time
 from typing import Literal
 
 from . import _checkpoint, _run, _tensorboard, formats, stores
-from ._catalogue import decode
 from ._metrics import recorded
 from .errors import CorruptError, TreeringError, UnsupportedError
-from .formats.treering import manifest
+from .formats.treering import manifest, validity
 from .keep import Saved
 from .stores.disk import read_file
 from .stores.local import MANIFEST
@@ -120,7 +119,7 @@ def _read(step: int, path: str) -> _Verdict:
             found = stores.DISK.stat(os.path.join(path, file.name))
             if found is None or found.st_size != file.size:
                 raise CorruptError(f"{path}: {file.name} is missing or cut short")
-        metrics = {name: decode("float", value) for name, value in summary.metrics.items()}
+        metrics = validity.metrics(summary.metrics)
         metrics.update(recorded(stores.DISK, path, manifest.xxh3(data)))
         nbytes = len(data) + sum(file.size for file in summary.files)
         return Saved(step, metrics, summary.created_seconds(), nbytes)
@@ -135,4 +134,4 @@ def _read(step: int, path: str) -> _Verdict:
 
 
 def _log_unsupported(step: int, error: UnsupportedError) -> None:
-    _log.warning("step %d was written by a later release and is left alone: %s", step, error)
+    _log.warning("step %d cannot be read by this release and is left alone: %s", step, error)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from . import _dtypes
-from ._catalogue import ValueEntry, decode, encode
+from ._catalogue import ValueEntry, decode, encode, from_base64, is_shape
 from .errors import CorruptError, MismatchError, UnsupportedError
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -116,6 +116,8 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         raise UnsupportedError(f"an iterator whose state is nested more than {_DEEPEST} levels deep")
     kind = type(value)
     if kind is dict:
+        if odd := [key for key in value if _has_numpy(key)]:
+            raise UnsupportedError(f"an iterator with the NumPy scalar {odd[0]!r} among the keys of its state{where}")
         return [
             "dict",
             [[_encode(k, where, depth + 1), _encode(v, f"{where}[{k!r}]", depth + 1)] for k, v in value.items()],
@@ -133,19 +135,35 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         raise UnsupportedError(f"an iterator with {error} in its state{where and ', at ' + where}") from None
 
 
+def _has_numpy(key: Any) -> bool:
+    """Whether a key is a NumPy scalar or a tuple with one: which keys are equal to it, only NumPy knows."""
+    return any(map(_has_numpy, key)) if isinstance(key, tuple) else isinstance(key, np.generic)
+
+
 def _decode(value: Any, depth: int) -> Any:
     try:
         kind, content = value
         if depth > _DEEPEST:
             raise ValueError
         if kind == "dict":
-            return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in content}
-        if kind in ("list", "tuple"):
+            found = {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in content}
+            if len(found) != len(content) or any(map(_has_numpy, found)):
+                raise ValueError
+            return found
+        if kind in ("list", "tuple") and isinstance(content, list):
             return (list if kind == "list" else tuple)(_decode(item, depth + 1) for item in content)
         if kind == "array":
             is_array, text, shape, data = content
-            array = np.frombuffer(base64.b64decode(data, validate=True), _dtypes.to_numpy(text)).reshape(shape).copy()
+            dtype = _dtypes.to_numpy(text)
+            lengths = all(type(size) is int for size in shape) and is_shape(shape, dtype.itemsize)
+            if type(is_array) is not bool or not lengths:
+                raise ValueError
+            array = np.frombuffer(from_base64(data), dtype).reshape(shape).copy()
+            if not is_array and shape:
+                raise ValueError
             return array if is_array else array[()]
+        if kind in ("function", "iterator"):
+            raise ValueError
     except (ValueError, TypeError, KeyError):
         raise CorruptError(f"expected the state of an iterator, found {value!r:.100}") from None
     return decode(kind, content)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import _run, formats, stores
-from ._catalogue import encode_float
+from ._catalogue import encode_float, step_number
 from ._paths import absolute
 from .errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from .formats.treering import manifest, metrics
@@ -38,9 +38,8 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     Raises `NotFoundError` when there is no such step (any more), `MismatchError` for what is no real scalar,
     `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
     """
-    from ._checkpoint import index
 
-    place, number, numbers = absolute(run), index(step), encoded(metrics)
+    place, number, numbers = absolute(run), step_number(step), encoded(metrics)
     path = _run.all_steps(place).get(number)
     if path is None:
         raise NotFoundError(f"{place}: expected step {number}, found none; was it deleted meanwhile?")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _agreement, _run
-from ._checkpoint import index, latest_good, listed_again
+from ._catalogue import step_number
+from ._checkpoint import latest_good, listed_again
 from ._directory import Directory
 from ._processes import Call
 
@@ -24,7 +25,7 @@ def restore(
     history = directory.history
 
     def choose() -> list[tuple[int, str]]:
-        return directory.newest_first() if step is None else [(index(step), directory.existing(step))]
+        return directory.newest_first() if step is None else [(step_number(step), directory.existing(step))]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.tell(choose)

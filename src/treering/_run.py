@@ -4,15 +4,18 @@ import contextlib
 import logging
 import os
 import re
+import stat
 from collections.abc import Sequence
 
 from . import formats, stores
+from ._catalogue import EXACT as MAX_STEP
 from ._paths import absolute, few
 from .errors import MismatchError
 from .stores.local import MANIFEST
 
 _log = logging.getLogger("treering")
-_NAME = re.compile(r"(.*?)(\d+)")
+PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
+_OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
 _REWOUND = re.compile(r"rewound-(\d+)")
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
@@ -23,19 +26,43 @@ def step_name(prefix: str, step: int) -> str:
     return f"{prefix}{step:0{DIGITS}}"
 
 
-def parse(name: str, prefix: str | None) -> int | None:
-    """The step that a directory's name says, None when it is not of this prefix (None: any)."""
-    match = _NAME.fullmatch(name)
-    return int(match[2]) if match and (prefix is None or match[1] == prefix) else None
+def parse(name: str, prefix: str) -> int | None:
+    """The step that a directory's name says, None when it is not of this prefix."""
+    digits = name.removeprefix(prefix)
+    if not (name.startswith(prefix) and digits.isascii() and digits.isdecimal()):
+        return None
+    return step if (step := int(digits)) <= MAX_STEP else None
 
 
 def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     """The committed steps of a run, ascending, and the names of their directories.
 
-    A directory counts when its name is `prefix` (None: anything) and digits, and it holds a manifest.
+    A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
+    ``step-``; where no step has it, whatever stands before the eight digits or more of all names. Raises
+    `MismatchError` when these begin in several ways.
     """
-    found = [(step, name) for name in stores.DISK.list(run) if (step := parse(name, prefix)) is not None]
-    return sorted((step, name) for step, name in found if stores.DISK.stat(os.path.join(run, name, MANIFEST)))
+    names = stores.DISK.list(run)
+    if prefix is not None:
+        return _committed(run, names, prefix)
+    if found := _committed(run, names, PREFIX):
+        return found
+    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(run, name)}
+    if len(others) > 1:
+        raise MismatchError(
+            f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
+            f"{few(tuple(sorted(others)))}; open a step by its own path, or give Checkpointer the prefix"
+        )
+    return _committed(run, names, others.pop()) if others else []
+
+
+def _committed(run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
+    found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
+    return sorted((step, name) for step, name in found if _is_committed(run, name))
+
+
+def _is_committed(run: str, name: str) -> bool:
+    found = stores.DISK.stat(os.path.join(run, name, MANIFEST))
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def committed(run: str, prefix: str | None = None) -> dict[int, str]:

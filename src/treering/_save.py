@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from . import _pending, _processes, _work, formats, stores
+from ._catalogue import step_number
 from ._checkpoint import Checkpoint
 from ._crew import Crew
 from ._metrics import encoded
@@ -255,8 +256,7 @@ class Manager(Protocol):
 
 def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
     """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0):
-        raise MismatchError(f"step: expected an integer from 0, found {step!r}")
+    number = None if step is None else step_number(step)
     numbers = encoded(metrics)
     if problem := _not_json(metadata, "metadata", 0):
         raise UnsupportedError(problem)
@@ -266,7 +266,7 @@ def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any)
     except (UnicodeEncodeError, OverflowError) as error:
         raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
     software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
-    return native.Info(None if step is None else int(step), numbers, raw, software)
+    return native.Info(number, numbers, raw, software)
 
 
 def _not_json(value: Any, where: str, depth: int) -> str | None:

@@ -7,11 +7,13 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 Box = tuple[tuple[int, int], ...]
 
@@ -92,29 +94,80 @@ def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
             yield (*((n, n + 1) for n in outer), cut, *((0, size) for size in shape[axis + 1 :]))
 
 
-class Grid:
-    """Boxes that are the cells of a grid over an array, to be found by what they overlap."""
+class Cells(Sequence[Box]):
+    """The cells of a grid over an array, in C order.
 
-    def __init__(self, boxes: Sequence[Box]):
-        self._cuts = [sorted(set(axis)) for axis in zip(*boxes, strict=True)]
-        self._starts = [[start for start, _ in cuts] for cuts in self._cuts]
-        self._cells = {tuple(start for start, _ in box): n for n, box in enumerate(boxes)}
-        tiled = all(
-            cuts[0][0] == 0
-            and all(start < stop for start, stop in cuts)
-            and all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
-            for cuts in self._cuts
-        )
-        cells = math.prod(map(len, self._cuts))
-        self.complete = tiled and cells == len(boxes) == len(self._cells)  # so none overlaps, and there are no holes
+    Each axis is cut at ``cuts[axis]``, from 0 to its size; an axis without elements has the cuts ``(0, 0)``. Grids are
+    equal when their cuts are. Raises `ValueError` for cuts that do not ascend from 0.
+    """
+
+    def __init__(self, cuts: Iterable[Iterable[int]]):
+        self.cuts = tuple(map(tuple, cuts))
+        for axis in self.cuts:
+            ascending = all(map(operator.lt, axis, axis[1:]))
+            if len(axis) < 2 or axis[0] != 0 or not (ascending or axis == (0, 0)):
+                raise ValueError(f"an axis is cut at {list(axis)!r:.100}; expected numbers that ascend from 0")
+        self.shape = tuple(axis[-1] for axis in self.cuts)
+        self._counts = tuple(len(axis) - 1 for axis in self.cuts)
+        self._count = math.prod(self._counts)
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> "tuple[Cells, list[int]]":
+        """The grid that the boxes are the cells of, and for each cell which of the boxes it is.
+
+        Raises `ValueError` for boxes that overlap or leave holes.
+        """
+        if isinstance(boxes, cls):
+            return boxes, list(range(len(boxes)))
+        ends = ({stop for _, stop in axis} for axis in zip(*boxes, strict=True))
+        grid = cls(sorted({0} | stops) if any(stops) else (0, 0) for stops in ends)
+        numbers = {box: n for n, box in enumerate(boxes)}
+        if not len(grid) == len(numbers) == len(boxes) or numbers.keys() != set(grid):
+            raise ValueError("the boxes are not the cells of a grid")
+        return grid, [numbers[box] for box in grid]
 
     def overlapping(self, box: Box) -> Iterator[int]:
-        """The numbers of the boxes that have elements of this one."""
+        """The numbers of the cells that have elements of a box."""
         axes = [
-            starts[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
-            for starts, (start, stop) in zip(self._starts, box, strict=True)
+            range(bisect.bisect_right(axis, start) - 1, bisect.bisect_left(axis, stop)) if start < stop else ()
+            for axis, (start, stop) in zip(self.cuts, box, strict=True)
         ]
-        return map(self._cells.__getitem__, itertools.product(*axes))
+        for place in itertools.product(*axes):
+            number = 0
+            for count, n in zip(self._counts, place, strict=True):
+                number = number * count + n
+            yield number
+
+    def sizes(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """The number of elements of each cell."""
+        import numpy as np
+
+        lengths = (np.diff(np.array(axis, np.int64)) for axis in self.cuts)
+        return functools.reduce(np.multiply.outer, lengths, np.ones((), np.int64)).reshape(-1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(self._count))]
+        if not -self._count <= number < self._count:
+            raise IndexError(number)
+        number %= self._count
+        box: list[tuple[int, int]] = []
+        for axis, count in zip(reversed(self.cuts), reversed(self._counts), strict=True):
+            number, n = divmod(number, count)
+            box.append((axis[n], axis[n + 1]))
+        return tuple(reversed(box))
+
+    def __iter__(self) -> Iterator[Box]:
+        return itertools.product(*(itertools.pairwise(axis) for axis in self.cuts))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cells) and other.cuts == self.cuts
+
+    def __hash__(self) -> int:
+        return hash(self.cuts)
 
 
 def _positions(box: Box) -> Iterator[tuple[int, ...]]:

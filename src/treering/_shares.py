@@ -7,6 +7,7 @@ several; exactly one of them writes it, chosen so that all write about the same 
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from . import _dtypes
 from ._catalogue import ArrayEntry
 from ._leaves import Content, Source
-from ._sharding import Box, box_of, extent, intersect, slices, whole
+from ._sharding import Box, Cells, box_of, extent, intersect, slices, whole
 
 _LEAST = 1 << 20  # bytes; what is smaller is not cut up among its holders
 _FINER = 8  # times as many cells as parts keep what is written within an eighth of what is fair
@@ -26,22 +27,24 @@ _FINER = 8  # times as many cells as parts keep what is written within an eighth
 class Layout:
     """How an array is spread over processes: `holders[i]` are the processes that hold the piece `boxes[i]`.
 
-    Layouts are compared by identity, and shared by the arrays of one shape and sharding.
+    The boxes are the cells of a grid, in C order. Layouts are compared by identity, and shared by the arrays of one
+    shape and sharding.
     """
 
     def __init__(self, boxes: Sequence[Box], holders: Sequence[Sequence[int]]):
-        self.boxes, self.holders = tuple(boxes), tuple(map(tuple, holders))
+        self.boxes, order = Cells.of(boxes)
+        own = holders if isinstance(holders, tuple) else tuple(map(tuple, holders))
+        self.holders = own if boxes is self.boxes else tuple(own[n] for n in order)
 
     @functools.cached_property
     def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """One row for each box: its holders, again from the first where others have more."""
-        most = max(map(len, self.holders))
-        return np.array([[own[n % len(own)] for n in range(most)] for own in self.holders], np.int32)
+        return _turns(self.holders)
 
     @functools.cached_property
     def elements(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The number of elements of each box."""
-        return np.array([math.prod(extent(box)) for box in self.boxes], np.int64)
+        return self.boxes.sizes()
 
     def nbytes(self, itemsize: int) -> int:
         """The size of the array, each piece counted once."""
@@ -78,6 +81,8 @@ class Share(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
     """The layout of arrays of a shape and sharding."""
+    if (known := _of_mesh(sharding, shape)) is not None:
+        return known
     holders: dict[Box, set[int]] = {}
     ranges: dict[Any, Any] = {}  # equal ones are one object: with thousands of boxes that saves most of the memory
     for device, index in sharding.devices_indices_map(shape).items():
@@ -86,10 +91,42 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
     return Layout(list(holders), [sorted(own) for own in holders.values()])
 
 
+def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout | None:
+    """The layout as it follows from mesh and spec, without asking for thousands of boxes; None for other shardings."""
+    if type(sharding) is not jax.NamedSharding or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return None
+    mesh, spec = sharding.mesh, sharding.spec
+    plain = all(part is None or isinstance(part, str | tuple) for part in spec)
+    if not plain or len(spec) > len(shape) or getattr(spec, "unreduced", None):
+        return None
+    names = [(part,) if isinstance(part, str) else part or () for part in spec]
+    parts = [math.prod(mesh.shape[name] for name in own) for own in names] + [1] * (len(shape) - len(names))
+    if any(size % n or not size for size, n in zip(shape, parts, strict=True)):
+        return None
+    cuts = (range(0, size + 1, size // n) for size, n in zip(shape, parts, strict=True))
+    return Layout(Cells(cuts), _mesh_holders(mesh, tuple(itertools.chain(*names))))
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each place along some axes of a mesh, in C order, the processes that have devices there."""
+    first = [mesh.axis_names.index(name) for name in axes]
+    order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
+    numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    rows = numbers.transpose(order).reshape(math.prod(mesh.shape[name] for name in axes), -1)
+    return tuple(tuple(sorted(set(row))) for row in rows.tolist())
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(holders: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    most = max(map(len, holders))
+    return np.array([[own[n % len(own)] for n in range(most)] for own in holders], np.int32)
+
+
 @functools.lru_cache(maxsize=4096)
-def held_by(boxes: tuple[Box, ...], holders: tuple[int, ...]) -> Layout:
+def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
     """The layout of what each of the holders has whole."""
-    return Layout(boxes, [holders] * len(boxes))
+    return Layout(boxes, (holders,) * len(boxes))
 
 
 def plan(content: Content, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
@@ -108,7 +145,7 @@ def plan(content: Content, count: int, single: Mapping[int, int] | None = None) 
         if layout and n in content.global_leaves and owner(layout) is None:
             together[n] = layout, itemsize
         else:
-            boxes = layout.boxes if layout else (whole(entry.shape),)
+            boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
             holders = (single[n],) if single and n in single else tuple(range(count))
             apart[n] = held_by(boxes, holders), itemsize
     loads = np.zeros(count, np.int64)
@@ -122,8 +159,8 @@ def plan(content: Content, count: int, single: Mapping[int, int] | None = None) 
 @functools.lru_cache(maxsize=4096)
 def owner(layout: Layout) -> int | None:
     """The one process that holds everything, None when there are several."""
-    holders = {process for own in layout.holders for process in own} if len(layout.holders[0]) == 1 else ()
-    return next(iter(holders)) if len(holders) == 1 else None
+    first = layout.holders[0]
+    return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None
 
 
 def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
@@ -277,7 +314,7 @@ def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
     They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows cannot be
     dealt out evenly to so many parts there are about eight times as many cells.
     """
-    shape = tuple(max(sizes) for sizes in zip(*map(extent, layout.boxes), strict=True))
+    shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
     cuts: list[Cut] = []
     finer = 1
     for axis, size in enumerate(shape):

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from . import _flax
-from ._catalogue import decode, encode
+from ._catalogue import EXACT, decode, encode
 from ._paths import join, key_text, split
 from .errors import CorruptError, UnsupportedError
 
 LEAF = 0
 
 
-class Node(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
     """A container. `keys` are its keys, or how many children it has where these are simply numbered."""
 
     kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
@@ -210,10 +210,12 @@ def encode_key(key: Any) -> Any:
 
 
 def _decode_key(key: Any) -> Any:
-    if isinstance(key, str | bool | int):
+    if isinstance(key, str | bool) or (isinstance(key, int) and abs(key) <= EXACT):
         return key
     if isinstance(key, list) and len(key) == 2 and key[0] in ("int", "float", "bytes"):
-        return decode(*key)
+        found = decode(*key)
+        if encode_key(found) == key or key[0] == "float":  # one way to write each, but 1 is as good as 1.0
+            return found
     raise CorruptError(f"manifest: {key!r:.100} is not a key")
 
 

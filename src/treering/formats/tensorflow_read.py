@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry, ValueEntry, encode, lost
-from .._sharding import Box, Grid, extent, intersect, slices
+from .._sharding import Box, Cells, extent, intersect, slices
 from ..errors import CorruptError, UnsupportedError
 from ..stores.buffers import adoptable
 from ..stores.disk import Disk
@@ -146,8 +146,11 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
         runs = _runs(bundle, tensor)
         return [str(runs)] if isinstance(runs, CorruptError) else runs, [tensor]
     boxes = [box_of(part, tensor.shape, bundle.index) for part in tensor.parts]
-    ends = tuple(max(box[axis][1] for box in boxes) for axis in range(len(tensor.shape)))
-    if not Grid(boxes).complete or ends != tensor.shape:
+    try:
+        whole, _ = Cells.of(boxes)
+    except ValueError:
+        whole = None
+    if whole is None or whole.shape != tensor.shape:
         raise CorruptError(f"{bundle.index}: the parts of {key!r:.100} do not make up its shape {list(tensor.shape)}")
     parts = [bundle.tensor(part_key(key, part)) for part in tensor.parts]
     for part, box in zip(parts, boxes, strict=True):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ... import _dtypes
 from ..._catalogue import Entry, ValueEntry
 from ..._leaves import Content
-from ..._sharding import Box, describe, extent, whole
+from ..._sharding import Box, Cells, describe, extent, whole
 from ..._shares import Piece, Share
 from ...stores.disk import PAGE
 from ..safetensors import MAX_HEADER, Tensor, encode_header
@@ -113,28 +113,46 @@ class Numbers:
         return [self._before[process] for process in processes]
 
 
-def rows(
-    content: Content, shares: Mapping[int, Share], numbers: Numbers
-) -> tuple[list[ArrayRow | ValueEntry], list[Layout]]:
-    """The manifest's rows in tree order, and the layouts that arrays of several pieces share.
+class Rows(NamedTuple):
+    """The manifest's rows in tree order, and what those of arrays in several pieces refer to."""
 
-    A leaf without a share is whole in a file of process 0.
-    """
+    leaves: list[ArrayRow | ValueEntry]
+    layouts: list[Layout]
+    holders: list[list[list[int]]]
+
+
+def rows(content: Content, shares: Mapping[int, Share], numbers: Numbers) -> Rows:
+    """What the manifest says of each leaf. A leaf without a share is whole in a file of process 0."""
     known: dict[Any, int | None] = {}
-    layouts: list[Layout] = []
+    out = Rows([], [], [])
     only = numbers.of_all([0])
 
-    def add(boxes: Sequence[Box], files: list[list[int]], sharding: Any) -> int:
-        layouts.append(Layout(list(boxes), files, sharding and describe(sharding)))
-        return len(layouts) - 1
+    def holding(files: Sequence[Sequence[int]]) -> int:
+        """The number of these files, which hold the cells of a grid."""
+        key = ("files", *map(tuple, files))
+        if key not in known:
+            known[key] = len(out.holders)
+            out.holders.append(list(map(list, files)))
+        return known[key] or 0
+
+    def of_writers(holders: Sequence[Sequence[int]]) -> int | None:
+        """The same for files of processes; None unless each has exactly one."""
+        key = ("writers", holders)
+        if key not in known:
+            files = [own for own in map(numbers.of_all, holders) if own is not None]
+            known[key] = holding(files) if len(files) == len(holders) else None
+        return known[key]
+
+    def add(cells: Cells, holders: int, sharding: Any) -> int:
+        out.layouts.append(Layout([list(axis) for axis in cells.cuts], holders, sharding and describe(sharding)))
+        return len(out.layouts) - 1
 
     def by_turns(share: Share, sharding: Any) -> int | None:
         """The layout by which all leaves of this sharding go, where each process has its one file."""
         key = (sharding, share.layout)
         if share.layout and key not in known:
-            files = [numbers.of_all(holders) for holders in share.layout.holders]
-            full = [own for own in files if own is not None]
-            known[key] = add(share.boxes, full, sharding) if len(full) == len(files) else None
+            holders = of_writers(share.layout.holders)
+            known[key] = None if holders is None else add(share.layout.boxes, holders, sharding)
         return known.get(key)
 
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
@@ -148,14 +166,14 @@ def rows(
         files = [numbers.of(writer, leaf, box) for writer, box in zip(share.writers, share.boxes, strict=True)]
         key = (sharding, *share.boxes, *files)
         if key not in known:
-            known[key] = add(share.boxes, [[file] for file in files], sharding)
+            cells, order = Cells.of(share.boxes)
+            known[key] = add(cells, holding([[files[n]] for n in order]), sharding)
         return known[key] or 0, 0
 
-    out: list[ArrayRow | ValueEntry] = []
     for n, entry in enumerate(content.entries):
         if isinstance(entry, ValueEntry):
-            out.append(entry)
+            out.leaves.append(entry)
             continue
         where = content.entries[content.tied[n]].path if n in content.tied else place(n, entry.shape)
-        out.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
-    return out, layouts
+        out.leaves.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
+    return out

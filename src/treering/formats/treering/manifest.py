@@ -1,56 +1,69 @@
 """The manifest of format version 1: ``treering.json``. `docs/format.md` specifies it."""
 
 import datetime
-import json
-import math
-import re
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
-from ..._catalogue import ArrayEntry, ValueEntry
+from ..._catalogue import EXACT, ArrayEntry, ValueEntry
 from ..._sharding import Box
 from ..._tree import Node
-from ...errors import CorruptError, UnsafeError, UnsupportedError
-from ..safetensors import unique
+from ...errors import CorruptError, TreeringError, UnsupportedError
+from .. import strict_json
+from . import validity
 
 FORMAT = "treering"
 VERSION = 1
 BLOCK = 1 << 20  # bytes of an array file's buffer per checksum
-_NAME = re.compile("[^\0\ud800-\udfff]{1,255}", re.DOTALL)
 _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 
 
-class ArrayRow(ArrayEntry, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False):
+class Later(msgspec.Struct, frozen=True):
+    """The place of an array that only a later release can read: the features without which nobody can."""
+
+    requires: list[str]
+
+
+class ArrayRow(
+    ArrayEntry, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False, forbid_unknown_fields=True
+):
     """An array leaf and where its pieces are.
 
     `where` is the number of the one file that holds it whole; or a layout and a turn, by which the holders
-    of replicated pieces rotate; or the path of an earlier leaf that is the very same array.
+    of replicated pieces rotate; or the path of an earlier leaf that is the very same array; or what it requires.
     """
 
-    where: int | tuple[int, int] | str = 0
+    where: int | tuple[int, int] | str | Later = -1
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How arrays of one shape and sharding are cut: `files[i]` lists the files that may hold the piece `boxes[i]`."""
+    """How arrays of one shape and sharding are cut along each axis, and the number of the holders of the cells."""
 
-    boxes: list[Box]
-    files: list[list[int]]
+    cuts: list[list[int]]
+    holders: int
     sharding: dict[str, Any] | None = None
 
 
-class File(msgspec.Struct, frozen=True):
-    """An array file: its size, and the size and checksum of everything before the tensors."""
+class File(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An array file: its size, and the size and checksum of everything before the tensors.
+
+    With `requires` only a later release can read it, and of the rest only name and size are known.
+    """
 
     name: str
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    header: Annotated[int, msgspec.Meta(ge=0)]
-    xxh3: str
+    size: Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
+    header: int = -1
+    xxh3: str = ""
+    requires: list[str] = []
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Everything about a checkpoint but the arrays themselves."""
+    """Everything about a checkpoint but the arrays themselves.
+
+    `holders[h][i]` lists the files that may hold cell i of a layout with these holders.
+    """
 
     format: str
     version: int
@@ -62,6 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     metadata: Any = None
     files: list[File]
     layouts: list[Layout] = []
+    holders: list[list[list[int]]] = []
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 
@@ -76,9 +90,9 @@ def piece_key(path: str, box: Box | None) -> str:
 class _Envelope(msgspec.Struct, frozen=True):
     """What no version will ever change about a sealed file, and who wrote it; of whatever types they are."""
 
-    format: Any = None
-    version: Any = None
-    requires: Any = ()
+    format: Any = msgspec.UNSET
+    version: Any = msgspec.UNSET
+    requires: Any = msgspec.UNSET
     software: Any = None
 
 
@@ -91,17 +105,13 @@ class Summary(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
 
     def created_seconds(self) -> float:
-        """When it was committed, in seconds since the epoch. Raises `CorruptError`."""
+        """When it was committed, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 
-def as_utc(text: str) -> datetime.datetime:
-    """A time as manifests have it; without an offset it is taken for UTC. Raises `CorruptError`."""
-    try:
-        time = datetime.datetime.fromisoformat(text)
-        return time.replace(tzinfo=time.tzinfo or datetime.UTC).astimezone(datetime.UTC)
-    except (ValueError, OverflowError):
-        raise CorruptError(f"manifest: {text!r:.100} is not a time") from None
+def as_utc(created: str) -> datetime.datetime:
+    """The time that a valid manifest gives, in UTC."""
+    return datetime.datetime.fromisoformat(created).astimezone(datetime.UTC)
 
 
 def xxh3(data: Any) -> str:
@@ -134,41 +144,63 @@ def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any
         found = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _unsupported(name, f"what is not understood ({error})", None) from None
-    version = default if found.version is None else found.version
-    if found.format != format and not (found.format is None and default is not None):
-        raise _unsupported(name, f"the format {found.format!r:.100}", found.software)
+    version = default if found.version is msgspec.UNSET else found.version
+    if found.format != format and not (found.format is msgspec.UNSET and default is not None):
+        raise _unsupported(name, f"the format {_shown(found.format)}", found.software)
     if type(version) is not int or version != VERSION:
-        raise _unsupported(name, f"version {version!r:.100}", found.software)
-    if found.requires != () and found.requires != []:
+        raise _unsupported(name, f"version {_shown(version)}", found.software)
+    if found.requires is not msgspec.UNSET and found.requires != []:
         features = found.requires if isinstance(found.requires, list) else [found.requires]
-        listed = ", ".join(feature if isinstance(feature, str) else repr(feature) for feature in features[:5])
-        raise _unsupported(name, f"that it requires {listed:.200}", found.software)
+        raise requiring(name, features, found.software)
+
+
+def requiring(name: str, features: Sequence[Any], software: Any = None) -> UnsupportedError:
+    """The error for what cannot be read without features that this release does not have."""
+    listed = ", ".join(feature if isinstance(feature, str) else repr(feature) for feature in features[:5])
+    return _unsupported(name, f"that it requires {listed:.200}", software)
+
+
+def check_known(manifest: Manifest, name: str) -> None:
+    """Raises `UnsupportedError` when a part of a checkpoint can be read by a later release only."""
+    for file in manifest.files:
+        if file.requires:
+            raise requiring(f"{name}: the file {file.name!r}", file.requires, manifest.software)
+    for row in manifest.leaves:
+        if isinstance(row, ArrayRow) and isinstance(row.where, Later):
+            raise requiring(f"{name}: the leaf {row.path!r}", row.where.requires, manifest.software)
 
 
 def _unsupported(name: str, found: str, software: Any) -> UnsupportedError:
-    release = software.get("treering") if isinstance(software, dict) else None
-    writer = (
-        f"treering {release} wrote it" if type(release) is str and release.isprintable() else "a later one wrote it"
-    )
     return UnsupportedError(
         f"{name}: expected format version {VERSION} without further features, which is all that this release reads, "
-        f"found {found}; it is undamaged: {writer:.100}; upgrade treering to read it"
+        f"found {found}; it is undamaged: {_writer(software)}; upgrade treering to read it"
     )
+
+
+def _shown(found: Any) -> str:
+    return "None" if found is msgspec.UNSET else f"{found!r:.100}"
+
+
+def _writer(software: Any) -> str:
+    release = software.get("treering") if isinstance(software, dict) else None
+    printable = type(release) is str and release.isprintable()
+    return f"treering {release:.100} wrote it" if printable else "a later one wrote it"
 
 
 def decode(data: bytes, name: str) -> Manifest:
     """Parses the file. Raises `CorruptError`, and `UnsupportedError` for what a later version wrote.
 
-    A sealed manifest that cannot be parsed is of a later version, too, whatever it says: it is as it was written.
+    A sealed manifest that breaks the rules of this version is not damaged, either: it is as it was written.
     """
     check(data, name)
     check_envelope(data, name)
+    top: Any = None
     try:
-        top = json.loads(data, object_pairs_hook=unique, parse_constant=_refuse, parse_float=_finite)
+        top = strict_json.parse(data)
         manifest = msgspec.convert(top, Manifest)
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise _unsupported(name, f"what is not understood ({error})", None) from None
-    _check_files(manifest.files, name)
+        validity.check(manifest, top)
+    except (ValueError, OverflowError, RecursionError, TreeringError) as error:
+        raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None
     return manifest
 
 
@@ -178,31 +210,20 @@ def summarize(data: bytes, name: str) -> Summary:
     check_envelope(data, name)
     try:
         summary = msgspec.json.decode(data, type=Summary)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _unsupported(name, f"what is not understood ({error})", None) from None
-    _check_files(summary.files, name)
+        validity.check_summary(summary)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise invalid(f"{name}: {error}") from None
     return summary
 
 
-def _check_files(files: list[File], name: str) -> None:
-    for file in files:
-        if "/" in file.name or "\\" in file.name or file.name in ("", ".", "..") or not _NAME.fullmatch(file.name):
-            raise UnsafeError(f"{name}: {file.name!r:.100} is not the name of a file beside the manifest")
-    if len({file.name for file in files}) != len(files):
-        raise CorruptError(f"{name}: one array file is listed twice")
+def invalid(problem: str, software: Any = None) -> UnsupportedError:
+    """The error for what has the right checksum and breaks a rule of this version all the same."""
+    return UnsupportedError(
+        f"{problem}; it is undamaged, but not as format version {VERSION} has it{': ' if software else ''}"
+        f"{_writer(software) if software else ''}; upgrade treering to read it, or ask those who made what wrote it"
+    )
 
 
 def file_names(data: bytes) -> list[str]:
     """The names of the array files."""
     return [file.name for file in summarize(data, "manifest").files]
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is beyond a double")
-    return value

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from ..._catalogue import decode
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk, read_file
 from ...stores.local import Files
-from . import manifest
+from .. import strict_json
+from . import manifest, validity
 
-_NAME = re.compile(r"metrics-([0-9a-f]{16})-(\d{20})-[0-9a-f]{6}\.json")
+_NAME = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")
 
 
 _FORMAT = "treering-metrics"
@@ -65,12 +65,11 @@ def read(
             data = read_file(disk, file)
             manifest.check(data, file)
             manifest.check_envelope(data, file, _FORMAT, default=manifest.VERSION)
-            found = msgspec.json.decode(data, type=_File).metrics
-            yield name, {metric: decode("float", value) for metric, value in found.items()}
+            found = msgspec.convert(strict_json.parse(data), _File).metrics
+            yield name, validity.metrics(found)
         except FileNotFoundError:
             continue  # deleted with its checkpoint meanwhile
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            problem = f"{file}: expected metrics, found what is not understood ({error}); upgrade treering to read it"
-            yield name, UnsupportedError(problem)
         except (CorruptError, UnsupportedError) as error:
             yield name, error
+        except (ValueError, RecursionError) as error:
+            yield name, manifest.invalid(f"{file}: {error}")

@@ -22,11 +22,12 @@ def check_removable(disk: Disk, path: str) -> None:
     try:
         data = read_file(disk, name)
         with paused():  # three times as fast
-            listed = manifest.decode(data, name).files
+            found = manifest.decode(data, name)
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
-    for file in listed:
+    manifest.check_known(found, name)
+    for file in found.files:
         files.check_version(disk, os.path.join(path, file.name), file)
-    for _, found in metrics.read(disk, path, manifest.xxh3(data)):
-        if isinstance(found, UnsupportedError):
-            raise found
+    for _, late in metrics.read(disk, path, manifest.xxh3(data)):
+        if isinstance(late, UnsupportedError):
+            raise late

@@ -156,7 +156,7 @@ def _manifest(
 
     with paused():
         by_leaf = _shares.unshared(job.content.shardings, pieces) if everyone is None else everyone
-        leaves, layouts = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
+        rows = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -167,9 +167,10 @@ def _manifest(
             metrics=job.info.metrics,
             metadata=job.info.metadata,
             files=[file for report in listed for file in report],
-            layouts=layouts,
+            layouts=rows.layouts,
+            holders=rows.holders,
             tree=list(job.tree),
-            leaves=leaves,
+            leaves=rows.leaves,
         )
     )
 

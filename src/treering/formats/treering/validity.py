@@ -1,0 +1,207 @@
+"""What a manifest must be beside well-formed, so that all readers find the same in it. `docs/format.md` says it.
+
+Whatever is broken here is a `ValueError` or a `TreeringError` that names it: the seal is right, so it was written so.
+"""
+
+import collections
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from ... import _dtypes
+from ..._catalogue import EXACT, ArrayEntry, ValueEntry, decode, is_shape
+from ..._paths import key_texts
+from ..._sharding import Cells
+from ..._tree import LEAF, Node, Skeleton
+from ...errors import CorruptError
+from ...stores.local import MANIFEST
+from ..safetensors import MAX_HEADER
+
+if TYPE_CHECKING:
+    from .manifest import File, Layout, Manifest, Summary
+
+_MOST_NAME = 255  # bytes of a file's name
+_CHECKSUM = re.compile("[0-9a-f]{16}")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_MOST_DEEP = 200  # levels of JSON in the metadata
+_VALUE_ROW, _ARRAY_ROW = 4, 7  # elements
+
+
+class _Sharding(msgspec.Struct, frozen=True):
+    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]]
+    spec: list[str | list[str] | None]
+
+
+def check(manifest: "Manifest", top: dict[str, Any]) -> None:
+    """Checks all that can be known without the array files. `top` is the manifest as plain JSON."""
+    optional = [("step", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
+    if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
+        raise ValueError(f"{nulls[0]} is null; a field that is not there is left out")
+    if not set(map(len, top["leaves"])) <= {_VALUE_ROW, _ARRAY_ROW}:
+        raise ValueError("a leaf has fewer elements than it should")
+    check_summary(manifest)
+    _check_metadata(manifest.metadata)
+    for n, layout in enumerate(manifest.layouts):
+        _check_layout(layout, n, manifest.holders)
+    for n, listed in enumerate(manifest.holders):
+        if not all(listed):
+            raise ValueError(f"holders {n} have a cell without a file")
+        if any(not 0 <= file < len(manifest.files) for own in listed for file in own):
+            raise ValueError(f"holders {n} name a file that is not listed")
+    paths = [row.path for row in manifest.leaves]
+    if len(set(paths)) != len(paths):
+        twice = collections.Counter(paths).most_common(1)[0][0]
+        raise ValueError(f"two leaves have the path {twice!r:.100}")
+    if leaf_paths(manifest.tree, len(paths)) != paths:
+        raise ValueError("the leaves are not those of the tree, in its order")
+    _check_leaves(manifest, [Cells(layout.cuts).shape for layout in manifest.layouts])
+
+
+def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
+    """Checks each row. `layouts` are the shapes of what the layouts cut."""
+    known: set[Any] = set()
+    ties: list[int] = []
+    for n, row in enumerate(manifest.leaves):
+        if isinstance(row, ValueEntry):
+            row.decode()
+            continue
+        kind, where = (row.type, row.dtype, row.shape, row.impl), row.where
+        if kind not in known:
+            _check_array(row)
+            known.add(kind)
+        if isinstance(where, int):
+            if not 0 <= where < len(manifest.files):
+                raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
+        elif isinstance(where, tuple):
+            if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
+                raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
+        elif isinstance(where, str):
+            ties.append(n)
+        elif not where.requires:
+            raise ValueError(f"{row.path!r:.100} requires nothing")
+    numbers = {row.path: n for n, row in enumerate(manifest.leaves)} if ties else {}
+    for n in ties:
+        row: Any = manifest.leaves[n]
+        first = numbers.get(row.where, n)
+        target: Any = manifest.leaves[first]
+        same = type(target) is type(row) and target.at(row.path) == row.at(row.path)
+        if first >= n or not same or isinstance(target.where, str):
+            raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
+
+
+def check_summary(summary: "Manifest | Summary") -> None:
+    """Checks what managing a run takes of a manifest."""
+    if summary.step is not None and not 0 <= summary.step <= EXACT:
+        raise ValueError(f"the step is {summary.step}")
+    metrics(summary.metrics)
+    if not _TIME.fullmatch(summary.created):
+        raise ValueError(f"{summary.created!r:.100} is not a time with its offset")
+    if not 1970 <= datetime.datetime.fromisoformat(summary.created).year < datetime.MAXYEAR:
+        raise ValueError(f"{summary.created!r} is a time that not every reader has")
+    for file in summary.files:
+        _check_file(file)
+    if len({file.name for file in summary.files}) != len(summary.files):
+        raise ValueError("one array file is listed twice")
+
+
+def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
+    """The values of metrics. Raises `ValueError` for what is none."""
+    try:
+        return {name: decode("float", value) for name, value in found.items()}
+    except CorruptError as error:
+        raise ValueError(f"a metric: {error}") from None
+
+
+def _check_file(file: "File") -> None:
+    name = file.name
+    if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MOST_NAME:
+        raise ValueError(f"{file.name!r:.100} is not the name of a file beside the manifest")
+    known = 8 <= file.header <= min(file.size, MAX_HEADER + 8) and _CHECKSUM.fullmatch(file.xxh3)
+    if not file.requires and not known:
+        about = f"a header of {file.header} bytes and the checksum {file.xxh3!r:.40}"
+        raise ValueError(f"the file {file.name!r:.100} has {about}")
+
+
+def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]]) -> None:
+    cells = Cells(layout.cuts)
+    if layout.sharding is not None:
+        msgspec.convert(layout.sharding, _Sharding)
+    if not 0 <= layout.holders < len(holders) or len(holders[layout.holders]) != len(cells):
+        raise ValueError(f"layout {number} does not have one list of files for each cell")
+
+
+def _check_array(row: ArrayEntry) -> None:
+    is_key = row.type == "key"
+    if not is_shape(row.shape, _dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
+        raise ValueError(f"{row.path!r:.100} cannot have the shape {list(row.shape)!r:.100}")
+    if bool(row.impl) != is_key or (is_key and (row.dtype != "uint32" or not row.shape)):
+        raise ValueError(f"{row.path!r:.100} is of the type {row.type} with {row.dtype}, {row.impl!r:.40}")
+
+
+def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
+    """The paths that the tree gives its leaves, in its order. Raises `ValueError` for nodes that make no tree.
+
+    It takes time and memory in proportion to the nodes and the paths of the leaves, however deep the tree is.
+    """
+    found: list[str] = []
+    rest: list[list[str]] = [[""]]  # of each container around this place the children still to come, in reverse
+    above: list[str] = []
+    prefix: str | None = ""
+    room = len(tree)
+    for node in tree:
+        while rest and not rest[-1]:
+            rest.pop()
+            del above[-1:]
+            prefix = None
+        if not rest:
+            raise ValueError("the tree has more nodes than places for them")
+        name = rest[-1].pop()
+        room -= 1
+        if isinstance(node, Node):
+            if node.count() > room:
+                raise ValueError("a container of the tree has fewer children than it says")
+            rest.append(_names(node)[::-1])
+            above.append(name)
+            prefix = None
+        elif node == LEAF:
+            if prefix is None:
+                prefix = "".join(f"{name}/" for name in above[1:])
+            found.append(prefix + name)
+        else:
+            raise ValueError(f"the tree has a node {node!r:.40}")
+    if any(rest):
+        raise ValueError("a container of the tree has fewer children than it says")
+    if len(found) != leaves:
+        raise ValueError("the tree does not have the leaves that are listed")
+    return found
+
+
+def _names(node: Node) -> list[str]:
+    """The path components of a container's children."""
+    counted = isinstance(node.keys, int)
+    if counted != (node.kind in ("list", "tuple", "positional")):
+        raise ValueError(f"a {node.kind} cannot have the keys {node.keys!r:.100}")
+    keys = node.children()
+    if node.kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
+        raise ValueError("a named tuple has a field whose name is no text")
+    if not counted and len(set(keys)) != len(keys):
+        raise ValueError("a container of the tree has one key twice")
+    return key_texts(keys) if keys else []
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raises `ValueError` for integers in JSON that do not fit into 64 bits, and for what is nested too deep."""
+    level = [metadata]
+    for _ in range(_MOST_DEEP + 1):
+        deeper: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                deeper += value.values() if isinstance(value, dict) else value
+            elif type(value) is int and not -(1 << 63) <= value < 1 << 64:
+                raise ValueError(f"the metadata has an integer of {value.bit_length()} bits")
+        level = deeper
+    if level:
+        raise ValueError(f"the metadata is nested more than {_MOST_DEEP} deep")

@@ -1,0 +1,137 @@
+"""Small checkpoints, right and wrong and of later versions: every reader must say the same of each."""
+
+import json
+import pathlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import _dtypes, stores
+from treering._catalogue import ArrayEntry
+from treering._sharding import whole
+from treering.errors import CorruptError, UnsupportedError
+from treering.formats.treering import manifest, metrics
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "verdicts"
+SCHEMA = json.loads((pathlib.Path(__file__).parent.parent / "docs" / "manifest.schema.json").read_text())
+VERDICTS: dict[str, Any] = json.loads((GOLDEN / "verdicts.json").read_text())
+
+
+def digest(array: np.ndarray) -> str:
+    """Of the elements as array files have them, with every bit defined."""
+    if array.dtype.name.startswith(("float4_", "float6_")):
+        array = array.view(np.uint8) & ((1 << int(array.dtype.name[5])) - 1)
+    return manifest.xxh3(np.ascontiguousarray(_dtypes.whole_bytes(array)).tobytes())
+
+
+def verdict_of(read: Callable[[], Any]) -> Any:
+    """What is read, or why it cannot be."""
+    try:
+        return read()
+    except CorruptError:
+        return "damaged"
+    except UnsupportedError as error:
+        return "unsupported" if "undamaged" in str(error) and "upgrade treering" in str(error) else str(error)
+
+
+def examined(path: pathlib.Path) -> dict[str, Any]:
+    """What the library finds in a checkpoint, in the form of `verdicts.json`."""
+    reader = verdict_of(lambda: tr.formats.get("treering").open(stores.DISK, str(path)))
+    if isinstance(reader, str):
+        return {"checkpoint": reader, "leaves": {}, "metrics": {}, "late": {}}
+    leaves: dict[str, Any] = {}
+    for name, entry in reader.entries.items():
+        if isinstance(entry, ArrayEntry):
+            found = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "impl": entry.impl}
+            ways: list[Any] = []
+            for mmap in (False, True):
+                read = verdict_of(lambda e=entry, m=mmap: reader.read([(e, whole(e.shape))], map=m)[0])
+                ways.append(read if isinstance(read, str) else {**found, "xxh3": digest(read)})
+            leaves[name] = ways[0] if ways[0] == ways[1] else ways
+        else:
+            leaves[name] = {"type": entry.type, "value": entry.value}
+    late = {
+        name: "valid" if isinstance(found, dict) else "damaged" if isinstance(found, CorruptError) else "unsupported"
+        for name, found in metrics.read(stores.DISK, str(path), reader.identity)
+    }
+    return {"checkpoint": "valid", "leaves": leaves, "metrics": reader.metrics, "late": late}
+
+
+def number(written: Any) -> float:
+    """A float as the format writes it."""
+    own_bits = isinstance(written, str) and written.startswith("nan:")
+    return struct.unpack(">d", bytes.fromhex(written[4:]))[0] if own_bits else float(written)
+
+
+def is_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether a reader finds in a checkpoint what `verdicts.json` says; metrics to the bit."""
+    bits = {name: struct.pack("<d", x) for name, x in found["metrics"].items()}
+    written = {name: struct.pack("<d", number(x)) for name, x in expected["metrics"].items()}
+    parts = [{name: one[name] for name in ("checkpoint", "leaves", "late")} for one in (found, expected)]
+    return bits == written and json.dumps(parts[0], sort_keys=True) == json.dumps(parts[1], sort_keys=True)
+
+
+@pytest.mark.parametrize("examine", [examined], ids=["library"])
+def test_readers_find_what_there_is(examine: Callable[[pathlib.Path], dict[str, Any]]) -> None:
+    found = {name: examine(GOLDEN / name) for name in VERDICTS}
+    assert {name: one for name, one in found.items() if not is_same(one, VERDICTS[name])} == {}
+
+
+def test_what_people_call_comes_to_the_same_verdicts() -> None:
+    for name in VERDICTS.keys() - {"file-unused-lost", "damaged-and-later"}:
+        expected = VERDICTS[name]
+        late = set(expected["late"].values())
+        whole = {expected["checkpoint"], *(found for found in expected["leaves"].values() if isinstance(found, str))}
+        restored = verdict_of(lambda name=name: bool(tr.restore(GOLDEN / name)) or True)
+        assert restored is True if whole == {"valid"} else restored in whole, name
+        report = verdict_of(lambda name=name: tr.verify(GOLDEN / name).ok)
+        assert report == ("unsupported" if "unsupported" in whole | late else whole | late <= {"valid"}), name
+
+
+def test_problems_that_nothing_needs_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert [problem.file for problem in tr.verify(GOLDEN / "file-unused-lost").problems] == ["more"]
+    with pytest.raises(UnsupportedError, match=r"(?s)c\.safetensors.*version '2'"):
+        tr.verify(GOLDEN / "damaged-and-later")
+
+
+@pytest.mark.parametrize(
+    "name", ["requires-file", "requires-file-bare", "requires-leaf", "requires-leaf-more", "requires-tie"]
+)
+def test_what_a_feature_concerns_does_not_keep_the_rest_from_being_read(name: str, tmp_path: pathlib.Path) -> None:
+    leaves = VERDICTS[name]["leaves"]
+    good = [path for path, found in leaves.items() if not isinstance(found, str)]
+    ckpt = tr.open(GOLDEN / name)
+    assert set(ckpt) == set(leaves) and ckpt[next(iter(leaves))].shape is not None
+    assert set(ckpt.select(good).restore()) == set(good)
+    tr.save(tmp_path / "c", ckpt.select(good))
+    with pytest.raises(UnsupportedError, match=r"it requires .*upgrade treering"):
+        tr.save(tmp_path / "d", ckpt)
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    assert len(VERDICTS) >= 300
+    kinds = [(one["checkpoint"], *one["leaves"].values()) for one in VERDICTS.values()]
+    for word in ("valid", "damaged", "unsupported"):
+        assert sum(word in [part for part in kind if isinstance(part, str)] for kind in kinds) >= 20
+
+
+def test_the_schema_accepts_what_is_valid() -> None:
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for name, verdict in VERDICTS.items():
+        if verdict["checkpoint"] == "valid":
+            validator.validate(json.loads((GOLDEN / name / "treering.json").read_bytes()))
+
+
+def test_the_schema_refuses_what_it_can_see() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    wrong = [
+        name for name, verdict in VERDICTS.items() if verdict["checkpoint"] == "unsupported" and "text" not in name
+    ]
+    manifests = (json.loads((GOLDEN / name / "treering.json").read_bytes()) for name in wrong)
+    assert sum(not validator.is_valid(manifest) for manifest in manifests) > len(wrong) / 2
