@@ -5,6 +5,8 @@ import json
 import pathlib
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 
 import pytest
 
@@ -94,3 +96,42 @@ def test_type_checkers_see_the_names_that_exist(tmp_path: pathlib.Path) -> None:
     assert found["summary"]["errorCount"] == 0, found["generalDiagnostics"]
     revealed = [d["message"] for d in found["generalDiagnostics"] if d["severity"] == "information"]
     assert len(revealed) == len(lines) and not any("Unknown" in message for message in revealed)
+
+
+def test_the_traceback_of_a_mistake_ends_at_the_users_line(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"w": [1, 2, 3]})
+    ckpt, ckpts = tr.open(tmp_path / "c"), tr.Checkpointer(tmp_path / "run")
+    ckpts.save(1, {"w": 1})
+    ckpts.wait()
+    mistakes: list[tuple[Callable[[], object], type[Exception]]] = [
+        (lambda: tr.restore(tmp_path / "c", {"v": 1}), tr.errors.MismatchError),
+        (lambda: ckpt.restore({"v": 1}), tr.errors.MismatchError),
+        (lambda: ckpt.at("v"), tr.errors.NotFoundError),
+        (lambda: ckpt.apply([tr.rules.drop("v")]), tr.errors.MismatchError),
+        (lambda: ckpts.restore({"v": 1}), tr.errors.MismatchError),
+        (lambda: ckpts.restore_or_init(lambda: {"v": 1}), tr.errors.MismatchError),
+        (lambda: ckpts.save(1, {"w": 1}), tr.errors.ExistsError),
+        (lambda: tr.Checkpointer(tmp_path, keep=3), tr.errors.MismatchError),  # type: ignore[arg-type]
+        (lambda: tr.open(tmp_path / "d"), tr.errors.NotFoundError),
+        (lambda: tr.save(tmp_path / "d", {"x": object()}), tr.errors.UnsupportedError),
+        (lambda: tr.save_async(tmp_path / "c", {"x": 1}), tr.errors.ExistsError),
+        (lambda: tr.convert(tmp_path / "c", tmp_path / "c"), tr.errors.ExistsError),
+        (lambda: tr.diff(tmp_path / "c", tmp_path / "d"), tr.errors.NotFoundError),
+        (lambda: tr.verify(tmp_path / "d"), tr.errors.NotFoundError),
+        (lambda: tr.record(tmp_path / "run", 7, {"x": 1}), tr.errors.NotFoundError),
+    ]
+    for mistake, kind in mistakes:
+        with pytest.raises(kind) as caught:
+            mistake()
+        files = {pathlib.Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)}
+        assert files == {pathlib.Path(__file__)}, caught.value
+    ckpts.close()
+
+
+def test_what_the_users_own_code_raises_keeps_its_frames(tmp_path: pathlib.Path) -> None:
+    def broken() -> object:
+        raise ValueError("of mine")
+
+    with pytest.raises(ValueError, match="of mine") as caught:
+        tr.Checkpointer(tmp_path / "run").restore_or_init(broken)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "broken"

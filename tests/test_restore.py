@@ -1,7 +1,9 @@
 """Restoring: what a template decides, what is refused, and where arrays go."""
 
 import collections
+import itertools
 import pathlib
+import pickle
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 
 import treering as tr
 from helpers import assert_same
-from treering import _match, _place, stores
+from treering import _differences, _place, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.disk import Disk
 
@@ -162,14 +164,44 @@ def test_all_differences_come_in_one_error(saved: Any) -> None:
         assert line in text
 
 
-def test_names_are_compared_for_the_first_differences_alone(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[str] = []
-    monkeypatch.setattr(_match, "closest", lambda path, names: looks.append(path) if names else None)
-    path = saved({f"layer_{n}": n for n in range(300)})
+def test_a_level_too_many_over_a_thousand_layers_is_a_few_lines(saved: Any) -> None:
+    layers = [{"kernel": np.ones((2, 2)), "bias": np.ones(2)} for _ in range(1000)]
+    path = saved({"params": {"layers": layers}, "step": 7})
     with pytest.raises(MismatchError) as caught:
-        tr.restore(path, like={f"block_{n}": n for n in range(300)})
-    assert len(str(caught.value).splitlines()) == 601  # every difference is listed all the same
-    assert len(looks) == 20
+        tr.restore(path, like={"layers": layers})
+    head, cause, *lines = str(caught.value).splitlines()
+    assert head.endswith(": 4,001 differences") and cause == "  likely: the checkpoint has one level more: at='params'"
+    assert len(lines) == 5
+    assert any(line.startswith("  layers/*/kernel ×1,000: expected float64[2,2], found nothing; ") for line in lines)
+    assert any(line.endswith("extra=['params/layers/*/bias'] leaves it out") for line in lines)
+    assert len(caught.value.differences) == 4001
+    one = caught.value.differences[2]
+    assert (one.path, one.expected, one.found) == ("layers/1/bias", "float64[2]", "nothing")
+    assert pickle.loads(pickle.dumps(caught.value)).differences == caught.value.differences
+
+
+def test_a_glob_for_like_differences_names_nothing_else(saved: Any) -> None:
+    path = saved({"layers": [np.ones(2)] + [np.ones(3)] * 30})
+    like = {"layers": [np.zeros(2)] + [np.zeros(4)] * 30}
+    with pytest.raises(MismatchError) as caught:  # layers/0 fits, and a rule for layers/* would drop it
+        tr.restore(path, like=like)
+    text = str(caught.value)
+    assert "layers/* ×30, of which layers/1 is one: expected float64[4], found float64[3]; " in text
+    assert "tr.rules.drop('layers/1')" in text and "drop('layers/*" not in text
+
+
+def test_no_more_lines_than_a_screen_has_and_names_are_compared_for_these_alone(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr(_differences, "closest", lambda path, names: looks.append(path) if names else None)
+    names = ["".join(pair) for pair in itertools.product("abcdefghijklmnopqrst", repeat=2)]
+    path = saved({f"old{name}": np.ones(n + 1) for n, name in enumerate(names)})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(path, like={f"new{name}": np.ones(n + 2) for n, name in enumerate(names)})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22 and lines[-1] == "  and 780 more; the error's `differences` has all of them"
+    assert len(caught.value.differences) == 800 and len(looks) == 20
 
 
 def test_missing_leaves_come_from_the_template_when_asked(saved: Any) -> None:
@@ -183,7 +215,7 @@ def test_missing_leaves_come_from_the_template_when_asked(saved: Any) -> None:
         assert not found["a"].any()
     with pytest.raises(MismatchError, match="lora/y"):
         tr.restore(path, like=like, missing=["lora/x"])
-    with pytest.raises(MismatchError, match="the template has no value to take"):
+    with pytest.raises(MismatchError, match="where the template has an array and not only a shape"):
         tr.restore(path, like={"a": np.ones(2), "b": jax.ShapeDtypeStruct((), float)}, missing="template")
     with pytest.raises(MismatchError, match="missing='ignore': expected 'error', 'template' or"):
         tr.restore(path, like=like, missing="ignore")

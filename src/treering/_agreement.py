@@ -13,8 +13,8 @@ import xxhash
 
 from . import _iterators
 from ._catalogue import ArrayEntry
+from ._differences import describe, shorten
 from ._leaves import Content
-from ._match import describe, shorten
 from ._processes import Call
 from ._shares import Layout, layout_of, owner
 from ._snapshot import Feed

@@ -14,6 +14,7 @@ from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_los
 from ._lazy import LazyArray
 from ._paths import absolute, below, closest
 from ._run import all_steps
+from ._tracebacks import at_the_caller, methods_at_the_caller
 from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .formats import Reader
 from .formats.treering.read import ReplacedError
@@ -26,6 +27,7 @@ _log = logging.getLogger("treering")
 _TRIES = 5  # a checkpoint that is overwritten while it is read is read again
 
 
+@methods_at_the_caller
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint, or a part of one, as a mapping from path to leaf. Made by `treering.open`.
 
@@ -148,7 +150,7 @@ class Checkpoint(Mapping[str, Any]):
         import jax
         import numpy as np
 
-        from ._match import is_of_jax
+        from ._targets import is_of_jax
 
         def shape(entry: Entry) -> Any:
             if isinstance(entry, ValueEntry):
@@ -191,7 +193,7 @@ class Checkpoint(Mapping[str, Any]):
             view._entries,
             view._skeleton,
             like,
-            _match.Policy(missing, extra, dtype),
+            _match.Policy(missing, extra, dtype, at, bool(rules)),
             name=name,
             sharding=sharding,
             verify=verify,
@@ -201,7 +203,7 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def __repr__(self) -> str:
-        from ._match import describe, shorten
+        from ._differences import describe, shorten
 
         step = "" if self.step is None else f", step {self.step}"
         part = f", at {self._part}" if self._part else ""
@@ -216,6 +218,7 @@ class Checkpoint(Mapping[str, Any]):
         return "\n".join([head, *lines])
 
 
+@at_the_caller
 def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
     """Opens a checkpoint, or a run's latest good step (or the given one), without reading arrays.
 
@@ -337,6 +340,7 @@ def _open_step(path: str, step: int | None) -> Checkpoint:
     return ckpt
 
 
+@at_the_caller
 def restore(
     path: str | os.PathLike[str],
     like: Any = None,

@@ -20,6 +20,7 @@ from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
+from ._tracebacks import methods_at_the_caller
 from ._underway import UnderWay
 from ._upkeep import Upkeep
 from .errors import MismatchError, TreeringError
@@ -29,6 +30,7 @@ from .rules import Rule
 _log = logging.getLogger("treering")
 
 
+@methods_at_the_caller
 class Checkpointer:
     """Saves the steps of a run in the background, keeps those that are wanted, and finds where to go on.
 

@@ -7,9 +7,11 @@ from typing import Any
 from ._checkpoint import open_checkpoint
 from ._pending import SaveReport
 from ._save import save
+from ._tracebacks import at_the_caller
 from .rules import Rule
 
 
+@at_the_caller
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

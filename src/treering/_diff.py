@@ -11,7 +11,8 @@ import numpy as np
 from . import _box_levels, _contents, _dtypes, _flax, _leaves, _tree
 from ._catalogue import ArrayEntry, Entry, ValueEntry
 from ._checkpoint import Checkpoint, open_checkpoint
-from ._match import describe
+from ._differences import describe
+from ._tracebacks import at_the_caller
 
 _SLICE = 64 << 20  # bytes of one array that are compared at a time
 
@@ -39,6 +40,7 @@ class Diff:
         return "\n".join(lines)
 
 
+@at_the_caller
 def diff(a: Any, b: Any) -> Diff:
     """Compares two trees leaf by leaf and bit by bit; each is a path, a `Checkpoint` or a live pytree.
 

@@ -10,6 +10,7 @@ import numpy as np
 from . import _run, formats, stores
 from ._catalogue import encode_float, step_number
 from ._paths import absolute
+from ._tracebacks import at_the_caller
 from .errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from .formats.treering import manifest, metrics
 from .stores.disk import Disk, read_file
@@ -29,6 +30,7 @@ def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     return numbers
 
 
+@at_the_caller
 def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
     """Adds metrics to a step that is saved already, durably; of those with one name the last counts.
 

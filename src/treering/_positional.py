@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _dtypes, _views
 from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
-from ._match import describe
+from ._differences import describe
 from ._paths import few
 from ._tree import Walk
 from .errors import MismatchError

@@ -14,10 +14,11 @@ import numpy as np
 from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
 from ._catalogue import ArrayEntry, Entry
 from ._collector import paused
-from ._match import Policy, Target
+from ._match import Policy
 from ._paths import below, few
 from ._place import Where
 from ._sharding import Box, whole
+from ._targets import Target, fits
 from .errors import MismatchError, UnsupportedError
 from .formats import Reader
 
@@ -236,7 +237,7 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
     if target.dtype is None or array.dtype == target.dtype:
         return array
-    if _dtypes.is_integer(array.dtype) and not _match.fits(array, target.dtype):
+    if _dtypes.is_integer(array.dtype) and not fits(array, target.dtype):
         raise MismatchError(
             f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
             f"use {array.dtype.name} in the template"

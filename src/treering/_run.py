@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from . import formats, stores
 from ._catalogue import EXACT as MAX_STEP
 from ._paths import absolute, few
+from ._tracebacks import at_the_caller
 from .errors import MismatchError
 from .stores.local import MANIFEST
 
@@ -87,6 +88,7 @@ def all_steps(run: str, prefix: str | None = None) -> dict[int, str]:
     return dict(sorted({**formats.foreign_steps(stores.DISK, run, set(names.values())), **own}.items()))
 
 
+@at_the_caller
 def steps(run: str | os.PathLike[str]) -> list[int]:
     """The steps of a run that are committed, ascending, whichever library wrote them; none when there is no such run.
 

@@ -22,6 +22,7 @@ from ._metrics import encoded
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
 from ._processes import Call
+from ._tracebacks import at_the_caller
 from ._version import __version__
 from ._work import Wish
 from .errors import MismatchError, SaveError, UnsupportedError
@@ -33,6 +34,7 @@ _log = logging.getLogger("treering")
 _WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
 
 
+@at_the_caller
 def save(
     path: str | os.PathLike[str],
     tree: Any,
@@ -89,6 +91,7 @@ def save(
         raise
 
 
+@at_the_caller
 def save_async(
     path: str | os.PathLike[str],
     tree: Any,

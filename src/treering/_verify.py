@@ -7,6 +7,7 @@ from . import formats, stores
 from ._checkpoint import check_known
 from ._paths import absolute
 from ._run import directories
+from ._tracebacks import at_the_caller
 from .errors import CorruptError, NotFoundError, UnsupportedError
 from .formats import Problem
 from .stores.local import MANIFEST
@@ -35,6 +36,7 @@ class VerifyReport:
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
 
 
+@at_the_caller
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Checks every byte of a checkpoint, or of all steps of a run (whoever wrote them), against its checksum.
 

@@ -14,6 +14,8 @@ A message says where, what was expected, what was found, and what to do. Errors 
 itself while reading (permission denied, an I/O error) pass through unchanged.
 """
 
+from typing import NamedTuple
+
 
 class TreeringError(Exception):
     """The base of every error raised on purpose."""
@@ -31,8 +33,26 @@ class ExistsError(TreeringError, FileExistsError):
     __str__ = Exception.__str__
 
 
+class Difference(NamedTuple):
+    """One leaf in which a checkpoint and a template differ, and what would allow or mend it."""
+
+    path: str
+    expected: str
+    found: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.path or '(root)'}: expected {self.expected}, found {self.found}; {self.hint}"
+
+
 class MismatchError(TreeringError, ValueError):
-    """The checkpoint and what was asked of it do not fit together. Lists every difference."""
+    """The checkpoint and what was asked of it do not fit together.
+
+    Where a template does not fit, the message says the likely cause, and groups what differs in the same way;
+    `differences` has each by itself.
+    """
+
+    differences: tuple[Difference, ...] = ()
 
 
 class CorruptError(TreeringError):
