@@ -141,19 +141,20 @@ def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
         assert ckpts.restore()["x"][0] == 300
 
 
-def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    save_steps(tmp_path, [1, 2, 3])
+    second = tr.Checkpointer(tmp_path)
+    second.restore(step=1)
+    disk = use_disk(Slow())
     with tr.Checkpointer(tmp_path) as first:
-        for step in (1, 2, 3):
-            first.save(step, {"x": step})
-        first.wait()
-        second = tr.Checkpointer(tmp_path)
-        second.restore(step=1)
-        with pytest.raises(ExistsError, match="writes this run"):
+        first.save(4, {"x": 4})
+        with pytest.raises(ExistsError, match="another Checkpointer of this process is saving; call its wait"):
             second.save(2, {"x": 22})
-        assert first.steps == [1, 2, 3]
+        assert first.steps == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
+        disk.gate.set()
     second.save(2, {"x": 22})
     second.close()
-    assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3]
+    assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4]
 
 
 def test_a_save_that_is_refused_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
@@ -222,9 +223,10 @@ print("ready", flush=True); sys.stdin.read(1)
 def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp_path: pathlib.Path) -> None:
     first, second = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
     first.save(1, {"x": 1})
-    with pytest.raises(ExistsError, match=rf"process {os.getpid()} on"):
-        second.save(2, {"x": 1})
+    first.wait()
+    assert (tmp_path / "writer.lock").exists()
     first.close()
+    assert not (tmp_path / "writer.lock").exists()
     second.save(2, {"x": 1})
     second.wait()
     del second
@@ -262,21 +264,28 @@ def test_a_lock_that_belongs_to_another_is_never_removed(tmp_path: pathlib.Path,
     first.save(1, {"x": 1})
     first.wait()
     shutil.rmtree(run)
-    second = tr.Checkpointer(run)
-    second.save(1, {"x": 1})
-    second.wait()
-    first.close()
-    for word in (b"", b'{"\xff": 1}'):
-        (run / "writer.lock").write_bytes(word)
-        with pytest.raises(ExistsError, match="another process writes this run"):
-            tr.Checkpointer(run).save(2, {"x": 2})
-    use_disk(Stale())
-    third = tr.Checkpointer(run)
-    stores.DISK = Disk()
-    for _ in range(2):
-        with pytest.raises(ExistsError, match="another process writes this run"):
-            third.save(2, {"x": 2})
-    second.close()
+    code = f"""
+import sys, treering as tr
+ckpts = tr.Checkpointer({str(run)!r})
+ckpts.save(1, {{"x": 1}}); ckpts.wait()
+print("ready", flush=True); sys.stdin.read(1)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as second:
+        assert second.stdout and second.stdin and second.stdout.readline() == "ready\n"
+        first.close()
+        for word in (b"", b'{"\xff": 1}'):
+            (run / "writer.lock").write_bytes(word)
+            with pytest.raises(ExistsError, match="another process writes this run"):
+                tr.Checkpointer(run).save(2, {"x": 2})
+        use_disk(Stale())
+        third = tr.Checkpointer(run)
+        stores.DISK = Disk()
+        for _ in range(2):
+            with pytest.raises(ExistsError, match="another process writes this run"):
+                third.save(2, {"x": 2})
+        second.stdin.write("x")
+        second.stdin.flush()
+        assert second.wait(60) == 0
 
 
 @pytest.mark.parametrize("closed_again", [True, False])
@@ -297,7 +306,7 @@ def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
         for call in (lambda: ckpts.save(2, {"x": 2}), ckpts.wait, ckpts.close):
             with pytest.raises(KeyboardInterrupt):
                 call()
-    with pytest.raises(ExistsError, match="writes this run"):
+    with pytest.raises(ExistsError, match="another Checkpointer of this process is saving"):
         tr.Checkpointer(tmp_path).save(2, {"x": 2})
     slow.gate.set()
     if closed_again:
@@ -322,11 +331,10 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
         patch.setattr(upkeep, "join", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             ckpts.close()
-    with pytest.raises(ExistsError, match="writes this run"):
-        tr.Checkpointer(tmp_path).save(2, {"x": 2})
+    assert (tmp_path / "writer.lock").exists()
     go.set()
     upkeep.join(30)
-    assert save_steps(tmp_path, [2]) == [1, 2]
+    assert not (tmp_path / "writer.lock").exists() and save_steps(tmp_path, [2]) == [1, 2]
 
 
 def _interrupt() -> None:
@@ -943,8 +951,9 @@ refused = None
 first = tr.Checkpointer(tmp / "run", timeout=20)
 second = tr.Checkpointer(tmp / "run", timeout=20)
 first.save(5, tree(5)); first.wait()
-refused = caught(lambda: (second.save(6, tree(6)), second.wait()))
-first.finish()
+second.save(6, tree(6)); second.wait()
+refused = caught(lambda: (first.save(7, tree(7)), first.wait()))
+second.finish()
 finished = [ckpt.step for ckpt in tr.follow(tmp / "run", timeout=0)]
 class Slow(stores.disk.Disk):
     def preallocate(self, fd, size):
@@ -961,6 +970,6 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
         reports, steps, rewound, branched, refused, finished, taken, slow = result.report
         assert reports == ([1, 2, 3, 4, 5, 4] if index == 0 else [])
         assert (steps, rewound, branched) == ([3, 4, 5], [3, 4], [3, 4])
-        assert refused[0] == "ExistsError" and "writes this run; wait for it to end" in refused[1]
-        assert finished == [3, 4, 5] and taken == [True, False] and slow == [1]
+        assert refused[0] == "MismatchError" and "another Checkpointer of this process has taken this run" in refused[1]
+        assert finished == [3, 4, 5, 6] and taken == [True, False] and slow == [1]
     assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]

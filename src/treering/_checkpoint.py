@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import itertools
 import logging
 import os
 import stat
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .rules import Rule
 
 _log = logging.getLogger("treering")
+_SHOWN = 40  # leaves that a `repr` names
 _TRIES = 5  # a checkpoint that is overwritten while it is read is read again
 
 
@@ -203,18 +205,28 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def __repr__(self) -> str:
+        return self._text(_SHOWN)
+
+    def __str__(self) -> str:
+        return self._text(len(self))
+
+    def _text(self, most: int) -> str:
+        """The names and shapes of so many leaves."""
         from ._differences import describe, shorten
 
         step = "" if self.step is None else f", step {self.step}"
         part = f", at {self._part}" if self._part else ""
         head = f"Checkpoint {self.path}{part} ({self.format}{step}, {len(self)} leaves)"
-        width = max((len(path) for path in self), default=0)
+        shown = dict(itertools.islice(self._entries.items(), most))
+        width = max(map(len, shown), default=0)
         lines = []
-        for path, entry in self._entries.items():
+        for path, entry in shown.items():
             value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
             if entry.type == "function":  # of which the name is recorded, as text of the file's
                 value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
             lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
+        if more := len(self) - len(shown):
+            lines.append(f"  and {more} more; print() shows all")
         return "\n".join([head, *lines])
 
 
@@ -379,7 +391,7 @@ def restore(
     verify: checks the checksum of every byte that is used before anything is returned.
     mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
-    progress: shows a bar, where stderr is a terminal.
+    progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
     Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
     """

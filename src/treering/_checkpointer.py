@@ -17,7 +17,7 @@ from ._directory import Directory
 from ._history import History
 from ._last_state import LastState, SaveOptions
 from ._paths import absolute, few
-from ._pending import PendingSave, SaveReport, as_save_error
+from ._pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from ._preemption import Preemption
 from ._schedule import SaveEvery, Schedule
 from ._tracebacks import methods_at_the_caller
@@ -41,7 +41,8 @@ class Checkpointer:
     ...         ckpts.save(step, state, force=step == n)
 
     run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing. Only one at a time writes
-        a run: until it is closed, or its process ends, another's saves are refused with `ExistsError`.
+        a run: until it is closed, or its process ends, another process's saves are refused with `ExistsError`. Within
+        a process the newest that saves takes the run over from one that is idle, whose next save is refused then.
     save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
         comes first, or a function of the step.
     keep: which steps to keep, see `treering.keep`; None keeps all.
@@ -91,10 +92,10 @@ class Checkpointer:
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
         self._history = History(self._root, prefix, tensorboard)
-        self._directory = Directory(self._history)
+        self._under_way = UnderWay()
+        self._directory = Directory(self._history, self._under_way.busy)
         self._upkeep = Upkeep(self._directory, keep, on_save)
         self._collective = Collective(self._root, timeout)
-        self._under_way = UnderWay()
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
@@ -111,6 +112,17 @@ class Checkpointer:
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._under_way.over() < len(self._under_way)
+
+    def __repr__(self) -> str:
+        """What it is doing; nothing is read for it."""
+        saving = [f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.over()), key=str)]
+        state = [
+            *([] if self._restored is None else [f"restored step {self._restored}"]),
+            *saving,
+            *(["preempted"] if self._preempted else []),
+            *(["closed"] if self._closed else ["taken over by another"] if self._directory.lock.lost else []),
+        ]
+        return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
 
     # Steps
 
@@ -190,7 +202,8 @@ class Checkpointer:
         options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
         pending = None
         try:
-            pending = self._save_if_wanted(begun, step, tree, force, options)
+            with self._under_way.writing():
+                pending = self._save_if_wanted(begun, step, tree, force, options)
             return pending
         finally:
             self._last.note(step, tree, options, pending)
@@ -261,7 +274,8 @@ class Checkpointer:
         """
         self.wait()
         self._check_open()
-        self._collective.once("finish()", self._directory.finish)
+        with self._under_way.writing():
+            self._collective.once("finish()", self._directory.finish)
         self.close()
 
     def close(self) -> None:
@@ -319,7 +333,7 @@ class Checkpointer:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
-        self.wait()
+        self._wait_for_all()
         if step is not None:
             return open_one(self._directory.existing(step))
         return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
@@ -334,7 +348,7 @@ class Checkpointer:
         After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
         it; until then nothing changes. What was restored is never deleted by this job.
         """
-        self.wait()
+        self._wait_for_all()
         with self._collective.call(f"restore({'' if step is None else f'step={step}'})") as call:
             call.doing("restoring")
             self._restored, tree = _resume.restore(call, self._directory, like, step, fallback, options)
@@ -354,7 +368,7 @@ class Checkpointer:
         """
         from . import _init
 
-        self.wait()
+        self._wait_for_all()
         with self._collective.call("restore_or_init()") as call:
             found = call.tell(lambda: _resume.has_begun(self._directory))
             call.close()
@@ -396,11 +410,17 @@ class Checkpointer:
         self.wait()
         self._check_open()
         step = step_number(step)
-        self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
+        with self._under_way.writing():
+            self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
         self._directory.back_to = None
         self._last.forget()
 
     # What the above is made of
+
+    def _wait_for_all(self) -> None:
+        """Waits for the saves of one that is gone or idle as well: a notebook's cell that failed had just begun it."""
+        self.wait()
+        wait_for_all_in(self._root)
 
     def _check_open(self) -> None:
         if self._closed:

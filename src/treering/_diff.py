@@ -17,7 +17,7 @@ from ._tracebacks import at_the_caller
 _SLICE = 64 << 20  # bytes of one array that are compared at a time
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Diff:
     """The differences: paths that only one side has, and what differs at those that both have.
 
@@ -31,6 +31,10 @@ class Diff:
 
     def __bool__(self) -> bool:
         return bool(self.only_a or self.only_b or self.changed)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.only_a)} only in a, {len(self.only_b)} only in b, {len(self.changed)} changed"
+        return f"<Diff {self.equal} equal, {counts}>"
 
     def __str__(self) -> str:
         lines = [f"{self.equal} leaves are equal"]

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from . import _run, stores
 from ._catalogue import step_number
@@ -19,12 +19,12 @@ class Directory:
     """Finds the steps of one run and changes those that are its own; what other libraries have left is only read.
 
     With several processes only process 0 changes anything. `lock` is that of the run's one writer. With `back_to`,
-    the steps behind that one do not count: the next save sets them aside.
+    the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
     """
 
-    def __init__(self, history: History):
+    def __init__(self, history: History, busy: Callable[[], bool]):
         self.history = history
-        self.lock = WriterLock(stores.DISK, history.root)
+        self.lock = WriterLock(stores.DISK, history.root, busy)
         self.back_to: int | None = None
         self._root, self._prefix = history.root, history.prefix
 

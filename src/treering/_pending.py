@@ -36,7 +36,7 @@ class Written(NamedTuple):
     commit_seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save did.
 
@@ -62,6 +62,9 @@ class SaveReport:
         """10^9 bytes a second, from the call to the commit, without `wait_seconds`."""
         own = self.seconds - self.wait_seconds
         return self.nbytes / 1e9 / own if own else 0.0
+
+    def __repr__(self) -> str:
+        return f"<SaveReport {self}>"
 
     def __str__(self) -> str:
         before = f", {self.wait_seconds * 1e3:.1f} ms of it for the save before" if self.wait_seconds >= 1e-4 else ""
@@ -244,6 +247,13 @@ def as_save_error(path: str) -> Iterator[None]:
 def alive() -> "list[PendingSave]":
     """Those that somebody still holds."""
     return list(_alive)
+
+
+def wait_for_all_in(directory: str) -> None:
+    """Returns when no save of this process into a directory is under way, whoever made it."""
+    for pending in alive():
+        if os.path.dirname(pending.path) == directory:
+            pending._wait()
 
 
 @atexit.register

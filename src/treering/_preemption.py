@@ -56,9 +56,12 @@ class Preemption:
 
     def _handle(self, number: int, frame: Any) -> None:
         self._noticed = True
-        if callable(self._earlier):
-            self._earlier(number, frame)
-        elif self._closed and self._earlier == signal.SIG_DFL:  # only somebody else's handler has led here
+        earlier = self._earlier
+        while isinstance(one := getattr(earlier, "__self__", None), Preemption) and one._closed:
+            earlier = one._earlier  # it would end the process, which this one is there to prevent
+        if callable(earlier):
+            earlier(number, frame)
+        elif self._closed and earlier == signal.SIG_DFL:  # only somebody else's handler has led here
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -1,6 +1,8 @@
 """Progress bars, where a person looks."""
 
 import contextlib
+import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,21 +13,37 @@ from ._sharding import Box
 
 if TYPE_CHECKING:
     import numpy as np
+    from rich.console import Console
 
     from .formats import Reader
+
+_log = logging.getLogger("treering")
+
+
+def _console() -> "Console | None":
+    """Where a person looks; None where nobody does."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_jupyter:
+        return console if sys.stderr.isatty() else None
+    if importlib.util.find_spec("ipywidgets"):
+        return console
+    _log.warning("progress=True: no bar is shown, for in a notebook that takes the package ipywidgets")
+    return None
 
 
 @contextlib.contextmanager
 def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """What is to be called with the bytes that were moved, of `nbytes` in all.
 
-    Nothing is shown unless that is wanted, stderr is a terminal and this is process 0.
+    Nothing is shown unless that is wanted, stderr is a terminal or a notebook's, and this is process 0.
     """
-    if not wanted or not sys.stderr.isatty() or _processes.position()[0]:
+    console = _console() if wanted and not _processes.position()[0] else None
+    if console is None:
         yield lambda nbytes: None
         return
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
@@ -34,7 +52,7 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
+    with progress.Progress(*columns, console=console) as shown:
         task = shown.add_task(what, total=nbytes)
         yield lambda nbytes: shown.advance(task, nbytes)
 

@@ -72,7 +72,7 @@ def save(
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone.
-    progress: shows a bar, where stderr is a terminal.
+    progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
     Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
     when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after

@@ -1,5 +1,8 @@
 """The saves of one run that are under way, or are over and nobody has been told how they ended."""
 
+import contextlib
+from collections.abc import Iterator
+
 from ._pending import PendingSave
 
 
@@ -8,6 +11,22 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
+        self._writing: list[object] = []  # calls that may be about to add one, or change the run themselves
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whoever changes the run does it within this block."""
+        call = object()
+        try:
+            self._writing.append(call)
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # an interrupt came first
+                self._writing.remove(call)
+
+    def busy(self) -> bool:
+        """Whether the run is being changed, or about to be."""
+        return bool(self._writing) or self.over() < len(self)
 
     def __len__(self) -> int:
         return len(self._saves)

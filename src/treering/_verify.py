@@ -13,7 +13,7 @@ from .formats import Problem
 from .stores.local import MANIFEST
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport:
     """What `verify` found: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
 
@@ -29,11 +29,13 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
+    def __repr__(self) -> str:
+        found = f"{len(self.problems)} problems" if self.problems else "all good"
+        return f"<VerifyReport {self.path}: {self.nbytes} bytes, {found}>"
+
     def __str__(self) -> str:
-        head = f"{self.path}: {self.nbytes} bytes, " + (
-            f"{len(self.problems)} problems" if self.problems else "all good"
-        )
-        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+        found = f"{len(self.problems)} problems" if self.problems else "all good"
+        return "\n".join([f"{self.path}: {self.nbytes} bytes, {found}", *(f"  {problem}" for problem in self.problems)])
 
 
 @at_the_caller

@@ -2,14 +2,17 @@
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import ExistsError, SaveError, UnsupportedError
+from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
 from .disk import Disk, make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
@@ -17,6 +20,8 @@ _VERSION = 1
 _OWN = 4096  # bytes that no file of this version has
 _MOST = 1 << 20  # bytes of it that are read
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+_log = logging.getLogger("treering")
+_taking = threading.RLock()  # within this process one lock is taken, or taken over, at a time
 
 
 class _Held(NamedTuple):
@@ -31,10 +36,15 @@ class _Envelope(msgspec.Struct):
 
 
 class WriterLock:
-    """The right to write a run. A process that ends, in whatever way, gives it back."""
+    """The right to write a run. A process that ends, in whatever way, gives it back.
 
-    def __init__(self, disk: Disk, run: str):
-        self._disk, self._run = disk, run
+    Within a process the newest claim counts: a notebook's cell that failed has closed nothing, and the next one is to
+    go on. A lock whose owner says by `busy` that it is needed is not taken over; one that was is lost for good.
+    """
+
+    def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
+        self._disk, self._run, self._busy = disk, run, busy
+        self.lost = False  # to another of this process
         self._held: list[_Held] = []  # one, from the moment on in which it is locked
         weakref.finalize(self, _give_back, disk, self._held)
         _alive.add(self)
@@ -42,16 +52,44 @@ class WriterLock:
     def acquire(self) -> None:
         """Takes the lock unless it is held already, and makes the run's directory.
 
-        Raises `ExistsError` that says who else has it. Where files cannot be locked, everybody may write.
+        Raises `ExistsError` that says who else has it, and `MismatchError` when it was taken over. Where files cannot
+        be locked, everybody may write.
         """
-        if self._held:
-            return
-        try:
-            self._acquire()
-        except (ExistsError, UnsupportedError):
-            raise
-        except OSError as error:
-            raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
+        with _taking:
+            if self.lost:
+                raise MismatchError(
+                    f"{self._run}: another Checkpointer of this process has taken this run over; save with that one"
+                )
+            if self._held:
+                return
+            try:
+                self._take_over()
+                self._acquire()
+            except (ExistsError, UnsupportedError):
+                raise
+            except OSError as error:
+                raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
+
+    def _take_over(self) -> None:
+        """Takes the lock away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
+        path = os.path.join(self._run, NAME)
+        for other in list(_alive):
+            if other is self or not other._holds(path):
+                continue
+            if other._busy():
+                raise ExistsError(
+                    f"{self._run}: another Checkpointer of this process is saving; call its wait() or close(), or try "
+                    "again when the save is over"
+                )
+            _log.warning("%s: taken over from another Checkpointer of this process, which was not closed", self._run)
+            other.lost = True
+            other.release()
+
+    def _holds(self, path: str) -> bool:
+        """Whether this is the lock of the run in which the file is."""
+        with contextlib.suppress(OSError):
+            return any(self._disk.same_file(held.fd, path) for held in self._held)
+        return False
 
     def _acquire(self) -> None:
         path = os.path.join(self._run, NAME)
@@ -101,8 +139,11 @@ class WriterLock:
 
 
 def _give_back(disk: Disk, held: list[_Held]) -> None:
-    while held:
-        fd, path, made = held.pop()  # first, or a file that later gets this number would be closed by the next call
+    while True:
+        try:  # two threads may give it back
+            fd, path, made = held.pop()  # first, or a file that later gets this number would be closed by the next call
+        except IndexError:
+            return
         with contextlib.suppress(OSError):
             if disk.same_file(fd, path):  # or the run was removed and made again, and this is the lock of another
                 disk.unlink(path)
@@ -159,6 +200,8 @@ def _holder(disk: Disk, fd: int) -> str:
 
 def _let_go_after_fork() -> None:
     """A child shares its parent's lock, and would hold on to it when the parent is dead."""
+    global _taking
+    _taking = threading.RLock()  # or that of a thread which is not here
     for lock in list(_alive):
         with contextlib.suppress(OSError):
             lock.forget()

@@ -1,0 +1,216 @@
+"""Notebooks: cells that fail, are interrupted and run again in one process; what a cell shows of an object."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.errors import ExistsError, MismatchError
+from treering.stores.disk import Disk
+
+
+class Notebook:
+    """Cells that are run one after the other; as in a kernel, the last traceback and its frames are kept."""
+
+    def __init__(self, **names: Any):
+        self.names, self.errors = names, list[BaseException]()
+
+    def run(self, cell: str) -> BaseException | None:
+        try:
+            exec(compile(cell, "<cell>", "exec"), self.names)
+        except BaseException as error:
+            self.errors.append(error)
+            return error
+        return None
+
+
+class Slow(Disk):
+    """Waits before the files of one save are written until it may go on."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def preallocate(self, fd: int, size: int) -> None:
+        assert self.gate.wait(30)
+        super().preallocate(fd, size)
+
+
+TRAIN = """
+ckpts = tr.Checkpointer(run, save_every=1, keep=tr.keep.last(3))
+state, step = ckpts.restore_or_init(lambda: {"n": 0})
+for step in range(step + 1, last + 1):
+    state = {"n": state["n"] + step}
+    if step == broken:
+        raise RuntimeError("a mistake")
+    ckpts.save(step, state)
+ckpts.wait()
+"""
+
+
+def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook(tr=tr, run=tmp_path / "run", last=5, broken=3)
+    assert isinstance(notebook.run(TRAIN), RuntimeError)
+    failed = notebook.names["ckpts"]  # as `_` or a traceback may hold it
+    notebook.names["broken"] = None
+    assert notebook.run(TRAIN) is None
+    assert tr.restore(tmp_path / "run")["n"] == sum(range(6)) and tr.steps(tmp_path / "run") == [2, 3, 4, 5]
+    assert "taken over from another Checkpointer of this process, which was not closed" in caplog.text
+    with pytest.raises(MismatchError, match="another Checkpointer of this process has taken this run over; save with"):
+        failed.save(6, {"n": 0})
+    for use in (failed.finish, lambda: failed.rewind(4)):
+        with pytest.raises(MismatchError, match="taken this run over"):
+            use()
+    assert failed.steps == [2, 3, 4, 5] and failed.restore()["n"] == 15, "reading goes on working"
+    assert repr(failed) == f"<Checkpointer {tmp_path}/run: restored step 5, taken over by another>"
+    failed.close()
+    assert notebook.run("last = 6") is None and notebook.run(TRAIN) is None
+    assert tr.steps(tmp_path / "run") == [4, 5, 6]
+
+
+def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
+    disk = stores.DISK = Slow()
+    try:
+        notebook = Notebook(tr=tr, run=tmp_path / "run", last=4, broken=2)
+        threading.Timer(0.3, disk.gate.set).start()
+        assert isinstance(notebook.run(TRAIN), RuntimeError)
+        assert tr.steps(tmp_path / "run") == []
+        notebook.names["broken"] = None
+        assert notebook.run(TRAIN) is None, notebook.errors[-1:]  # step 1, which was being saved, was waited for
+        assert tr.restore(tmp_path / "run")["n"] == 10
+    finally:
+        stores.DISK = Disk()
+
+
+def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
+    disk = stores.DISK = Slow()
+    try:
+        first = tr.Checkpointer(tmp_path)
+        first.save(1, {"x": 1})
+        assert repr(first) == f"<Checkpointer {tmp_path}: saving step 1>"
+        with pytest.raises(ExistsError, match=r"is saving; call its wait\(\) or close\(\)"):
+            tr.Checkpointer(tmp_path).save(2, {"x": 2})
+        disk.gate.set()
+        first.wait()
+        with tr.Checkpointer(tmp_path) as second:
+            second.save(2, {"x": 2})
+        assert tr.steps(tmp_path) == [1, 2]
+    finally:
+        stores.DISK = Disk()
+
+
+def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    first, second = tr.Checkpointer(tmp_path / "run"), tr.Checkpointer(tmp_path / "link")
+    first.save(1, {"x": 1})
+    first.wait()
+    second.save(2, {"x": 2})
+    second.close()
+    with pytest.raises(MismatchError, match="taken this run over"):
+        first.save(3, {"x": 3})
+    with tr.Checkpointer(tmp_path / "other") as other:  # and another run is another
+        other.save(1, {"x": 1})
+        with tr.Checkpointer(tmp_path / "run") as again:
+            again.save(3, {"x": 3})
+        other.save(2, {"x": 2})
+    assert tr.steps(tmp_path / "run") == [1, 2, 3] and tr.steps(tmp_path / "other") == [1, 2]
+
+
+def test_threads_that_claim_one_run_never_write_it_together(tmp_path: pathlib.Path) -> None:
+    outcomes: list[str] = []
+    barrier = threading.Barrier(4)
+
+    def work(n: int) -> None:
+        barrier.wait()
+        for step in range(n, 40, 4):
+            with tr.Checkpointer(tmp_path) as ckpts:
+                try:
+                    ckpts.save(step, {"x": step})
+                    outcomes.append("saved")
+                except (ExistsError, MismatchError) as error:
+                    outcomes.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [text for text in outcomes if text != "saved"]
+    assert len(outcomes) == 40 and len(tr.steps(tmp_path)) == 40 - len(refused)
+    assert all("another Checkpointer of this process" in text for text in refused), refused[:3]
+    assert not (tmp_path / "writer.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_loop_that_was_run_again_hears_of_preemption(tmp_path: pathlib.Path) -> None:
+    """The first one's handler, which the second calls, must not end the process."""
+    code = f"""
+import os, signal, treering as tr
+run = {str(tmp_path)!r}
+ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)
+ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)
+os.kill(os.getpid(), signal.SIGTERM)
+ckpts.save(1, {{"x": 1}})
+ckpts.wait()
+print(ckpts.preempted, flush=True)
+ckpts.close()
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n" and done.returncode == -signal.SIGTERM, done.stderr
+    assert tr.steps(tmp_path) == [1]
+
+
+# What a cell shows
+
+
+def test_reprs_are_short_and_read_nothing(tmp_path: pathlib.Path) -> None:
+    tree = {"params": [np.ones((2, 3), np.float32)] * 500, "step": 7}
+    report = tr.save(tmp_path / "c", tree, step=7)
+    assert repr(report).startswith(f"<SaveReport {tmp_path}/c: 0.") and len(repr(report)) < 200 + len(str(tmp_path))
+    ckpt = tr.open(tmp_path / "c")
+    (tmp_path / "c").rename(tmp_path / "gone")  # whatever reads now fails
+    lines = repr(ckpt).splitlines()
+    assert lines[0] == f"Checkpoint {tmp_path}/c (treering, step 7, 501 leaves)" and len(lines) == 42
+    assert lines[1].split() == ["params/0", "float32[2,3]"] and lines[-1] == "  and 461 more; print() shows all"
+    assert len(str(ckpt).splitlines()) == 502 and f"{ckpt}" == str(ckpt)
+    assert repr(ckpt.at("params").select("1")).splitlines()[1:] == ["  1  float32[2,3]"]
+    assert repr(ckpt["params/0"]) == "<LazyArray 'params/0' float32[2,3]>"
+    assert repr(ckpt.apply([tr.rules.stack("params/*")])["params"]) == "<LazyArray 'params' float32[500,2,3]>"
+    diff = tr.diff({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4, "e": 5})
+    assert repr(diff) == "<Diff 1 equal, 1 only in a, 2 only in b, 1 changed>" and "~ b" in str(diff)
+    good = tr.verify(tmp_path / "gone")
+    assert repr(good) == f"<VerifyReport {tmp_path}/gone: {good.nbytes} bytes, all good>"
+
+
+def test_the_repr_of_a_checkpointer_says_what_it_does(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    ckpts = tr.Checkpointer(run)
+    assert repr(ckpts) == f"<Checkpointer {run}>" and not run.exists()
+    pending = ckpts.save(3, {"x": 1})
+    ckpts.wait()
+    assert repr(pending) == f"<PendingSave {run}/step-00000003: done>"
+    ckpts.restore()
+    ckpts.close()
+    assert repr(ckpts) == f"<Checkpointer {run}: restored step 3, closed>"
+
+
+def test_a_bar_in_a_notebook_is_shown_where_it_can_be(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import rich.console
+
+    class ZMQInteractiveShell:  # a double of a kernel's shell, by whose name rich knows a notebook
+        pass
+
+    monkeypatch.setattr(rich.console, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    tr.save(tmp_path / "c", {"x": np.ones(1000)}, progress=True)
+    assert "takes the package ipywidgets" in caplog.text and tr.verify(tmp_path / "c").ok
