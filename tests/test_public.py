@@ -135,3 +135,49 @@ def test_what_the_users_own_code_raises_keeps_its_frames(tmp_path: pathlib.Path)
     with pytest.raises(ValueError, match="of mine") as caught:
         tr.Checkpointer(tmp_path / "run").restore_or_init(broken)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "broken"
+
+
+WRONG: list[tuple[str, Callable[[pathlib.Path], object]]] = [
+    ("missing=None", lambda at: tr.restore(at / "c", {"x": 1}, missing=None)),  # type: ignore[arg-type]
+    ("missing=True", lambda at: tr.restore(at / "c", {"x": 1}, missing=True)),  # type: ignore[arg-type]
+    ("missing=\\[3\\]", lambda at: tr.restore(at / "c", {"x": 1}, missing=[3])),  # type: ignore[list-item]
+    ("missing='ignore'", lambda at: tr.restore(at / "c", missing="ignore")),
+    ("extra='template'", lambda at: tr.restore(at / "c", {"x": 1}, extra="template")),
+    ("dtype='floaty'", lambda at: tr.restore(at / "c", dtype="floaty")),
+    ("dtype='template'", lambda at: tr.save(at / "d", {"x": 1}, dtype="template")),
+    ("dtype='template'", lambda at: tr.convert(at / "c", at / "d", dtype="template")),
+    ("dtype=int8: expected a floating", lambda at: tr.convert(at / "c", at / "d", dtype="int8")),
+    ("sharding='save'", lambda at: tr.restore(at / "c", sharding="save")),
+    ("processes='one'", lambda at: tr.save(at / "d", {"x": 1}, processes="one")),  # type: ignore[arg-type]
+    ("timeout='30'", lambda at: tr.save(at / "d", {"x": 1}, timeout="30")),  # type: ignore[arg-type]
+    ("timeout='30'", lambda at: tr.Checkpointer(at, timeout="30")),  # type: ignore[arg-type]
+    ("when_busy='drop'", lambda at: tr.Checkpointer(at, when_busy="drop")),  # type: ignore[arg-type]
+    ("save_every='auto'", lambda at: tr.Checkpointer(at, save_every="auto")),  # type: ignore[arg-type]
+    ("keep='last'", lambda at: tr.Checkpointer(at, keep="last")),  # type: ignore[arg-type]
+    ("on_exists='x'", lambda at: tr.Checkpointer(at).save(1, 1, on_exists="x")),  # type: ignore[arg-type]
+    ("'min' or 'max'", lambda at: tr.Checkpointer(at).best_step("loss", "maximum")),  # type: ignore[arg-type]
+    ("'min' or 'max'", lambda at: tr.keep.best(1, "loss", "maximum")),  # type: ignore[arg-type]
+    ("unscored=", lambda at: tr.keep.best(1, "loss", "max", unscored="x")),  # type: ignore[arg-type]
+    ("format='tree'", lambda at: tr.save(at / "d", {"x": 1}, format="tree")),
+    ("format='tree'", lambda at: tr.convert(at / "c", at / "d", format="tree")),
+    ("put it in brackets", lambda at: tr.restore(at / "c", rules=tr.rules.drop("x"))),  # type: ignore[arg-type]
+    # The first job of a run, which has nothing to restore, hears of it as well.
+    ("missing='ignore'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, missing="ignore")),
+    ("extra='template'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, extra="template")),
+    ("dtype='floaty'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, dtype="floaty")),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), WRONG, ids=[f"{n} {words}" for n, (words, _) in enumerate(WRONG)])
+def test_an_argument_that_is_one_of_a_few_words_is_checked(
+    tmp_path: pathlib.Path, words: str, call: Callable[[pathlib.Path], object]
+) -> None:
+    tr.save(tmp_path / "c", {"x": 1})
+    with pytest.raises((tr.errors.MismatchError, tr.errors.UnsupportedError), match=words):
+        call(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_a_misspelt_option_is_refused_on_the_first_day(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="misssing"):
+        tr.Checkpointer(tmp_path).restore_or_init(dict, misssing="template")

@@ -686,3 +686,14 @@ def test_numbers_that_overflow_do_so_only_when_asked(tmp_path: pathlib.Path) -> 
     with pytest.raises(MismatchError, match="it would become inf"):
         tr.restore(tmp_path / "c", {"a": jnp.float32(0)})
     assert np.isinf(tr.restore(tmp_path / "c", {"a": jnp.float32(0)}, dtype="template")["a"])
+
+
+def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tr.save(tmp_path / "c", {"w": np.ones(3), "ema": {"a": 1, "b": 2}, "f": jnp.tanh, "n": None, "later": 5})
+    like = {"w": np.zeros(3), "f": jnp.tanh, "n": None, "later": ...}
+    with caplog.at_level("INFO"):
+        tr.restore(tmp_path / "c", like, extra=["ema/**"])
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("restored")]
+    assert line.startswith("restored 1 leaves of ") and line.endswith("; 3 left in the checkpoint: ema/a, ema/b, later")

@@ -87,6 +87,7 @@ class Checkpointer:
             raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
         if on_save is not None and not callable(on_save):
             raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
+        _processes.check_timeout(timeout)
         self._root = absolute(run)
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
@@ -376,6 +377,7 @@ class Checkpointer:
             tree = self.restore(_init.abstract(init), sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
+        _resume.check(options)  # on the first day, and not when there is something to restore
         if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
             state = init()
             _init.check(init, state)

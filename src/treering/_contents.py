@@ -64,7 +64,7 @@ def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) 
     changed = ckpt.apply(rules)
     leaves, skeleton, guessed = _arranged(changed)
     if dtype is not None:
-        text = _dtypes.to_text(np.dtype(dtype))
+        text = _dtypes.to_text(_dtypes.asked(dtype))
         floats = [
             path
             for path, leaf in leaves.items()

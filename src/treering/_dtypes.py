@@ -8,7 +8,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedError
+from .errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,6 +92,20 @@ def to_text(dtype: "np.dtype[Any]") -> str:
         pass
     hint = "; save its fields as arrays of their own" if dtype.names else "; pickled objects are never written"
     raise UnsupportedError(f"dtype {dtype}{hint if dtype.names or dtype.hasobject else ''}")
+
+
+def asked(dtype: Any) -> "np.dtype[Any]":
+    """The dtype that floats are to become. Raises `MismatchError`, and `UnsupportedError` for another kind."""
+    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    import numpy as np
+
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise MismatchError(f"dtype={dtype!r}: expected a floating-point dtype") from None
+    if not is_float(found):
+        raise UnsupportedError(f"dtype={found}: expected a floating-point dtype, for only such leaves are cast")
+    return found
 
 
 def is_float(dtype: "np.dtype[Any]") -> bool:

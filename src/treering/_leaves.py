@@ -72,9 +72,7 @@ def collect(
     the caller goes on while they are written, and `alone` that the job has no other processes. Raises one
     `UnsupportedError` that names every leaf that cannot be saved.
     """
-    cast = None if dtype is None else np.dtype(dtype)
-    if cast is not None and not _dtypes.is_float(cast):
-        raise UnsupportedError(f"dtype={cast}: expected a floating-point dtype, for only such leaves are cast")
+    cast = None if dtype is None else _dtypes.asked(dtype)
     content = Content([], {}, {}, set(), [])
     first_use: dict[int, int] = {}
     problems: list[str] = []

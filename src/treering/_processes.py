@@ -94,12 +94,17 @@ class Alone:
     def close(self, error: BaseException | None = None) -> None: ...
 
 
+def check_timeout(timeout: Any) -> None:
+    """Raises `MismatchError` for what is no number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
+
+
 def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     """A collective call of the processes of this job; `what` describes it and is the same everywhere."""
     if processes not in ("all", "this"):
         raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
+    check_timeout(timeout)
     job = _job() if processes == "all" else None
     if job and job[0] is None:
         import jax

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
-from ._catalogue import ArrayEntry, Entry
+from ._catalogue import NO_ARRAY, ArrayEntry, Entry
 from ._collector import paused
+from ._leaves import is_function
 from ._match import Policy
 from ._paths import below, few
 from ._place import Where
@@ -56,7 +57,7 @@ def restore(
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
         with paused():
             tree = _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
-        _tell(reader, name, targets, list(entries), begun)
+        _tell(reader, name, entries, list(entries), (), begun)
         return tree
     with paused():
         template, join = _flax.split(like)
@@ -84,17 +85,35 @@ def restore(
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
             for value, target, place in zip(values, targets, places, strict=True)
         ]
-    _tell(reader, name, targets, walked.paths, begun)
+    filled = tuple(path for path, target in zip(walked.paths, targets, strict=True) if target.filled)
+    asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
+    _tell(reader, name, entries, asked, filled, begun)
     return join(_tree.flatten(template)[1].unflatten(values))
 
 
-def _tell(reader: Reader, name: str, targets: Sequence[Target], paths: Sequence[str], begun: float) -> None:
+def _asks(leaf: Any) -> bool:
+    """Whether a leaf of a template asks for something of the checkpoint."""
+    return leaf is not None and leaf is not ... and not is_function(leaf)
+
+
+def _tell(
+    reader: Reader,
+    name: str,
+    entries: Mapping[str, Entry],
+    asked: Sequence[str],
+    filled: tuple[str, ...],
+    begun: float,
+) -> None:
     """Logs what was restored, whence, and what was not."""
-    filled = tuple(path for path, target in zip(paths, targets, strict=True) if target.filled)
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    used = set(asked)
+    left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
     step = "" if reader.step is None else f"step {reader.step}, "
     rest = f"; {len(filled)} taken from the template: {few(filled)}" if filled else ""
+    rest += f"; {len(left)} left in the checkpoint: {few(left)}" if left else ""
     seconds = time.perf_counter() - begun
-    _log.info("restored %d leaves of %s%s in %.2f s%s", len(targets) - len(filled), step, name, seconds, rest)
+    _log.info("restored %d leaves of %s%s in %.2f s%s", len(asked) - len(filled), step, name, seconds, rest)
 
 
 def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:

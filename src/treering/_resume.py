@@ -1,12 +1,14 @@
 """From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from . import _agreement, _run
 from ._catalogue import step_number
-from ._checkpoint import latest_good, listed_again
+from ._checkpoint import Checkpoint, latest_good, listed_again
 from ._directory import Directory
+from ._match import Policy
 from ._processes import Call
 
 
@@ -16,6 +18,14 @@ def has_begun(directory: Directory) -> bool:
         return True
     _run.check_new(directory.history.root)
     return False
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises `MismatchError` for options of `treering.restore` that a restore would refuse, whatever it finds."""
+    allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
+    Policy(**allowed)
+    if unknown := options.keys() - inspect.signature(Checkpoint.restore).parameters.keys() - {"step", "fallback"}:
+        raise TypeError(f"restore_or_init() got an unexpected keyword argument {sorted(unknown)[0]!r}")
 
 
 def restore(

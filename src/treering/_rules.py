@@ -25,6 +25,8 @@ class Rule(Protocol):
 
 def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
     """Applies rules in order. Raises `MismatchError` that says which rule failed."""
+    if hasattr(rules, "apply"):
+        raise MismatchError(f"rules: expected a list, found one rule, {rules!r}; put it in brackets")
     for rule in rules:
         if not hasattr(rule, "apply"):
             raise MismatchError(f"rules: expected what treering.rules makes, found {rule!r}")
