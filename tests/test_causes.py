@@ -93,6 +93,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "one without": (state(ADAM), state(SGD), {}, "the template lacks 'opt': rules=[tr.rules.drop('opt/**')]"),
     "adapters": (params(), {**params(), "lora": {"a": 1, "b": 2}}, {}, "the checkpoint lacks 'lora'"),
     "averages": ({"p": params(), "ema": params()}, {"p": params()}, {}, "the template lacks 'ema': extra=['ema/**']"),
+    "a part of it": ({"a": {"x": 1, "y": 2}, "b": 3, "c": 4}, {"a": {"x": 5}, "c": 6}, {}, ": extra='ignore'"),
     "narrower floats": (params(), BF16, {}, "dtype='template'"),
     "nothing found": ({"params": params()}, params(), {"missing": "template", "extra": "ignore"}, "at='params'"),
 }
@@ -189,8 +190,14 @@ def test_an_array_of_another_shape_can_be_the_templates(tmp_path: pathlib.Path, 
 def test_a_template_of_shapes_is_told_where_values_come_from(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"params": params()})
     like = jax.eval_shape(lambda: {"params": params(20)})
-    with pytest.raises(MismatchError, match=r"where there is an array and not only a shape, as in init\(\)"):
+    with pytest.raises(MismatchError, match=r"where there is an array and not only a shape, as in init\(\)") as caught:
         tr.restore(tmp_path / "c", like)
+    (line,) = lines_of(caught.value)
+    restore = line.partition("can keep its own: ")[2]
+    found = eval(
+        restore, {"tr": tr, "restore": tr.open(tmp_path / "c").restore, "init": lambda: {"params": params(20)}}
+    )
+    assert found["params"]["head"]["kernel"].shape == (4, 20)
     with pytest.raises(MismatchError, match=r"where the template has an array and not only a shape, as init\(\) has"):
         tr.restore(tmp_path / "c", like, rules=[tr.rules.drop("params/head/**")], missing="template")
 

@@ -7,8 +7,10 @@ is compared with the template again.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
 
 from . import _views, rules
 from ._catalogue import Entry
@@ -27,7 +29,14 @@ _TRIED = 6  # suggestions of a kind
 _ENOUGH = 0.1  # of the differences may be left
 _NUMBER = re.compile(r"\d+")
 
-Compare = Callable[[Mapping[str, Entry], Skeleton | None, "Policy"], tuple[Any, bool, Sequence[Difference]]]
+Compare = Callable[[Walk, Mapping[str, Entry], Skeleton | None, "Policy"], tuple[Any, bool, Sequence[Difference]]]
+
+
+class _Array(NamedTuple):
+    """Stands for an array of the template, where it has only a shape."""
+
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 class _Call(NamedTuple):
@@ -103,30 +112,43 @@ def likely(
     """
     most = len(differences) or len(walked.paths)
 
-    def left(cause: _Cause) -> int:
+    def left(cause: _Cause, like: Walk) -> int:
         try:
-            targets, found, rest = compare(*cause.entries(entries, skeleton), cause.policy(policy))
+            targets, found, rest = compare(like, *cause.entries(entries, skeleton), cause.policy(policy))
         except TreeringError:
             return most
         if differences or not found:
             return len(rest) if found else most
         return len(rest) or sum(target.filled for target in targets)
 
-    for causes in (
-        _wider(differences, policy),
-        _elsewhere(walked, entries, policy),
-        _own(walked, entries, differences),
-    ):
-        tried = [(left(cause), n, cause) for n, cause in enumerate(causes)]
+    own = list(_own(walked, entries, differences))
+    shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in walked.leaves)
+    kinds: list[tuple[Walk, Iterable[_Cause]]] = [
+        (walked, _wider(differences, policy)),
+        (walked, _elsewhere(walked, entries, policy)),
+        (walked, own),
+        (_with_values(walked), own if shapes else ()),
+    ]
+    for like, causes in kinds:
+        tried = [(left(cause, like), n, cause) for n, cause in enumerate(causes)]
         least, _, cause = min(tried, default=(most, 0, _Cause("")))
         if least <= most * _ENOUGH:
             rest = f", which leaves {least:,} of the {most:,}" if least else ""
-            return f"{cause.text}: {cause.arguments(policy)}{rest}"
+            arguments = cause.arguments(policy)
+            return f"{cause.text}: {arguments if like is walked else f'restore(like=init(), {arguments})'}{rest}"
     return ""
+
+
+def _with_values(walked: Walk) -> Walk:
+    """The template as it would be with arrays where it has only shapes."""
+    leaves = [_Array(one.shape, one.dtype) if isinstance(one, jax.ShapeDtypeStruct) else one for one in walked.leaves]
+    return walked._replace(leaves=leaves)
 
 
 def _joined(given: Any, glob: str) -> Any:
     """A list of globs with one more; what allows everything stays."""
+    if glob == "ignore":
+        return glob
     return given if not glob or given in ("template", "ignore") else (*(() if given == "error" else given), glob)
 
 
@@ -260,6 +282,8 @@ def _own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Diffe
             yield _Cause(own, rules=(_Call.of("drop", glob),), missing=glob if there else "")
         if all(NOTHING in (one.found, one.expected) for one in leaves):
             yield _Cause(text, missing=glob, extra=glob)
+    if all(one.expected == NOTHING for one in leaves):
+        yield _Cause("the template is a part of what the checkpoint has", extra="ignore")
 
 
 def _globs(paths: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -71,11 +71,9 @@ def match(
     if any(isinstance(entry, LostEntry) for entry in entries.values()):
         check_whole(_needed(entries, walked, policy))
 
-    def compare(entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy) -> _Compared:
-        return _compare(walked, entries, skeleton, policy, numbers_are_arrays)
-
+    compare = functools.partial(_compare, numbers_are_arrays=numbers_are_arrays)
     _check_globs(policy, walked.paths)
-    targets, found, differences = compare(entries, skeleton, policy)
+    targets, found, differences = compare(walked, entries, skeleton, policy)
     filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
         from ._causes import likely  # here, for it makes rules, which nobody else needs
@@ -96,7 +94,7 @@ class _Compared(NamedTuple):
 
 
 def _compare(
-    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, numbers_are_arrays: bool
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, numbers_are_arrays: bool
 ) -> _Compared:
     targets: list[Target] = []
     differences: list[Difference] = []
