@@ -1,9 +1,12 @@
 """Every code block of the README and the docs runs; every link leads somewhere."""
 
+import inspect
 import pathlib
 import re
 
 import pytest
+
+import treering as tr
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +36,17 @@ def test_links_lead_somewhere(page: pathlib.Path) -> None:
 def test_the_tests_that_are_named_are_there(page: pathlib.Path) -> None:
     for file, name in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text()):
         assert re.search(rf"^ *def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
+
+
+def test_the_guide_names_everything_public() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    errors = [
+        name for name, value in vars(tr.errors).items() if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    names = [*tr.__all__, *errors, *(f"tr.keep.{name}" for name in ("best", "every", "last", "steps"))]
+    names += [name for name in vars(tr.Checkpointer) if not name.startswith("_")]
+    for call in (tr.save, tr.restore, tr.Checkpointer, tr.Checkpointer.save, tr.follow, tr.convert):
+        options = inspect.signature(call).parameters.values()
+        names += [option.name for option in options if option.kind is option.KEYWORD_ONLY]
+    unnamed = [name for name in dict.fromkeys(names) if not re.search(rf"\b{name}\b", guide)]
+    assert unnamed == ["__version__"]
