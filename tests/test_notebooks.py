@@ -1,5 +1,6 @@
 """Notebooks: cells that fail, are interrupted and run again in one process; what a cell shows of an object."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -44,7 +45,7 @@ class Slow(Disk):
 
 TRAIN = """
 ckpts = tr.Checkpointer(run, save_every=1, keep=tr.keep.last(3))
-state, step = ckpts.restore_or_init(lambda: {"n": 0})
+state, step = ckpts.restore_or_init(lambda: {"n": np.zeros(1)})
 for step in range(step + 1, last + 1):
     state = {"n": state["n"] + step}
     if step == broken:
@@ -55,7 +56,7 @@ ckpts.wait()
 
 
 def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    notebook = Notebook(tr=tr, run=tmp_path / "run", last=5, broken=3)
+    notebook = Notebook(np=np, tr=tr, run=tmp_path / "run", last=5, broken=3)
     assert isinstance(notebook.run(TRAIN), RuntimeError)
     failed = notebook.names["ckpts"]  # as `_` or a traceback may hold it
     notebook.names["broken"] = None
@@ -77,12 +78,26 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
 def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
     disk = stores.DISK = Slow()
     try:
-        notebook = Notebook(tr=tr, run=tmp_path / "run", last=4, broken=2)
+        notebook = Notebook(np=np, tr=tr, run=tmp_path / "run", last=4, broken=2)
         threading.Timer(0.3, disk.gate.set).start()
         assert isinstance(notebook.run(TRAIN), RuntimeError)
-        assert tr.steps(tmp_path / "run") == []
+        assert tr.steps(tmp_path / "run") == [] and not disk.gate.is_set()
         notebook.names["broken"] = None
         assert notebook.run(TRAIN) is None, notebook.errors[-1:]  # step 1, which was being saved, was waited for
+        assert tr.restore(tmp_path / "run")["n"] == 10
+    finally:
+        stores.DISK = Disk()
+
+
+def test_a_cell_that_was_interrupted_in_a_save_is_run_again(tmp_path: pathlib.Path) -> None:
+    disk = stores.DISK = Slow()
+    try:
+        notebook = Notebook(np=np, tr=tr, run=tmp_path / "run", last=4, broken=None)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()  # while step 2 waits for step 1
+        stopped = notebook.run(TRAIN)
+        assert isinstance(stopped, KeyboardInterrupt), stopped
+        disk.gate.set()
+        assert notebook.run(TRAIN) is None, notebook.errors[-1:]
         assert tr.restore(tmp_path / "run")["n"] == 10
     finally:
         stores.DISK = Disk()
@@ -92,7 +107,7 @@ def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
     disk = stores.DISK = Slow()
     try:
         first = tr.Checkpointer(tmp_path)
-        first.save(1, {"x": 1})
+        first.save(1, {"x": np.ones(3)})
         assert repr(first) == f"<Checkpointer {tmp_path}: saving step 1>"
         with pytest.raises(ExistsError, match=r"is saving; call its wait\(\) or close\(\)"):
             tr.Checkpointer(tmp_path).save(2, {"x": 2})

@@ -147,7 +147,7 @@ def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path, us
     second.restore(step=1)
     disk = use_disk(Slow())
     with tr.Checkpointer(tmp_path) as first:
-        first.save(4, {"x": 4})
+        first.save(4, {"x": np.full(3, 4)})
         with pytest.raises(ExistsError, match="another Checkpointer of this process is saving; call its wait"):
             second.save(2, {"x": 22})
         assert first.steps == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
@@ -254,6 +254,7 @@ os._exit(0)
             os.kill(child, 9)
 
 
+@pytest.mark.slow
 def test_a_lock_that_belongs_to_another_is_never_removed(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class Stale(Disk):
         def read(self, fd: int, buffer: memoryview, offset: int) -> int:

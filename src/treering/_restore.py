@@ -57,7 +57,8 @@ def restore(
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
         with paused():
             tree = _tree.nest(entries, values) if skeleton is None else _tree.build(skeleton, values)
-        _tell(reader, name, entries, list(entries), (), begun)
+        if _log.isEnabledFor(logging.INFO):
+            _tell(reader, name, entries, list(entries), (), begun)
         return tree
     with paused():
         template, join = _flax.split(like)
@@ -85,9 +86,10 @@ def restore(
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
             for value, target, place in zip(values, targets, places, strict=True)
         ]
-    filled = tuple(path for path, target in zip(walked.paths, targets, strict=True) if target.filled)
-    asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
-    _tell(reader, name, entries, asked, filled, begun)
+    if _log.isEnabledFor(logging.INFO):
+        filled = tuple(path for path, target in zip(walked.paths, targets, strict=True) if target.filled)
+        asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
+        _tell(reader, name, entries, asked, filled, begun)
     return join(_tree.flatten(template)[1].unflatten(values))
 
 
@@ -105,8 +107,6 @@ def _tell(
     begun: float,
 ) -> None:
     """Logs what was restored, whence, and what was not."""
-    if not _log.isEnabledFor(logging.INFO):
-        return
     used = set(asked)
     left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
     step = "" if reader.step is None else f"step {reader.step}, "
