@@ -1,6 +1,9 @@
 """What an error about a template suggests is right: following it makes the restore work."""
 
+import collections
 import pathlib
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +41,7 @@ def lines_of(error: MismatchError) -> list[str]:
 def suggested(error: MismatchError, given: Any = ()) -> dict[str, Any]:
     """The arguments that an error suggests, as a reader would write them."""
     (line,) = lines_of(error)
-    _, _, arguments = line.partition("likely: ")[2].partition(": ")
+    arguments = re.split(r": (?=(?:at|rules|missing|extra|dtype)=)", line, maxsplit=1)[1]
     return eval(f"dict({arguments.replace('[…', '[*given')})", {"tr": tr, "given": given})
 
 
@@ -204,3 +207,59 @@ def test_a_template_of_shapes_is_told_where_values_come_from(tmp_path: pathlib.P
 
 def closed(text: str) -> bool:
     return text.endswith(")") and text.count("(") == text.count(")")
+
+
+# Whatever the trees
+
+
+def grown(draw: random.Random, depth: int = 0) -> Any:
+    """A tree of containers of all kinds, with names that mean something to globs, rules and paths."""
+    leaves = [np.ones((2, 3)), np.ones(3, np.float32), jnp.ones((3, 2)), 3, 1.5, "text", None, np.arange(4), KEY]
+    if depth > 3 or draw.random() < 0.25:
+        return draw.choice(leaves)
+    names = ["a", "b", "head", "layer_1", "layer_2", "value", "w*", "x.y", "q/r", "opt", "1"]
+    children = [grown(draw, depth + 1) for _ in range(draw.randint(0, 4))]
+    kind = draw.choice([dict, dict, list, tuple, Pair, Other])
+    if kind in (Pair, Other):
+        return kind(grown(draw, depth + 1), grown(draw, depth + 1))
+    return {draw.choice(names): child for child in children} if kind is dict else kind(children)
+
+
+def changed(draw: random.Random, tree: Any) -> Any:
+    """Another version of a tree: levels more and less, names, leaves that went and came."""
+    chance = draw.random()
+    if chance < 0.12:
+        return {draw.choice(["a", "params", "value"]): tree}
+    if isinstance(tree, dict):
+        if chance < 0.2 and tree:
+            return draw.choice(list(tree.values()))
+        names = {name: draw.choice(["z", "blocks"]) if draw.random() < 0.08 else name for name in tree}
+        return {names[name]: changed(draw, child) for name, child in tree.items() if draw.random() > 0.06}
+    if type(tree) in (list, tuple):
+        return type(tree)(changed(draw, child) for child in tree)
+    return grown(draw, 4) if chance > 0.94 else tree
+
+
+KEY = jax.random.key(0)
+Pair, Other = collections.namedtuple("Pair", "a b"), collections.namedtuple("Other", "a b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_suggestion_is_wrong_whatever_the_trees(tmp_path: pathlib.Path, seed: int) -> None:
+    draw, followed = random.Random(seed), 0
+    for _ in range(400):
+        tree: Any = {"root": grown(draw)}
+        like = changed(draw, tree)
+        tr.save(tmp_path / "c", tree, overwrite=True)
+        options = {name: word for name, word in LENIENT.items() if draw.random() < 0.15}
+        try:
+            tr.restore(tmp_path / "c", like, **options)
+        except MismatchError as error:
+            if lines_of(error) and "which leaves" not in lines_of(error)[0]:
+                tr.restore(tmp_path / "c", like, **{**options, **suggested(error)})
+                followed += 1
+    assert followed > 20
+
+
+LENIENT = {"missing": "template", "extra": "ignore"}

@@ -172,10 +172,16 @@ def _elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> 
         alike: dict[tuple[str, ...], int] = {}
         for other in others:
             for change, names in _changes(path, other):
-                if len(missing) > 1 or change[0] != "last" or getattr(entries[other], "shape", ()):  # else by chance
+                chance = len(missing) == 1 and change[0] == "last" and not getattr(entries[other], "shape", ())
+                if change[0] == "at" or (not chance and _is_plain(other, entries)):
                     alike[change] = max(alike.get(change, 0), names)
         votes.update(alike)
     return [_change(*change, ruled=policy.rules) for change, _ in votes.most_common(_TRIED)]
+
+
+def _is_plain(path: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether rules see a leaf under this path: where boxes are levels, they see those."""
+    return path not in entries or entries[path].path.endswith(path)
 
 
 def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -276,7 +282,8 @@ def _own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Diffe
             yield _Cause(f"the checkpoint lacks {place!r}", missing=glob)
         elif all(one.expected == NOTHING for one in leaves):
             yield _Cause(f"the template lacks {place!r}", extra=glob)
-        if len(leaves) < len(differences) or not fitting.intersection(inside):
+        whole = len(leaves) < len(differences) or not fitting.intersection(inside)
+        if whole and all(_is_plain(path, entries) for path in inside):
             there = any(matches(path, glob) for path in walked.paths)
             own = text if there else f"the template lacks {place!r}"
             yield _Cause(own, rules=(_Call.of("drop", glob),), missing=glob if there else "")
