@@ -6,7 +6,8 @@ partitioning. Where there are boxes only the tree tells: the template of a resto
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
-from ._tree import Node, Skeleton, containers
+from ._catalogue import Entry
+from ._tree import Node, Skeleton, Walk, containers
 
 Boxes = Mapping[str, Sequence[tuple[str, str]]]  # at a path, from the outside in: of which kind, and its child's name
 _SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
@@ -29,6 +30,12 @@ def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> 
         found += [Node("object", "", [name]) for name in _names(path, boxes, kinds)]
         found.append(node)
     return found
+
+
+def named(walked: Walk, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The leaves of a checkpoint under the names that a tree has for them."""
+    names = {there: path for path, there in hidden(walked.paths, walked.boxes, entries).items()}
+    return {names.get(path, path): entry for path, entry in entries.items()} if names else entries
 
 
 def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:

@@ -167,11 +167,13 @@ def _elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> 
         path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in entries and leaf is not ...
     ]
     others = [path for path in entries if path not in wanted][:_MOST]
+    boxes = {name for inside in walked.boxes.values() for _, name in inside}  # which may be levels of the checkpoint
+    short = {path: path.rpartition("/")[0] if path.rpartition("/")[2] in boxes else path for path in others}
     votes: collections.Counter[tuple[str, ...]] = collections.Counter()
     for path in missing[:: len(missing) // _SAMPLE + 1]:
         alike: dict[tuple[str, ...], int] = {}
         for other in others:
-            for change, names in _changes(path, other):
+            for change, names in _changes(path, short[other]):
                 chance = len(missing) == 1 and change[0] == "last" and not getattr(entries[other], "shape", ())
                 if change[0] == "at" or (not chance and _is_plain(other, entries)):
                     alike[change] = max(alike.get(change, 0), names)
@@ -180,7 +182,7 @@ def _elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> 
 
 
 def _is_plain(path: str, entries: Mapping[str, Entry]) -> bool:
-    """Whether rules see a leaf under this path: where boxes are levels, they see those."""
+    """Whether rules see a leaf under this path, which may have a level that shows nowhere else."""
     return path not in entries or entries[path].path.endswith(path)
 
 
@@ -272,7 +274,9 @@ def _own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Diffe
     paths = [one.path for one in differences]
     everything = {*walked.paths, *entries}
     leaves = [one for one in differences if one.path in everything]  # not the containers of another class
-    fitting = ({*walked.paths} & {*entries}).difference(paths)
+    fitting = {path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is not None}.difference(
+        paths
+    )
     for place, glob in _globs(paths):
         inside = [path for path in everything if matches(path, glob)]
         if len(inside) == len(everything):
@@ -294,7 +298,7 @@ def _own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Diffe
 
 
 def _globs(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What all the paths have in common, and a glob of it; from the narrowest to the widest."""
+    """What all the paths have in common, and a glob of it."""
     parts = [path.split("/") for path in paths]
     head: list[str] = []
     for names in zip(*parts, strict=False):
@@ -304,8 +308,8 @@ def _globs(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     while head and head[-1].isdecimal():
         head.pop()
     common = set(parts[0]).intersection(*parts[1:]).difference(head)
+    if head:
+        yield "/".join(head), "/".join([*head, "**"])
     for name in sorted(common, key=parts[0].index, reverse=True):
         if not name.isdecimal():
             yield name, f"**/{name}/**"
-    if head:
-        yield "/".join(head), "/".join([*head, "**"])

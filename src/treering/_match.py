@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import _dtypes
+from . import _box_levels, _dtypes
 from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
 from ._differences import NOTHING, describe, mismatch
 from ._leaves import is_function
@@ -61,24 +61,32 @@ def match(
     skeleton: Skeleton | None,
     policy: Policy,
     name: str,
+    as_written: Mapping[str, Entry],
     *,
     numbers_are_arrays: bool,
 ) -> list[Target]:
     """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Reader`.
+
+    `as_written` are the entries under the names that rules see: with levels for boxes, where the format has some.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
     if any(isinstance(entry, LostEntry) for entry in entries.values()):
         check_whole(_needed(entries, walked, policy))
 
-    compare = functools.partial(_compare, numbers_are_arrays=numbers_are_arrays)
+    def compare(
+        like: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
+    ) -> _Compared:
+        entries = _box_levels.named(like, entries) if written else entries
+        return _compare(like, entries, skeleton, policy, numbers_are_arrays)
+
     _check_globs(policy, walked.paths)
-    targets, found, differences = compare(walked, entries, skeleton, policy)
+    targets, found, differences = compare(walked, entries, skeleton, policy, written=False)
     filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
         from ._causes import likely  # here, for it makes rules, which nobody else needs
 
-        cause = likely(walked, entries, skeleton, policy, differences, compare)
+        cause = likely(walked, as_written, skeleton, policy, differences, compare)
         if differences:
             raise mismatch(name, differences, walked.paths, entries, cause)
         raise _nothing_found(name, filled, entries, cause)
@@ -94,7 +102,7 @@ class _Compared(NamedTuple):
 
 
 def _compare(
-    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, numbers_are_arrays: bool
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, numbers_are_arrays: bool
 ) -> _Compared:
     targets: list[Target] = []
     differences: list[Difference] = []

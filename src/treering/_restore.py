@@ -71,11 +71,11 @@ def restore(
             alone = skeleton[0] == _tree.LEAF
             entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
             skeleton = [_tree.Node("dict", "", [level]), *skeleton]
-        if levels := _box_levels.hidden(walked.paths, walked.boxes, entries):
-            names = {there: path for path, there in levels.items()}
-            entries = {names.get(path, path): entry for path, entry in entries.items()}
+        as_written, entries = entries, _box_levels.named(walked, entries)
         sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
-        targets = _match.match(walked, entries, skeleton, policy, name, numbers_are_arrays=reader.numbers_are_arrays)
+        targets = _match.match(
+            walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=reader.numbers_are_arrays
+        )
         places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
     for path, target in zip(walked.paths, targets, strict=True):

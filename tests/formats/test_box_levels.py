@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,30 @@ def test_what_is_really_missing_is_named_as_here(tmp_path: pathlib.Path) -> None
         tr.restore(
             path, {**nnx.state(Model(1).dense), "scale": nnx.Param(jnp.ones(2)), "kernel": nnx.Param(jnp.ones(3))}
         )
+
+
+BOXED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a level more": (lambda dense: dense["params"], "at='params'"),
+    "a level less": (lambda dense: {"model": dense}, "rename('^', 'model/')"),
+    "another name": (lambda dense: {"params": {"other": dense["params"]["dense"]}}, "rename('^params/dense/', "),
+    "no boxes": (nnx.to_pure_dict, "it looks like Flax NNX or partitioned Linen"),
+}
+
+
+@pytest.mark.parametrize("case", BOXED)
+def test_what_an_error_suggests_works_where_boxes_are_levels(tmp_path: pathlib.Path, case: str) -> None:
+    def of(seed: int) -> Any:
+        return nnx.State({"params": {"dense": nnx.state(Model(seed, depth=0).dense)}})
+
+    path = written_by_orbax(tmp_path / "theirs", of(0))
+    change, words = BOXED[case]
+    with pytest.raises(MismatchError, match="likely: ") as caught:
+        tr.restore(path, change(of(1)))
+    line = str(caught.value).splitlines()[1]
+    assert words in line
+    arguments = re.split(r": (?=(?:at|rules|missing|extra|dtype)=)", line, maxsplit=1)[1]
+    found = tr.restore(path, change(of(1)), **eval(f"dict({arguments})", {"tr": tr}))
+    assert_same(jax.tree.leaves(found), jax.tree.leaves(change(of(0))))
 
 
 def test_a_box_with_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
