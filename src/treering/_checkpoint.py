@@ -393,7 +393,8 @@ def restore(
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
-    Raises `MismatchError`, which lists every difference, `CorruptError` and `NotFoundError`.
+    Raises `MismatchError`, which says what is likely the matter and has every difference, `CorruptError` and
+    `NotFoundError`.
     """
     place = absolute(path)
 
