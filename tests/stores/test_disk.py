@@ -4,6 +4,8 @@ import errno
 import mmap
 import os
 import pathlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -45,13 +47,14 @@ def test_saving_restoring_and_overwriting_work_everywhere(tmp_path: pathlib.Path
 
 
 @pytest.mark.usefixtures("platform")
-def test_a_new_file_is_exclusive_and_read_only(tmp_path: pathlib.Path) -> None:
+def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path) -> None:
     disk, path = Disk(), str(tmp_path / "x")
     fd = disk.create(path)
     buffer = aligned(5000)
     buffer[:3] = b"abc"
     disk.write(fd, buffer, 0)
     disk.truncate(fd, 3)
+    disk.make_read_only(fd)
     disk.sync(fd)
     disk.close(fd)
     assert module.read_file(disk, path) == b"abc"
@@ -92,7 +95,91 @@ def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch:
     assert tr.verify(tmp_path / "c").ok
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="there is no direct writing here")
+def test_direct_writes_that_are_refused_to_several_threads_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are refused before the first of them has ended direct writing for all."""
+    fcntl = pytest.importorskip("fcntl")
+    real, together = os.pwrite, threading.Barrier(3)
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return real(fd, data, offset)
+        together.wait(10)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    disk = Disk()
+    fd = disk.create(str(tmp_path / "x"))
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        disk.close(fd)
+        pytest.skip("no file system for direct writing here")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda n: disk.write(fd, aligned(4096), 4096 * n), range(3)))
+    assert disk.size(fd) == 3 * 4096
+    disk.close(fd)
+
+
+def test_nothing_is_opened_for_direct_writing_on_fuse(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the program that serves the files has to refuse it, and some do so only when something is written."""
+    real = os.open
+    monkeypatch.setattr(module, "_kind", lambda place: 0x65735546)
+
+    def check(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        assert not flags & getattr(os, "O_DIRECT", 0)
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", check)
+    tr.save(tmp_path / "c", {"x": np.arange(100_000)})
+    assert tr.verify(tmp_path / "c").ok
+
+
+def test_file_servers_that_go_by_the_mode_of_what_is_open(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over 9P, where nobody but root cuts a file that is read-only."""
+    real = os.ftruncate
+
+    def refuse(fd: int, size: int) -> None:
+        if not os.fstat(fd).st_mode & 0o200:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        real(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    before = os.umask(0o077)
+    try:
+        tr.save(tmp_path / "c", {"x": np.arange(1000)})
+    finally:
+        os.umask(before)
+    tr.save(tmp_path / "c.safetensors", {"x": np.arange(1000)})
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o400}
+
+
+def test_an_error_of_the_disk_at_a_link_is_no_word_about_links(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a network the answer may be lost of a link that was made; then there is nothing to be renamed."""
+    real = os.link
+
+    def made(*args: Any, **more: Any) -> None:
+        real(*args, **more)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", made)
+    (tmp_path / "a").write_text("1")
+    Disk().link(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert os.path.samefile(tmp_path / "a", tmp_path / "b")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        Disk().link(str(tmp_path / "gone"), str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.EXDEV])
 def test_file_systems_without_hard_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))

@@ -163,9 +163,9 @@ def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.P
             self.tries += 1
             return False
 
-        def create(self, path: str, mode: int = 0o444) -> int:
+        def create(self, path: str) -> int:
             self.tries += 1
-            return super().create(path, mode)
+            return super().create(path)
 
     disk = use_disk(Refusing())
     with pytest.raises(tr.errors.SaveError, match="do locks work here"):

@@ -12,7 +12,7 @@ class Appended:
     def __init__(self, disk: Disk, path: str):
         self.path, self.size = path, 0
         self._disk = disk
-        self._fd = disk.create(path, 0o644)
+        self._fd = disk.create(path)
         self._buffer = aligned(_BUFFER)
         self._filled = self._flushed = 0
 

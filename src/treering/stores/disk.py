@@ -7,6 +7,7 @@ or make them fail. Platform-only calls live here and nowhere else, each with its
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import stat
@@ -27,6 +28,7 @@ PAGE = 4096
 # File systems that keep a mapping's pages as they were read while nobody writes the file, and preallocate cheaply:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
+_FUSE = 0x65735546
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
@@ -119,10 +121,16 @@ class Disk:
 
     # Writing
 
-    def create(self, path: str, mode: int = 0o444) -> int:
-        """A new file, read-only for later, open for direct writing where the file system can; fails if it exists."""
+    def create(self, path: str) -> int:
+        """A new file, open for direct writing where the file system can; fails if it exists.
+
+        Not so on FUSE: there it would be the program behind it that opens its own file for direct writing, which no call
+        of ours can end when that refuses our buffers.
+        """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        if direct := getattr(os, "O_DIRECT", 0):
+        mode = 0o644  # until it is whole: file servers may go by the mode also of what is open
+        direct = getattr(os, "O_DIRECT", 0)
+        if direct and _kind(os.path.dirname(path)) != _FUSE:
             try:
                 return os.open(path, flags | direct, mode)
             except OSError as error:
@@ -131,6 +139,12 @@ class Disk:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # some kernels create the file before they refuse the flag
         return os.open(path, flags, mode)
+
+    def make_read_only(self, fd: int) -> None:
+        """Nobody is to write an open file any more; that is a wish, which not every file system has room for."""
+        if hasattr(os, "fchmod"):
+            with contextlib.suppress(OSError):
+                os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
     def open_shared(self, path: str) -> int:
         """A small file for reading and writing that outlives its writers; it is made when there is none.
@@ -182,21 +196,18 @@ class Disk:
             try:
                 return os.pwrite(fd, data, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._leave_direct(fd):
+                if error.errno not in _UNSUPPORTED:
                     raise
+                self._leave_direct(fd)  # which another thread may have done since
                 return os.pwrite(fd, data, offset)
         with _position:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, data)
 
-    def _leave_direct(self, fd: int) -> bool:
+    def _leave_direct(self, fd: int) -> None:
         """Ends direct writing, which some file systems promise at the opening and then refuse."""
-        direct = getattr(os, "O_DIRECT", 0)
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL) if fcntl else 0
-        if not flags & direct or fcntl is None:
-            return False
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
-        return True
+        if fcntl is not None:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
@@ -284,19 +295,30 @@ class Disk:
 
     def is_local(self, fd: int) -> bool:
         """Whether the file lies on a local file system known to be safe for mapping."""
-        if sys.platform != "linux":
-            return False
-        buffer = ctypes.create_string_buffer(256)
-        if _libc().fstatfs(fd, buffer) != 0:
-            return False
-        return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF in _LOCAL
+        return _kind(fd) in _LOCAL
+
+
+def _kind(place: int | str) -> int | None:
+    """The number of the kind of file system that something lies on, where Linux tells."""
+    if sys.platform != "linux":
+        return None
+    buffer = ctypes.create_string_buffer(256)
+    if isinstance(place, int):
+        failed = _libc().fstatfs(place, buffer)
+    else:
+        failed = _libc().statfs(os.fsencode(place), buffer)
+    return None if failed else int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
 def _hard_link(old: str, new: str) -> bool:
     try:
         os.link(old, new, follow_symlinks=os.link not in os.supports_follow_symlinks)
     except OSError as error:
-        if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK}:
+        if error.errno == errno.EIO and os.path.lexists(
+            old
+        ):  # of a disk, or the word of some mounts for "no links here"
+            return os.path.lexists(new) and os.path.samestat(os.lstat(old), os.lstat(new))
+        if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
             raise
         return False
     return True
@@ -315,6 +337,7 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     raise OSError(number, os.strerror(number), new)
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

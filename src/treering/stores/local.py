@@ -220,6 +220,7 @@ class Transaction(Files):
         buffer[: len(data)] = data
         self.disk.write(fd, buffer, 0)
         self.disk.truncate(fd, len(data))
+        self.disk.make_read_only(fd)
         self.disk.sync(fd)
 
     def _make_dir(self) -> None:

@@ -73,8 +73,8 @@ class LedgerDisk(QuickDisk):
         self._names: dict[int, str] = {}
         self._durable = _all_of(path)
 
-    def create(self, path: str, mode: int = 0o444) -> int:
-        return self._opened(super().create(path, mode), path)
+    def create(self, path: str) -> int:
+        return self._opened(super().create(path), path)
 
     def open(self, path: str) -> int:
         return self._opened(super().open(path), path)

@@ -182,6 +182,10 @@ class RecordingDisk(Disk):
         with self._step():
             super().set_mode(path, mode)  # which changes no content
 
+    def make_read_only(self, fd: int) -> None:
+        with self._step():
+            super().make_read_only(fd)  # nor does this
+
     def link(self, old: str, new: str) -> None:
         with self._step():
             super().link(old, new)
@@ -215,9 +219,9 @@ class RecordingDisk(Disk):
             if self._inside(path):
                 self._note("sync_dir", path, inode=self._at(path))
 
-    def create(self, path: str, mode: int = 0o444) -> int:
+    def create(self, path: str) -> int:
         with self._step():
-            fd = super().create(path, mode)
+            fd = super().create(path)
             number = self._open[fd] = next(self._numbers)
             self._live.files[number] = b""
             self._note("create", path, names=[self._name(path, number)])

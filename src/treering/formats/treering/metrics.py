@@ -42,6 +42,7 @@ def write(disk: Disk, path: str, identity: str, metrics: Mapping[str, float | st
         fd = files.create(os.path.basename(temporary))
         disk.write(fd, buffer, 0)
         disk.truncate(fd, len(data))
+        disk.make_read_only(fd)
         disk.sync(fd)
         disk.link(temporary, os.path.join(path, f"metrics-{identity}-{time.time_ns():020}-{token}.json"))
     finally:

@@ -199,6 +199,7 @@ def _write_file(
     buffer[: len(header)] = header
     disk.write(fd, buffer, 0)
     disk.truncate(fd, size)
+    disk.make_read_only(fd)
     watch.lap("write")
     disk.sync(fd)
     watch.lap("sync")
