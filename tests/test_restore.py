@@ -129,9 +129,9 @@ def test_only_the_part_asked_for_is_read(tmp_path: pathlib.Path, use_disk: Any) 
             Counting.total += len(buffer)
             return super().read(fd, buffer, offset)
 
-        def populate(self, mapped: Any, offset: int, size: int) -> None:
+        def populate(self, fd: int, mapped: Any, offset: int, size: int) -> bool:
             Counting.total += size
-            super().populate(mapped, offset, size)
+            return super().populate(fd, mapped, offset, size)
 
     for mmap in (None, False):
         Counting.total = 0
@@ -547,8 +547,9 @@ def test_reading_stops_at_the_first_error(tmp_path: pathlib.Path, use_disk: Any,
             if self.calls > 3:
                 raise OSError(5, "Input/output error")
 
-        def populate(self, mapped: Any, offset: int, size: int) -> None:
+        def populate(self, fd: int, mapped: Any, offset: int, size: int) -> bool:
             self.fail()
+            return True
 
         def read(self, fd: int, buffer: memoryview, offset: int) -> int:
             if len(buffer) > 1 << 20:
@@ -556,7 +557,7 @@ def test_reading_stops_at_the_first_error(tmp_path: pathlib.Path, use_disk: Any,
             return super().read(fd, buffer, offset)
 
     disk = use_disk(Failing())
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(CorruptError, match="Input/output error"):
         tr.restore(tmp_path / "c", mmap=mmap)
     assert disk.calls < 15
     disk.calls = 0

@@ -332,9 +332,9 @@ class Ledger(Disk):
         self._note(self._paths[fd], offset, len(buffer))
         return super().read(fd, buffer, offset)
 
-    def populate(self, mapped: Any, offset: int, size: int) -> None:
+    def populate(self, fd: int, mapped: Any, offset: int, size: int) -> bool:
         self._note(next(path for one, path in self._mapped if one is mapped), offset, size)
-        super().populate(mapped, offset, size)
+        return super().populate(fd, mapped, offset, size)
 
     def _note(self, path: str, offset: int, size: int) -> None:
         with self._noting:

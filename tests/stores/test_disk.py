@@ -27,7 +27,7 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.delattr(os, name)
         monkeypatch.setattr(module, "fcntl", None)
         monkeypatch.setattr(module.sys, "platform", "other")
-        monkeypatch.setattr(module, "_POPULATE_READ", -1)
+        monkeypatch.setattr(module, "_POPULATES", False)
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     return request.param
 

@@ -17,7 +17,7 @@ from .._tree import Skeleton
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 from . import Problem
-from .runs import Runs, Small, mapped_once
+from .runs import Runs, Small, mapped
 
 _SLICE = 64 << 20  # bytes of an array that are checked at a time
 T = TypeVar("T")
@@ -128,14 +128,21 @@ class ForeignReader:
         every = self._can_map if free else bool(map)
         small = Small()
         copied: list[tuple[int, Runs, Box, np.ndarray]] = []  # plain bytes of files, which several threads may read
-        with mapped_once():
-            for n, (entry, box) in enumerate(wanted):
-                array = self._arrays[entry.path]
-                mapped = every or (free and array.can_map())
-                if mapped or type(array) is not Runs:
-                    found[n] = array.read(box, mapped)
-                elif not small.take(array, box, n):
-                    copied.append((n, array, box, array.room(box)))
+        plain: list[tuple[int, Runs, Box]] = []
+        views: list[tuple[int, Runs, Box]] = []
+        for n, (entry, box) in enumerate(wanted):
+            array = self._arrays[entry.path]
+            adopted = every or (free and array.can_map())
+            if type(array) is Runs:
+                (views if adopted else plain).append((n, array, box))
+            else:
+                found[n] = array.read(box, adopted)
+        for n, array in mapped(views):
+            found[n] = array
+        plain += [one for one in views if found[one[0]] is None]
+        for n, array, box in plain:
+            if not small.take(array, box, n):
+                copied.append((n, array, box, array.room(box)))
         for n, array in small.read():
             found[n] = array
         in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))

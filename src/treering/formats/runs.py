@@ -1,11 +1,8 @@
 """Arrays that lie in files as plain bytes, in one run or in several."""
 
-import contextlib
 import math
 import mmap
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,9 +10,8 @@ import numpy as np
 
 from .._sharding import Box, extent, rows_apart, slices, whole
 from ..errors import CorruptError, UnsafeError
-from ..stores import lfs
 from ..stores.buffers import adoptable
-from ..stores.disk import Disk
+from ..stores.file import File, Range, merge
 
 _MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 _GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call
@@ -23,55 +19,6 @@ _SPAN = 64 << 20  # bytes that are read at a time of an array of which not every
 _SMALL = 32 << 10  # bytes of an array that is read along with others, for a call takes longer than to copy it
 _BETWEEN = 4 << 10  # bytes between two such arrays that are read as well
 _TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the processor's cache holds
-
-_call = threading.local()
-
-
-@contextlib.contextmanager
-def mapped_once() -> Iterator[None]:
-    """Within it each file is mapped once, for all arrays that are read: Linux allows a process 65,530 mappings."""
-    before = getattr(_call, "mappings", None)
-    _call.mappings = {}
-    try:
-        yield
-    finally:
-        _call.mappings = before
-
-
-class File:
-    """A file that stays open, so that it can be read even after somebody has replaced or deleted it."""
-
-    def __init__(self, disk: Disk, path: str):
-        self.path = path
-        self._disk = disk
-        self._fd = disk.open(path)
-        self._close = weakref.finalize(self, disk.close, self._fd)
-        self.size = disk.size(self._fd)
-        self.local = disk.is_local(self._fd)
-        lfs.check_open(disk, self._fd, path)
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fills a buffer from an offset. Raises `CorruptError` when the file ends before."""
-        if self._disk.read(self._fd, target, offset) != len(target):
-            raise CorruptError(f"{self.path}: expected {offset + len(target)} bytes, found fewer; it is cut short")
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the file. Raises `CorruptError` when it ends before; nothing is reserved for a size it has not."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise CorruptError(f"{self.path}: expected {offset + nbytes} bytes, found {self.size}; it is cut short")
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data), offset)
-        return bytes(data)
-
-    def mapped(self) -> mmap.mmap:
-        """A private mapping of the whole file: one's own, or that of all who ask within `mapped_once`."""
-        known: dict[File, mmap.mmap] | None = getattr(_call, "mappings", None)
-        known = {} if known is None else known
-        if self not in known:
-            if self._disk.size(self._fd) < self.size:
-                raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
-            known[self] = self._disk.map(self._fd, self.size)
-        return known[self]
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
@@ -123,23 +70,34 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return Runs(tuple(runs), found)
 
     def can_map(self) -> bool:
-        return self._is_array() and self.runs[0][0].local
+        return self.is_array() and self.runs[0][0].local
 
-    def _is_array(self) -> bool:
+    def is_array(self) -> bool:
         """Whether the bytes are an array as they lie there: in one run, native-endian and aligned."""
         if len(self.runs) != 1 or not self.layout.native:
             return False
         return self.runs[0][1] % self.layout.dtype.alignment == 0
 
     def read(self, box: Box, map: bool) -> np.ndarray:
-        about = self.layout
-        if map and about.nbytes and self._is_array():
-            file, offset, _ = self.runs[0]
-            array = np.ndarray(about.shape, about.dtype, file.mapped(), offset)
-            return array if box == about.box else array[(*slices(box, about.box), ...)]
+        for _, array in mapped([(0, self, box)] if map else ()):
+            return array
         out = self.room(box)
         self.fill(out, box)
         return self.made(out)
+
+    def in_file(self, box: Box) -> list[Range]:
+        """Where in its file a box of an array lies that can be mapped; none where it has no elements."""
+        begin = self.runs[0][1]
+        if box == self.layout.box:
+            return [(begin, begin + self.layout.nbytes)]
+        spans = self._spans(box) if math.prod(extent(box)) else ()
+        return [(begin + first, begin + last) for first, last in map(self._range, spans)]
+
+    def view(self, memory: mmap.mmap, box: Box) -> np.ndarray:
+        """A box as an array that shares the memory of its mapped file."""
+        about = self.layout
+        array = np.ndarray(about.shape, about.dtype, memory, self.runs[0][1])
+        return array if box == about.box else array[(*slices(box, about.box), ...)]
 
     def room(self, box: Box) -> np.ndarray:
         """Memory for a box, as the file has it."""
@@ -196,6 +154,23 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             if first < last:
                 file.read_into(target[first - begin : last - begin], offset + first - position)
             position += size
+
+
+def mapped(wanted: Iterable[tuple[int, Runs, Box]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Those of the numbered boxes that can be views of private mappings of their files. Their pages are read once.
+
+    Raises `CorruptError` for what cannot be read.
+    """
+    by_file: dict[File, list[tuple[int, Runs, Box]]] = {}
+    for one in wanted:
+        if one[1].layout.nbytes and one[1].is_array():
+            by_file.setdefault(one[1].runs[0][0], []).append(one)
+    for file, boxes in by_file.items():
+        ranges = merge([part for _, array, box in boxes for part in array.in_file(box)])
+        if (memory := file.mapped(ranges)) is not None:
+            file.bring_all_in(memory, ranges)
+            for n, array, box in boxes:
+                yield n, array.view(memory, box)
 
 
 class Small:

@@ -10,6 +10,7 @@ import errno
 import functools
 import mmap
 import os
+import re
 import stat
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 from ..errors import CorruptError, UnsafeError
 from . import lfs
+from .reading import reading
 
 try:
     import fcntl
@@ -29,10 +31,11 @@ PAGE = 4096
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _FUSE = 0x65735546
-_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getattr(errno, "ESTALE", 0)}
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ
+_PIECE = 256 << 10  # bytes that are read at a time only to see that they can be; what the processor's cache holds
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
@@ -40,6 +43,15 @@ _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 _MOST = 2 << 30
 _FEW = 16 << 20  # bytes that are read whatever they are
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
+
+
+def _populates() -> bool:
+    """Whether a mapping can be populated: since Linux 5.14, but up to 6.8 that never returns from a bad sector."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release) if sys.platform == "linux" else None
+    return found is not None and (int(found[1]), int(found[2])) >= (6, 9)
+
+
+_POPULATES = _populates()
 
 
 class Disk:
@@ -124,13 +136,11 @@ class Disk:
     def create(self, path: str) -> int:
         """A new file, open for direct writing where the file system can; fails if it exists.
 
-        Not so on FUSE: there it would be the program behind it that opens its own file for direct writing, which no call
-        of ours can end when that refuses our buffers.
+        Not so on FUSE: there a program opens a file of its own for direct writing, which no call of ours can end.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         mode = 0o644  # until it is whole: file servers may go by the mode also of what is open
-        direct = getattr(os, "O_DIRECT", 0)
-        if direct and _kind(os.path.dirname(path)) != _FUSE:
+        if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
             try:
                 return os.open(path, flags | direct, mode)
             except OSError as error:
@@ -142,9 +152,8 @@ class Disk:
 
     def make_read_only(self, fd: int) -> None:
         """Nobody is to write an open file any more; that is a wish, which not every file system has room for."""
-        if hasattr(os, "fchmod"):
-            with contextlib.suppress(OSError):
-                os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
+        with contextlib.suppress(OSError, AttributeError):
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
     def open_shared(self, path: str) -> int:
         """A small file for reading and writing that outlives its writers; it is made when there is none.
@@ -281,17 +290,22 @@ class Disk:
             return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **track)
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
 
-    def populate(self, mapped: mmap.mmap, offset: int, size: int) -> None:
-        """Brings a range of a mapped file into memory, in few large reads. An error of the disk is raised here.
+    def populate(self, fd: int, mapped: mmap.mmap, offset: int, size: int) -> bool:
+        """Brings a range of a mapped file into memory; False when the file ends before.
 
-        Where the system cannot, the pages come one fault at a time when they are used.
+        An error of the disk is raised here: when the pages are looked at it would be a signal.
         """
-        begin = offset - offset % mmap.PAGESIZE
-        try:
-            mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
-        except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
-                raise
+        if _POPULATES:
+            begin = offset - offset % mmap.PAGESIZE
+            with contextlib.suppress(AttributeError, OSError):  # what is wrong, if anything is, a read will say
+                mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
+                return True
+        buffer = memoryview(bytearray(min(size, _PIECE)))
+        for begin in range(offset, offset + size, _PIECE):
+            piece = buffer[: offset + size - begin]
+            if Disk.read(self, fd, piece, begin) < len(piece):
+                return False
+        return True
 
     def is_local(self, fd: int) -> bool:
         """Whether the file lies on a local file system known to be safe for mapping."""
@@ -303,10 +317,7 @@ def _kind(place: int | str) -> int | None:
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(256)
-    if isinstance(place, int):
-        failed = _libc().fstatfs(place, buffer)
-    else:
-        failed = _libc().statfs(os.fsencode(place), buffer)
+    failed = _libc().fstatfs(place, buffer) if isinstance(place, int) else _libc().statfs(os.fsencode(place), buffer)
     return None if failed else int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
@@ -367,9 +378,9 @@ def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
 def read_file(disk: Disk, path: str) -> bytes:
     """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none.
 
-    Raises `CorruptError` for a pointer of git-lfs.
+    Raises `CorruptError` for what cannot be read any more, and for pointers of git-lfs.
     """
-    with opened(disk, path) as fd:
+    with reading(path), opened(disk, path) as fd:
         if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))

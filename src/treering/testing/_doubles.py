@@ -53,9 +53,9 @@ class CountingDisk(QuickDisk):
         self.nbytes += found
         return found
 
-    def populate(self, mapped: Any, offset: int, size: int) -> None:
+    def populate(self, fd: int, mapped: Any, offset: int, size: int) -> bool:
         self.nbytes += size
-        super().populate(mapped, offset, size)
+        return super().populate(fd, mapped, offset, size)
 
 
 class LedgerDisk(QuickDisk):

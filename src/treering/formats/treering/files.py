@@ -1,13 +1,10 @@
 """An array file that is open: its blocks checked, its bytes in memory."""
 
 import bisect
-import contextlib
-import errno
 import math
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +18,13 @@ from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk, opened
+from ...stores.file import File, merge
+from ...stores.reading import reading
 from .. import safetensors
 from . import manifest
 from .manifest import BLOCK
 
 _CHUNK = 4 * BLOCK
-_UNREADABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}  # whose header nobody can check
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -104,31 +102,25 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
 def check_version(disk: Disk, path: str, listed: manifest.File) -> None:
     """Raises `UnsupportedError` when a later version wrote an array file. Without the right checksum it is damaged."""
     try:
-        with opened(disk, path) as fd:
+        with reading(path), opened(disk, path) as fd:
             header = bytearray(min(listed.header, disk.size(fd), safetensors.MAX_HEADER + 8))
             disk.read(fd, memoryview(header), 0)
-    except OSError as error:
-        if error.errno not in _UNREADABLE:
-            raise
-    else:
-        if manifest.xxh3(header) == listed.xxh3:
-            _check_version(header, path)
+    except (CorruptError, FileNotFoundError, NotADirectoryError):
+        return  # nobody can check that header
+    if manifest.xxh3(header) == listed.xxh3:
+        _check_version(header, path)
 
 
-class ArrayFile:
+class ArrayFile(File):
     """An open array file whose size and header have been checked."""
 
     def __init__(self, disk: Disk, directory: str, listed: manifest.File):
-        self.path = os.path.join(directory, listed.name)
-        self.size = listed.size
-        self._disk = disk
-        self._fd = disk.open(self.path)
-        self._close = weakref.finalize(self, _let_go, disk, self._fd)
-        size = disk.size(self._fd)
+        super().__init__(disk, os.path.join(directory, listed.name))
+        size = self.size
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
         data = bytearray(listed.header)
-        disk.read(self._fd, memoryview(data), 0)
+        self.read_into(memoryview(data), 0)
         if manifest.xxh3(data) != listed.xxh3:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         _check_version(data, self.path)
@@ -148,20 +140,18 @@ class ArrayFile:
         self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
         self._good = bytearray(blocks)
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
-        self._local = disk.is_local(self._fd)
 
     def maps(self, wish: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""
-        return self._local if wish is None else wish
+        return self.local if wish is None else wish
 
     def memory(self, ranges: list[tuple[int, int]], verify: bool, wish: bool | None) -> Memory:
         """Memory that holds the byte ranges of the buffer, checked if so wished."""
-        if self.maps(wish):
-            if self._disk.size(self._fd) != self.size:
-                raise CorruptError(f"{self.path}: expected {self.size} bytes; it was cut short while open")
-            # A mapping of its own for each caller: what one writes into its arrays, no other must see.
-            mapped = self._disk.map(self._fd, self.size)
-            if verify and (bad := self.bad_blocks(ranges, mapped)):
+        within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
+        if self.maps(wish) and (mapped := self.mapped(within)) is not None:
+            if not verify:
+                self.bring_all_in(mapped, within)
+            elif bad := self.bad_blocks(ranges, mapped):
                 self._raise_damaged(bad)
             return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
@@ -206,7 +196,7 @@ class ArrayFile:
             length = self._length(*job)
             if mapped is not None:
                 begin = self.header.size + job[0] * BLOCK
-                self._disk.populate(mapped, begin, length)
+                self.bring_in(mapped, begin, begin + length)
                 target = memoryview(mapped)[begin : begin + length]
             else:
                 if not hasattr(scratch, "buffer"):
@@ -229,8 +219,7 @@ class ArrayFile:
         return tuple(inside)
 
     def _read(self, first: int, target: memoryview) -> None:
-        if self._disk.read(self._fd, target, self.header.size + first * BLOCK) != len(target):
-            raise CorruptError(f"{self.path}: expected {self.size} bytes, found fewer; it was cut short while open")
+        self.read_into(target, self.header.size + first * BLOCK)
 
     def _compare(self, first: int, last: int, data: memoryview) -> list[int]:
         """Those of the blocks whose bytes are not what was saved."""
@@ -258,25 +247,9 @@ def _is_checksums(text: str, count: int) -> bool:
     return len(text) == 16 * count and not text.strip("0123456789abcdef")
 
 
-def _let_go(disk: Disk, fd: int) -> None:
-    with contextlib.suppress(OSError):  # of a file that was only read; nobody could be told
-        disk.close(fd)
-
-
 def _chunks(first: int, last: int) -> list[tuple[int, int]]:
     step = _CHUNK // BLOCK
     return [(block, min(block + step, last)) for block in range(first, last, step)]
-
-
-def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, with touching and overlapping ranges joined."""
-    out: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
 
 
 def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

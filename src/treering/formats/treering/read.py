@@ -16,22 +16,20 @@ from ..._collector import paused
 from ..._crew import in_parallel
 from ..._sharding import Box, Cells, extent, intersect, whole
 from ..._tree import Skeleton
-from ...errors import CorruptError, NotFoundError, UnsupportedError
+from ...errors import CorruptError, UnsupportedError
 from ...stores import lfs
 from ...stores.buffers import adoptable
 from ...stores.disk import Disk, read_file
+from ...stores.file import merge
 from ...stores.local import MANIFEST
+from ...stores.reading import ReplacedError
 from .. import Problem
 from . import manifest, metrics, validity
-from .files import ArrayFile, Memory, Part, merge, parts_of
+from .files import ArrayFile, Memory, Part, parts_of
 from .manifest import ArrayRow, piece_key
 
 _log = logging.getLogger("treering")
 _ALONE = 16 << 20  # bytes that are not worth more threads than one
-
-
-class ReplacedError(NotFoundError):
-    """The checkpoint was overwritten or deleted since it was opened."""
 
 
 class Reader:

@@ -1,0 +1,113 @@
+"""A file that is open for reading: at offsets, or as memory."""
+
+import bisect
+import contextlib
+import mmap
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+
+from .._crew import in_parallel
+from ..errors import CorruptError
+from . import lfs
+from .disk import Disk
+from .reading import reading
+
+_CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
+
+Range = tuple[int, int]  # of bytes: the first, and the one behind the last
+
+
+class File:
+    """A file that stays open, so that it can be read even after somebody has replaced or deleted it."""
+
+    def __init__(self, disk: Disk, path: str):
+        self.path = path
+        self._disk = disk
+        with reading(path):
+            self._fd = disk.open(path)
+            self._close = weakref.finalize(self, _let_go, disk, self._fd)
+            self.size = disk.size(self._fd)
+            self.local = disk.is_local(self._fd)
+            lfs.check_open(disk, self._fd, path)
+        self._mapping: weakref.ref[mmap.mmap] | None = None
+        self._taken: list[Range] = []  # of that mapping, ascending
+        self._taking = threading.Lock()
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills a buffer from an offset. Raises `CorruptError` when the file ends before, or cannot be read."""
+        with reading(self.path):
+            if self._disk.read(self._fd, target, offset) != len(target):
+                raise self._cut_short(offset + len(target))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file. Raises `CorruptError` when it ends before; nothing is reserved for a size it has not."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise CorruptError(f"{self.path}: expected {offset + nbytes} bytes, found {self.size}; it is cut short")
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
+        """Private memory with the whole file, of which the caller gets these merged ranges; None where that is refused.
+
+        All callers share one mapping while anybody holds it, for each takes a descriptor or one of the 65,530 mappings
+        that Linux allows a process. But what a caller writes into its arrays no other may see: bytes that were handed
+        out before come from another mapping. The pages are still to be read: see `bring_in`.
+        """
+        with reading(self.path):
+            if self._disk.size(self._fd) < self.size:
+                raise self._cut_short(self.size)
+        with self._taking:
+            found = self._mapping and self._mapping()
+            if found is None or not all(_take(self._taken, begin, end) for begin, end in ranges):
+                try:
+                    found = self._disk.map(self._fd, self.size)
+                except (OSError, ValueError, OverflowError, MemoryError):
+                    return None  # no room for addresses, no descriptor, or a file system without; there are other ways
+                self._mapping, self._taken = weakref.ref(found), list(ranges)
+            return found
+
+    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+        """Reads a range of a mapping once. Raises `CorruptError` for what would be a signal when it is looked at."""
+        with reading(self.path):
+            if not self._disk.populate(self._fd, mapped, begin, end - begin):
+                raise self._cut_short(end)
+
+    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
+        """The same of several ranges, in parallel."""
+        chunks = [(at, min(at + _CHUNK, end)) for begin, end in ranges for at in range(begin, end, _CHUNK)]
+        in_parallel(chunks, lambda chunk: self.bring_in(mapped, *chunk))
+
+    def _cut_short(self, expected: int) -> CorruptError:
+        return CorruptError(f"{self.path}: expected {expected} bytes, found fewer; it was cut short while open")
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """Sorted, with touching and overlapping ranges joined."""
+    out: list[Range] = []
+    for begin, end in sorted(ranges):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _take(taken: list[Range], begin: int, end: int) -> bool:
+    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is one."""
+    n = bisect.bisect_left(taken, (end, end))  # the first that begins behind it
+    if n and taken[n - 1][1] > begin:
+        return False
+    if n and taken[n - 1][1] == begin:
+        n -= 1
+        begin = taken.pop(n)[0]
+    if n < len(taken) and taken[n][0] == end:
+        end = taken.pop(n)[1]
+    taken.insert(n, (begin, end))
+    return True
+
+
+def _let_go(disk: Disk, fd: int) -> None:
+    with contextlib.suppress(OSError):  # of a file that was only read; nobody could be told
+        disk.close(fd)

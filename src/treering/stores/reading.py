@@ -1,0 +1,50 @@
+"""Errors of the system while something is read, as Treering's: one place for every format."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from ..errors import CorruptError, NotFoundError, TreeringError
+
+# With these a system says that it cannot give back what was stored: a bad sector, a checksum of the file system's own
+# that does not fit, memory that fails. All others (no permission, too many open files) say nothing about the bytes.
+_DAMAGE = {
+    getattr(errno, name)
+    for name in ("EIO", "EFAULT", "EBADMSG", "EUCLEAN", "EREMOTEIO", "ENODATA")
+    if hasattr(errno, name)
+} | {133}  # EHWPOISON of Linux, which Python has no name for
+
+
+class UnreadableError(CorruptError):
+    """The system cannot read what is there."""
+
+
+class ReplacedError(NotFoundError):
+    """The checkpoint was overwritten or deleted since it was opened."""
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Wraps whatever reads a file or directory, or looks at it.
+
+    Raises `CorruptError` for what cannot be read any more, and `NotFoundError` for what another machine has taken away
+    (ESTALE). Other errors of the system get the path, if they have none.
+    """
+    try:
+        yield
+    except TreeringError:
+        raise
+    except OSError as error:
+        place = error.filename if isinstance(error.filename, str) else path
+        if error.errno in _DAMAGE:
+            raise UnreadableError(
+                f"{place}: cannot be read: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}); "
+                "restore an earlier step or a copy of this one, and look at the disk"
+            ) from error
+        if error.errno == errno.ESTALE:
+            raise ReplacedError(
+                f"{place}: another machine replaced or deleted it while it was open; open it again"
+            ) from error
+        if error.filename is None and error.errno is not None:
+            error.filename = path
+        raise

@@ -1,0 +1,165 @@
+"""Files in memory: what mappings cost, what they share, and what becomes of pages that cannot be read."""
+
+import errno
+import mmap
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.stores import disk as module
+from treering.stores.disk import Disk
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells and limits")
+NAMES = {"treering": "c", "safetensors": "c.safetensors"}
+
+
+@pytest.fixture(params=NAMES)
+def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A place for a checkpoint of a format whose files are mapped."""
+    return tmp_path / NAMES[request.param]
+
+
+@LINUX
+def test_leaves_that_are_read_one_by_one_share_a_mapping_and_its_descriptor(path: pathlib.Path) -> None:
+    tr.save(path, {f"{n:03}": np.full(1000, n, np.float32) for n in range(120)})
+    ckpt = tr.open(path)
+    first = np.asarray(ckpt["000"])
+    before = len(os.listdir("/proc/self/fd"))
+    held = [first, *(np.asarray(ckpt[f"{n:03}"]) for n in range(119, 0, -1))]
+    assert len(os.listdir("/proc/self/fd")) == before
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    assert sum(str(path) in line for line in maps) == 1
+    assert [array[0] for array in held] == [0, *range(119, 0, -1)]
+
+
+def test_what_is_written_into_one_array_shows_in_no_other(path: pathlib.Path) -> None:
+    tree = {"a": np.arange(6000, dtype=np.float32), "b": np.arange(6000, dtype=np.float32)}
+    tr.save(path, tree)
+    ckpt = tr.open(path)
+    whole, part = np.asarray(ckpt["a"]), ckpt.restore()
+    whole[:] = -1
+    part["b"][:] = -2
+    again, other = np.asarray(ckpt["a"]), np.asarray(ckpt["b"])
+    for found in (again, part["a"]):
+        np.testing.assert_array_equal(found, tree["a"])
+    np.testing.assert_array_equal(other, tree["b"])
+    again[:] = -3
+    del whole, part, other
+    np.testing.assert_array_equal(ckpt.restore()["a"], tree["a"])
+
+
+class Unmapped(Disk):
+    """A disk that maps nothing, be it for want of addresses, of descriptors, or because it never does."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def map(self, fd: int, size: int) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "x"), OSError(errno.EMFILE, "x"), OSError(errno.ENODEV, "x"), ValueError("x")]
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_where_mapping_is_refused_files_are_read(
+    path: pathlib.Path, use_disk: Any, error: Exception, verify: bool
+) -> None:
+    tree = {"a": np.arange(300_000, dtype=np.float32), "b": np.arange(6, dtype=np.float32)}
+    tr.save(path, tree)
+    use_disk(Unmapped(error))
+    for mapped in (None, True):
+        found = tr.restore(path, mmap=mapped, verify=verify)
+        assert all((found[key] == tree[key]).all() for key in tree)
+    np.testing.assert_array_equal(np.asarray(tr.open(path)["b"]), tree["b"])
+
+
+LITTLE = """
+    import pathlib, resource, sys
+    import numpy as np
+    import treering as tr
+    np.asarray(tr.open(sys.argv[2])["b"])  # so that all that is needed is in memory
+    status = pathlib.Path("/proc/self/status").read_text()
+    used = int(status.split("VmSize:")[1].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+    assert np.asarray(tr.open(sys.argv[1])["b"]).tolist() == [0, 1, 2, 3, 4, 5]
+    assert tr.open(sys.argv[1])["a"][7:9].tolist() == [7, 8]
+    """
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_few_bytes_of_a_large_file_are_read_where_there_is_no_room_for_all(path: pathlib.Path) -> None:
+    small = path.with_name(f"small-{path.name}")
+    tr.save(path, {"a": np.arange(16 << 20, dtype=np.float32), "b": np.arange(6, dtype=np.float32)})
+    tr.save(small, {"b": np.arange(6, dtype=np.float32)})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LITTLE), str(path), str(small)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Pages that cannot be read. A double stands for the bad sector: a real one takes a device mapper, and the kernel.
+
+
+class BadSector(Disk):
+    """A disk with a page that cannot be read, in all files that have so many bytes."""
+
+    AT = 3 << 20
+
+    def _read_some(self, fd: int, buffer: memoryview, offset: int) -> int:
+        if offset <= self.AT < offset + len(buffer) and self.size(fd) > self.AT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super()._read_some(fd, buffer, offset)
+
+
+class Populated(mmap.mmap):
+    """A mapping on a kernel that says what it cannot bring in, be it of which kernel it may not be asked."""
+
+    asked = 0
+
+    def madvise(self, *args: Any) -> None:
+        Populated.asked += 1
+        begin, size = args[1:] if len(args) == 3 else (0, 0)
+        if begin <= BadSector.AT < begin + size:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+
+@LINUX
+@pytest.mark.parametrize("trusted", [True, False], ids=["6.9", "older"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_page_that_cannot_be_read_is_damage_before_anyone_looks_at_it(
+    path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, trusted: bool, verify: bool
+) -> None:
+    monkeypatch.setattr(module, "_POPULATES", trusted)
+    monkeypatch.setattr(module.mmap, "mmap", Populated)
+    tr.save(path, {"a": np.zeros(1000, np.uint8), "b": np.zeros(5 << 20, np.uint8)})
+    Populated.asked = 0
+    tr.restore(path, verify=verify, mmap=True)
+    assert bool(Populated.asked) == trusted  # where it may never return it is not asked
+    use_disk(BadSector())
+    for read in (
+        lambda: tr.restore(path, verify=verify, mmap=True),
+        lambda: np.asarray(tr.open(path)["b"]),
+        lambda: tr.open(path)["b"][(3 << 20) - 10_000 : (3 << 20) + 5000],
+    ):
+        with pytest.raises(tr.errors.CorruptError, match=rf"{path.name}.*cannot be read: .*EIO"):
+            read()
+    assert np.asarray(tr.open(path)["a"]).size == 1000
+
+
+@pytest.mark.parametrize(
+    ("release", "trusted"),
+    [("6.18.44-x", True), ("6.9.0", True), ("6.8.12", False), ("5.14.0-427.el9", False), ("?", False)],
+)
+def test_which_kernels_may_be_asked_to_populate(monkeypatch: pytest.MonkeyPatch, release: str, trusted: bool) -> None:
+    monkeypatch.setattr(module.os, "uname", lambda: type("", (), {"release": release}))
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    assert module._populates() == trusted
