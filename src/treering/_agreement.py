@@ -20,7 +20,7 @@ from ._shares import Layout, layout_of, owner
 from ._snapshot import Feed
 from ._tree import Skeleton
 from .errors import CorruptError, MismatchError, TreeringError
-from .formats.treering.read import ReplacedError
+from .stores.reading import ReplacedError
 
 T = TypeVar("T")
 _SHOWN = 20  # differences

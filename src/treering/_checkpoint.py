@@ -16,10 +16,10 @@ from ._lazy import LazyArray
 from ._paths import absolute, below, closest
 from ._run import all_steps
 from ._tracebacks import at_the_caller, methods_at_the_caller
-from .errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from .errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from .formats import Reader
-from .formats.treering.read import ReplacedError
 from .stores.local import MANIFEST
+from .stores.reading import ReplacedError, reading
 
 if TYPE_CHECKING:
     from .rules import Rule
@@ -256,8 +256,14 @@ def open_one(path: str) -> Checkpoint:
         format = formats.detect(stores.DISK, path)
     except UnsupportedError:  # it was there when it was looked for
         format = formats.get("treering")
-    reader = format.open(stores.DISK, path)
-    reader.check_present()
+    try:
+        with reading(path):
+            reader = format.open(stores.DISK, path)
+            reader.check_present()
+    except FileNotFoundError as error:
+        if isinstance(error, TreeringError):
+            raise
+        raise ReplacedError(f"{path}: deleted or replaced while it was opened; open it again") from error
     return Checkpoint(reader, reader.entries, reader.skeleton)
 
 
@@ -422,7 +428,8 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
     """What `use` makes of a checkpoint, or of a run's step."""
 
     def attempt() -> T:
-        steps = _places(place, step)
+        with reading(place):
+            steps = _places(place, step)
         return _use_current(place, None, use) if steps is None else latest_good(place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)

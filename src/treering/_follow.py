@@ -1,5 +1,6 @@
 """An evaluator's view of a run that grows."""
 
+import contextlib
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from ._paths import absolute
 from .errors import CorruptError, MismatchError, NotFoundError
 from .formats.treering.read import Reader
 from .stores.local import MANIFEST
+from .stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
 _LOOK = 0.5  # seconds between looks at the run
@@ -44,7 +46,8 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     seen: dict[int, object] = {}
     waiting_since = time.monotonic()
     while True:
-        finished = stores.DISK.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
+        with reading(run):
+            finished = stores.DISK.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
         found = [(step, path, _mark(path)) for step, path in _run.all_steps(run).items() if step > after]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
         for step, path, mark in new:
@@ -62,8 +65,10 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
 
 def _mark(path: str) -> object:
     """Tells a checkpoint from the next one at the same path; those of other libraries are taken for the same."""
-    found = stores.DISK.stat(os.path.join(path, MANIFEST))
-    return found and (found.st_ino, found.st_mtime_ns)
+    with contextlib.suppress(UnreadableError), reading(path):
+        found = stores.DISK.stat(os.path.join(path, MANIFEST))
+        return found and (found.st_ino, found.st_mtime_ns)
+    return None
 
 
 def _open(step: int, path: str) -> Checkpoint | None:

@@ -14,6 +14,7 @@ from .formats.treering import manifest, validity
 from .keep import Saved
 from .stores.disk import read_file
 from .stores.local import MANIFEST
+from .stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
@@ -107,7 +108,11 @@ class History:
 
 
 def _signature(path: str) -> _Signature | None:
-    found = stores.DISK.stat(path)
+    try:
+        with reading(path):
+            found = stores.DISK.stat(path)
+    except UnreadableError:
+        return 0, 0, 0  # for as long as it is that
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
@@ -116,7 +121,8 @@ def _read(step: int, path: str) -> _Verdict:
         data = read_file(stores.DISK, os.path.join(path, MANIFEST))
         summary = manifest.summarize(data, path)
         for file in summary.files:
-            found = stores.DISK.stat(os.path.join(path, file.name))
+            with reading(path):
+                found = stores.DISK.stat(os.path.join(path, file.name))
             if found is None or found.st_size != file.size:
                 raise CorruptError(f"{path}: {file.name} is missing or cut short")
         metrics = validity.metrics(summary.metrics)

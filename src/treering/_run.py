@@ -13,6 +13,7 @@ from ._paths import absolute, few
 from ._tracebacks import at_the_caller
 from .errors import MismatchError
 from .stores.local import MANIFEST
+from .stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
@@ -42,7 +43,8 @@ def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     ``step-``; where no step has it, whatever stands before the eight digits or more of all names. Raises
     `MismatchError` when these begin in several ways.
     """
-    names = stores.DISK.list(run)
+    with reading(run):
+        names = stores.DISK.list(run)
     if prefix is not None:
         return _committed(run, names, prefix)
     if found := _committed(run, names, PREFIX):
@@ -62,7 +64,12 @@ def _committed(run: str, names: Sequence[str], prefix: str) -> list[tuple[int, s
 
 
 def _is_committed(run: str, name: str) -> bool:
-    found = stores.DISK.stat(os.path.join(run, name, MANIFEST))
+    manifest = os.path.join(run, name, MANIFEST)
+    try:
+        with reading(manifest):
+            found = stores.DISK.stat(manifest)
+    except UnreadableError:
+        return True  # a damaged step, which is found when it is opened
     return found is not None and stat.S_ISREG(found.st_mode)
 
 

@@ -11,6 +11,7 @@ from ._tracebacks import at_the_caller
 from .errors import CorruptError, NotFoundError, UnsupportedError
 from .formats import Problem
 from .stores.local import MANIFEST
+from .stores.reading import UnreadableError, reading
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,6 +49,14 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     what a later release wrote, when all else is checked: the message says what damage there is.
     """
     place = absolute(path)
+    try:
+        with reading(place):
+            return _verify(place)
+    except UnreadableError as error:
+        return VerifyReport(place, 0, (Problem(place, (), None, str(error)),))
+
+
+def _verify(place: str) -> VerifyReport:
     disk = stores.DISK
     names = [] if disk.stat(os.path.join(place, MANIFEST)) else [name for _, name in directories(place)]
     others = [] if disk.stat(os.path.join(place, MANIFEST)) else formats.foreign_steps(disk, place, set(names)).values()
@@ -80,12 +89,14 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def _verify_one(path: str, below: str, found: list[Problem]) -> int:
     """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
-    check_known(path)
-    format = formats.detect(stores.DISK, path)
+    file = path
     try:
-        reader = format.open(stores.DISK, path)
-    except CorruptError as error:
+        check_known(path)
+        format = formats.detect(stores.DISK, path)
         file = os.path.join(below, MANIFEST) if format.name == "treering" else path
+        with reading(path):
+            reader = format.open(stores.DISK, path)
+    except CorruptError as error:
         found.append(Problem(file, (), None, str(error)))
         return 0
     found.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())

@@ -10,8 +10,9 @@
     ├── SaveError          (also OSError)             a save failed; the cause is its ``__cause__``
     └── PeerError          (also ConnectionError)     another process of the job is gone or did not make the call
 
-A message says where, what was expected, what was found, and what to do. Errors of the file system
-itself while reading (permission denied, an I/O error) pass through unchanged.
+A message says where, what was expected, what was found, and what to do. What the system cannot read any
+more (a bad sector, a checksum of the file system's own) is a `CorruptError`. Other errors of the file system while
+reading (permission denied, too many open files) are Python's own, with the path.
 """
 
 from typing import NamedTuple
@@ -56,7 +57,7 @@ class MismatchError(TreeringError, ValueError):
 
 
 class CorruptError(TreeringError):
-    """The bytes on the disk are not those that were saved. Nothing was returned."""
+    """The bytes on the disk are not those that were saved, or cannot be read. Nothing was returned."""
 
 
 class UnsafeError(CorruptError):

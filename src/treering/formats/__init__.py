@@ -17,6 +17,7 @@ from .._tree import Skeleton
 from ..errors import MismatchError, UnsupportedError
 from ..stores import lfs
 from ..stores.disk import Disk
+from ..stores.reading import UnreadableError, reading
 from . import kinds
 
 if TYPE_CHECKING:
@@ -215,11 +216,12 @@ def detect(disk: Disk, path: str) -> Format:
     """The format of what lies at a path.
 
     Raises `UnsupportedError` that says what else it is, and why each of them refuses it; `CorruptError` for pointers of
-    git-lfs, which may be anything.
+    git-lfs and what cannot be read, which may be anything.
     """
     reasons: list[str] = []
     for name in names():
-        reason = get(name).refuses(disk, path)
+        with reading(path):
+            reason = get(name).refuses(disk, path)
         if reason is None:
             return get(name)
         reasons.append(f"  {name}: {reason}")
@@ -231,20 +233,30 @@ def detect(disk: Disk, path: str) -> Format:
 
 
 def is_known(disk: Disk, path: str) -> bool:
-    """Whether a checkpoint of any format lies at a path."""
-    return any(get(name).refuses(disk, path) is None for name in names())
+    """Whether a checkpoint of any format lies at a path, or what cannot be read and may be one."""
+    return any(accepts(get(name), disk, path) for name in names())
 
 
 def is_foreign(disk: Disk, path: str) -> bool:
-    """Whether what lies at a path is a checkpoint that another library wrote."""
-    return any(name != "treering" and get(name).refuses(disk, path) is None for name in names())
+    """Whether what lies at a path is a checkpoint that another library wrote, or may be one and cannot be read."""
+    return any(name != "treering" and accepts(get(name), disk, path) for name in names())
+
+
+def accepts(format: Format, disk: Disk, path: str) -> bool:
+    """Whether what lies at a path is of a format, or cannot be read, which is found when it is opened."""
+    try:
+        with reading(path):
+            return format.refuses(disk, path) is None
+    except UnreadableError:
+        return True
 
 
 def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
-    listed = [name for name in disk.list(folder) if name not in ours]
     found: dict[int, str] = {}
-    for name in names():
-        if name != "treering":
-            found = {**get(name).steps(disk, folder, listed), **found}
+    with reading(folder):
+        listed = [name for name in disk.list(folder) if name not in ours]
+        for name in names():
+            if name != "treering":
+                found = {**get(name).steps(disk, folder, listed), **found}
     return {step: os.path.join(folder, name) for step, name in found.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..stores.disk import Disk, opened
+from ..stores.reading import reading, refusal
 from . import Reader
 
 MAGIC = b"\x93NUMPY"
@@ -35,8 +36,10 @@ class Equinox:
             if found is None or not stat.S_ISREG(found.st_mode):
                 return "there is nothing" if found is None else "not a file"
             line_before(disk, path)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             return str(error)
+        except OSError as error:
+            return refusal(error, path)
         return None
 
     def open(self, disk: Disk, path: str) -> Reader:
@@ -84,5 +87,5 @@ def line_before(disk: Disk, path: str) -> tuple[Any, int]:
 
 def _begin(disk: Disk, path: str, size: int) -> bytes:
     buffer = bytearray(size)
-    with opened(disk, path) as fd:
+    with reading(path), opened(disk, path) as fd:
         return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])

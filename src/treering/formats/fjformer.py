@@ -21,8 +21,9 @@ from .._paths import key_text, split
 from .._tree import assemble, inferred
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ..stores.disk import Disk
+from ..stores.reading import refusal
 from ..stores.whole import new_file
-from . import Reader
+from . import Reader, accepts
 from .msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class FJFormer:
                 return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
             data = beginning(disk, path)
         except OSError as error:
-            return str(error)
+            return refusal(error, path)
         if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
             return _PICKLE
         kinds = tokens(data)  # of which no more are looked at than needed: other files are full of them
@@ -81,7 +82,7 @@ class FJFormer:
         # What has its step in its name comes first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
             path = os.path.join(folder, found[0])
-            if self.refuses(disk, path) is None:
+            if accepts(self, disk, path):
                 step = int(found[2]) if found[2] else _step_of(disk, path)
                 if step is not None:
                     steps.setdefault(step, found[0])

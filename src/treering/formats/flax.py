@@ -21,8 +21,9 @@ from .._collector import paused
 from .._paths import few, key_text, split
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
+from ..stores.reading import refusal
 from ..stores.whole import new_file
-from . import Reader
+from . import Reader, accepts
 from .msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Flax:
                 return None if stat.S_ISREG(found.st_mode) else "not a file"
             data = beginning(disk, path)
         except OSError as error:
-            return str(error)
+            return refusal(error, path)
         return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, disk: Disk, path: str) -> Reader:
@@ -118,7 +119,7 @@ class Flax:
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = os.path.join(folder, name)
                 found = disk.stat(path)
-                if found is not None and stat.S_ISREG(found.st_mode) and self.refuses(disk, path) is None:
+                if found is not None and stat.S_ISREG(found.st_mode) and accepts(self, disk, path):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}

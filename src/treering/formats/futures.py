@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from .. import stores
 from ..errors import CorruptError
 from ..stores import lfs
+from ..stores.reading import reading
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
+
+_CODE = re.compile(r"\[OS error (\d+)")
 
 
 class Waiting:
@@ -59,8 +63,10 @@ def errors(path: str) -> Iterator[None]:
         yield
     except (ValueError, OverflowError) as error:
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        kind = OSError if text.startswith(_FAILURES) else CorruptError
-        if kind is CorruptError:
-            place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
-            lfs.check_all(stores.DISK, place)
-        raise kind(f"{path}: {text}") from None
+        if text.startswith(_FAILURES):
+            number = int(code[1]) if (code := _CODE.search(text)) else None
+            with reading(path):
+                raise (OSError(number, text, path) if number else OSError(f"{path}: {text}")) from None
+        place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
+        lfs.check_all(stores.DISK, place)
+        raise CorruptError(f"{path}: {text}") from None

@@ -6,6 +6,7 @@ containers are nowhere. Folders of zarr 2 are written, which all releases read.
 """
 
 import datetime
+import logging
 import os
 import re
 import stat
@@ -16,12 +17,14 @@ import msgspec
 
 from ..errors import CorruptError
 from ..stores.disk import Disk, opened
+from ..stores.reading import UnreadableError, reading, refusal
 from . import Reader
 from .orbax import CHECKPOINT, TREE
 
 FILE = "metadata.json"
 _MOST = 1 << 16  # bytes of that file
 NAME = re.compile(r"step-([0-9]+)")
+_log = logging.getLogger("treering")
 
 
 class About(msgspec.Struct):
@@ -60,7 +63,7 @@ class Levanter:
                 return f"it is a folder without {FILE}"
             read_about(disk, path)
         except (CorruptError, OSError) as error:
-            return str(error)
+            return refusal(error, path)
         return None
 
     def open(self, disk: Disk, path: str) -> Reader:
@@ -74,9 +77,13 @@ class Levanter:
         found: dict[int, tuple[datetime.datetime, str]] = {}
         for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
             path = os.path.join(folder, name)
-            if self.refuses(disk, path) is not None:  # or nobody may look
+            try:
+                if self.refuses(disk, path) is not None:  # or nobody may look
+                    continue
+                about = read_about(disk, path)
+            except UnreadableError as error:  # and it is unknown which step it is
+                _log.warning("left out of the steps of %s: %s", folder, error)
                 continue
-            about = read_about(disk, path)
             found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
         return {step: name for step, (_, name) in found.items()}
 
@@ -101,7 +108,7 @@ def own_metadata(contents: Reader) -> tuple[str, bool] | None:
 def read_about(disk: Disk, path: str) -> About:
     """What is said of a checkpoint. Raises `CorruptError`."""
     file = os.path.join(path, FILE)
-    with opened(disk, file) as fd:
+    with reading(file), opened(disk, file) as fd:
         buffer = bytearray(min(disk.size(fd), _MOST))
         data = bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
     try:

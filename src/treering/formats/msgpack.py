@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, opened
+from ..stores.reading import reading
 
 if TYPE_CHECKING:
     from .runs import File
@@ -324,7 +325,7 @@ def beginning(disk: Disk, path: str, size: int = 4096) -> bytes:
     found = disk.stat(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         return b""
-    with opened(disk, path) as fd:
+    with reading(path), opened(disk, path) as fd:
         buffer = bytearray(size)
         return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
-from . import Reader, get
+from ..stores.reading import refusal
+from . import Reader, accepts, get
 from .msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
@@ -65,7 +66,7 @@ class Orbax:
             checkpoints = [name for name in names if disk.stat(os.path.join(path, name, CHECKPOINT)) is not None]
             items = [name for name in names if _is_tree(disk, os.path.join(path, name))]
         except OSError as error:
-            return str(error)
+            return refusal(error, path)
         if any(map(STEP.fullmatch, [*checkpoints, *items])):
             return "it is a folder of steps"
         if checkpoints:  # an item of one has no such file
@@ -84,7 +85,7 @@ class Orbax:
         runs: dict[str, dict[int, str]] = {}
         for name in names:
             found = STEP.fullmatch(name)
-            if found and self.refuses(disk, os.path.join(folder, name)) is None:
+            if found and accepts(self, disk, os.path.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})

@@ -16,6 +16,7 @@ from .._catalogue import decode_float
 from .._paths import few
 from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk, opened
+from ..stores.reading import UnreadableError, reading, refusal
 from . import ABOUT, Reader
 from .safetensors import header_size
 from .safetensors_folder import INDEX, SUFFIX, candidates, chosen
@@ -54,14 +55,16 @@ class Safetensors:
             if path.endswith(INDEX):
                 return None
             begin = bytearray(9)
-            with opened(disk, path) as fd:
+            with reading(path), opened(disk, path) as fd:
                 disk.read(fd, memoryview(begin), 0)
             header_size(bytes(begin[:8]), found.st_size, path)
             return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
+        except UnreadableError:
+            raise
         except CorruptError:
             return "the first eight bytes are not the size of a header"
         except OSError as error:
-            return str(error)
+            return refusal(error, path)
 
     def open(self, disk: Disk, path: str) -> Reader:
         from .safetensors_read import open_files, open_shards

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..stores.disk import Disk
-from . import Reader
+from ..stores.reading import refusal
+from . import Reader, accepts
 from .msgpack import MAP, STR, beginning, tokens
 
 FILE = "checkpoint"
@@ -40,7 +41,7 @@ class T5X:
                 return "it is a folder of Orbax"
             data = beginning(disk, file, 1 << 16)
         except OSError as error:
-            return str(error)
+            return refusal(error, path)
         if b"PLACEHOLDER://" in data:
             return "it names arrays as old releases of Orbax do"
         first = list(itertools.islice(tokens(data), 4))
@@ -71,7 +72,7 @@ class T5X:
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), os.path.join(folder, name)
-            if found and self.refuses(disk, path) is None and disk.stat(os.path.join(path, FILE)):
+            if found and accepts(self, disk, path) and disk.stat(os.path.join(path, FILE)):
                 steps.setdefault(int(found[1]), name)
         return steps
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from ..errors import CorruptError, UnsupportedError
 from ..stores.disk import Disk, opened
-from . import Reader
+from ..stores.reading import reading, refusal
+from . import Reader, accepts
 
 INDEX = ".index"
 _MAGIC = bytes.fromhex("57fb808b247547db")
@@ -39,12 +40,12 @@ class TensorFlow:
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:
             index = index_of(disk, path)
-            with opened(disk, index) as fd:
+            with reading(index), opened(disk, index) as fd:
                 end = bytearray(8)
                 disk.read(fd, memoryview(end), max(disk.size(fd) - 8, 0))
             return None if end == _MAGIC else f"{os.path.basename(index)} does not end as a table does"
         except (OSError, CorruptError) as error:
-            return str(error)
+            return refusal(error, path)
 
     def open(self, disk: Disk, path: str) -> Reader:
         from .tensorflow_read import TensorFlowReader
@@ -56,7 +57,7 @@ class TensorFlow:
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         # TensorFlow writes the index last and deletes it first: where it is, files of data that are not are damage.
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
-        return {int(step[2]): step[0] for step in steps if self.refuses(disk, os.path.join(folder, step[0])) is None}
+        return {int(step[2]): step[0] for step in steps if accepts(self, disk, os.path.join(folder, step[0]))}
 
     def keeps(self, path: str, contents: Reader) -> Collection[str]:
         return ()
@@ -77,7 +78,7 @@ def index_of(disk: Disk, path: str) -> str:
         if there is None or not stat.S_ISREG(there.st_mode):
             raise CorruptError("a folder without a file called checkpoint")
         text = bytearray(min(there.st_size, _TEXT))
-        with opened(disk, latest) as fd:
+        with reading(latest), opened(disk, latest) as fd:
             match = _LATEST.match(text[: disk.read(fd, memoryview(text), 0)])
         if match is None:
             raise CorruptError("its file called checkpoint does not begin with model_checkpoint_path")

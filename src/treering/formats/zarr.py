@@ -22,6 +22,7 @@ from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores import lfs
 from ..stores.buffers import adoptable
 from ..stores.disk import opened, read_file
+from ..stores.reading import reading
 from . import zarr_metadata
 from .futures import Waiting, errors
 
@@ -252,7 +253,7 @@ class Array:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
         if self._layout.blosc:
             head = bytearray(16)
-            with opened(stores.DISK, path) as fd:
+            with reading(path), opened(stores.DISK, path) as fd:
                 stores.DISK.read(fd, memoryview(head), 0)
                 lfs.check_open(stores.DISK, fd, path)
             self._check_blosc(head, path)
@@ -385,7 +386,8 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
 
 
 def _check_file(path: str) -> os.stat_result:
-    there = stores.DISK.stat(path)
+    with reading(path):
+        there = stores.DISK.stat(path)
     if there is None:
         raise CorruptError(f"{path}: expected a chunk, found nothing")
     if not stat.S_ISREG(there.st_mode):

@@ -14,6 +14,7 @@ from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices, whole
 from ..errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from ..stores.disk import Disk, read_file
+from ..stores.reading import reading
 from ..stores.replaced import files_in, is_dir
 from . import Reader, zarr, zarr_metadata
 from .foreign import ForeignReader, Stored
@@ -64,7 +65,8 @@ class ZarrReader(ForeignReader):
         arrays = [self._arrays[entry.path] for entry, _ in wanted]
         boxes = [(array, box) for array, (_, box) in zip(arrays, wanted, strict=True) if isinstance(array, zarr.Array)]
         rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
-        found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
+        with reading(self.path):
+            found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
 
     def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:

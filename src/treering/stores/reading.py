@@ -48,3 +48,19 @@ def reading(path: str) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = path
         raise
+
+
+def refusal(error: TreeringError | OSError, path: str) -> str:
+    """What an error says, as the reason why something is of no format.
+
+    Raises `CorruptError` for what cannot be read any more, for that may be of any format.
+    """
+    if isinstance(error, UnreadableError):
+        raise error
+    try:
+        with reading(path):
+            raise error
+    except UnreadableError:
+        raise
+    except (TreeringError, OSError) as told:
+        return str(told)

@@ -15,6 +15,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
 from ...stores.disk import Disk, read_file
 from ...stores.local import Files
+from ...stores.reading import reading
 from .. import strict_json
 from . import manifest, validity
 
@@ -52,7 +53,9 @@ def write(disk: Disk, path: str, identity: str, metrics: Mapping[str, float | st
 
 def names(disk: Disk, path: str, identity: str) -> list[str]:
     """The files that belong to a checkpoint, the oldest first."""
-    found = (match for name in disk.list(path) if (match := _NAME.fullmatch(name)))
+    with reading(path):
+        listed = disk.list(path)
+    found = (match for name in listed if (match := _NAME.fullmatch(name)))
     return [match[0] for match in sorted(found, key=lambda match: (match[2], match[0])) if match[1] == identity]
 
 

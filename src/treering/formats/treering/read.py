@@ -234,6 +234,8 @@ class Reader:
             if number not in self._files:
                 try:
                     self._files[number] = ArrayFile(self._disk, self.path, listed)
+                except ReplacedError:
+                    raise
                 except FileNotFoundError:
                     self._raise_missing(listed.name)
             return self._files[number]

@@ -1,11 +1,13 @@
 """Which checkpoints may be moved, replaced or deleted: those of which nothing is of a later version of the format."""
 
+import contextlib
 import os
 
 from ..._collector import paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.disk import Disk, read_file
 from ...stores.local import MANIFEST
+from ...stores.reading import UnreadableError
 from . import files, manifest, metrics
 from .manifest import file_names
 
@@ -28,6 +30,7 @@ def check_removable(disk: Disk, path: str) -> None:
     manifest.check_known(found, name)
     for file in found.files:
         files.check_version(disk, os.path.join(path, file.name), file)
-    for _, late in metrics.read(disk, path, manifest.xxh3(data)):
-        if isinstance(late, UnsupportedError):
-            raise late
+    with contextlib.suppress(UnreadableError):
+        for _, late in metrics.read(disk, path, manifest.xxh3(data)):
+            if isinstance(late, UnsupportedError):
+                raise late
