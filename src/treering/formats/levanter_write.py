@@ -13,6 +13,7 @@ from ..errors import ExistsError, MismatchError, UnsupportedError
 from ..stores.disk import Disk
 from ..stores.whole import Appended, new_directory
 from . import Reader, zarr, zarr_metadata
+from .folding import Folders
 from .levanter import FILE, NAME, About, own_metadata
 from .levanter_read import CHUNK, open_checkpoint
 from .orbax import CHECKPOINT, TREE
@@ -30,9 +31,10 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     names = {FILE, CHECKPOINT, TREE, zarr.DATABASE, *zarr_metadata.FILES.values()}
     names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
     with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
-        writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
+        writer, folders = zarr.Writer(folder, driver="zarr", ocdbt=False), Folders(disk, folder)
         for entry in entries:
             name = "/".join(split(entry.path))
+            folders.add(name)
             if isinstance(entry, ArrayEntry):
                 add_array(writer, name, entry, contents)
             else:

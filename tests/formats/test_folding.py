@@ -1,0 +1,41 @@
+"""Keys that differ in case alone, on file systems that do not tell; a double stands for those, which need a mount."""
+
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.stores.disk import Disk
+
+
+class Folding(Disk):
+    """A disk on which names are found whatever their case."""
+
+    def stat(self, path: str) -> os.stat_result | None:
+        folder, name = os.path.split(path)
+        names = {one.lower(): one for one in super().list(folder)}
+        return super().stat(os.path.join(folder, names.get(name.lower(), name)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"), [("W w", "'W' and 'w'"), ("a/W a/w", "'a/W' and 'a/w'"), ("A/x a/y", "'A' and 'a'")]
+)
+def test_keys_that_are_one_folder_are_refused_by_name(
+    tmp_path: pathlib.Path, use_disk: Any, keys: str, named: str
+) -> None:
+    tree: dict[str, Any] = {}
+    for n, key in enumerate(keys.split()):
+        *above, last = key.split("/")
+        place = tree.setdefault(above[0], {}) if above else tree
+        place[last] = np.full((300, 300), n, np.float32)
+    tr.save(tmp_path / "c", tree, format="levanter")
+    assert tr.verify(tmp_path / "c").ok
+    use_disk(Folding())
+    with pytest.raises(tr.errors.UnsupportedError, match=f"the keys {named} are one folder"):
+        tr.save(tmp_path / "d", tree, format="levanter")
+    for name, format in (("t5x", "t5x"), ("native", None), ("orbax", "orbax")):  # which have other names for them
+        tr.save(tmp_path / name, tree, format=format)
+    assert sorted(os.listdir(tmp_path)) == ["c", "native", "orbax", "t5x"]
