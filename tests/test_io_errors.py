@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import refusing
 import treering as tr
 from torture.scenarios import SCENARIOS, Scenario, assert_is, tree
 from treering.testing._doubles import FailingDisk, QuickDisk, SteppedDisk
@@ -303,6 +304,50 @@ def test_files_that_cannot_be_read_are_named(
             assert not tr.verify(path).ok and not (tmp_path / "c").exists()
     use_disk(QuickDisk())
     assert np.asarray(ckpt[next(iter(ckpt))])[7] == 7
+
+
+TENSORSTORE = """
+    import sys
+    import numpy as np
+    import treering as tr
+    import refusing
+    place, code, kinds = sys.argv[1], int(sys.argv[2]), ("CorruptError", "NotFoundError")
+    for name in ("orbax", "levanter", "t5x"):
+        tr.save(f"{place}/{name}", {"w": np.ones(100_000, np.float32)}, format=name)
+        tr.restore(f"{place}/{name}")
+    lazy = tr.open(f"{place}/levanter")["w"]
+    refusing.refuse("pread64", code)  # by which TensorStore reads, and nobody else
+    for name in ("orbax", "levanter", "t5x"):
+        try:
+            tr.restore(f"{place}/{name}")
+        except tr.errors.TreeringError as error:
+            assert f"{place}/{name}" in str(error), error
+            print([kind for kind in kinds if isinstance(error, getattr(tr.errors, kind))][0])
+        try:
+            assert not tr.verify(f"{place}/{name}").ok
+        except tr.errors.NotFoundError:
+            pass  # what another machine has taken away
+    try:
+        lazy[:3]
+    except tr.errors.TreeringError as error:
+        print([kind for kind in kinds if isinstance(error, getattr(tr.errors, kind))][0])
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not refusing.available(), reason="no system call can be refused here")
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [*((code, "CorruptError") for code in DAMAGE), (errno.ESTALE, "NotFoundError")],
+    ids=lambda code: errno.errorcode.get(code, code),
+)
+def test_what_tensorstore_cannot_read(tmp_path: pathlib.Path, code: int, kind: str) -> None:
+    script = [sys.executable, "-c", textwrap.dedent(TENSORSTORE), str(tmp_path), str(code)]
+    tests = os.path.dirname(__file__)
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [kind] * 4
 
 
 def test_a_verification_reports_what_it_cannot_read(tmp_path: pathlib.Path, use_disk: Any) -> None:

@@ -4,12 +4,16 @@ import errno
 import mmap
 import os
 import pathlib
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+import refusing
 import treering as tr
 from treering.stores import buffers
 from treering.stores.disk import Disk
@@ -30,6 +34,31 @@ def test_a_hint_never_fails_a_save_or_a_verification(tmp_path: pathlib.Path, mon
     tr.save(tmp_path / "c.safetensors", tree)
     assert tr.verify(tmp_path / "c").ok and tr.verify(tmp_path / "c.safetensors").ok
     assert (tr.restore(tmp_path / "c", mmap=False)["w"] == tree["w"]).all()
+
+
+NO_HINTS = """
+    import errno, sys
+    import numpy as np
+    import treering as tr
+    import refusing
+    refusing.refuse("madvise", errno.EPERM)
+    place, tree = sys.argv[1], {"w": np.arange(2 << 20, dtype=np.float32)}
+    for name in ("c", "c.safetensors"):
+        tr.save(f"{place}/{name}", tree)
+        for how in ({}, {"verify": False}, {"mmap": True}, {"mmap": False}):
+            assert (tr.restore(f"{place}/{name}", **how)["w"] == tree["w"]).all()
+        assert tr.verify(f"{place}/{name}").ok
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not refusing.available(), reason="no system call can be refused here")
+def test_no_hint_is_needed_where_the_kernel_takes_none(tmp_path: pathlib.Path) -> None:
+    tests = os.path.dirname(__file__)
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = [sys.executable, "-c", textwrap.dedent(NO_HINTS), str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
 
 
 class Closed(Disk):

@@ -16,6 +16,7 @@ from .._sharding import Box, in_slices, whole
 from .._tree import Skeleton
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
+from ..stores.reading import reading
 from . import Problem
 from .runs import Runs, Small, mapped
 
@@ -136,7 +137,8 @@ class ForeignReader:
             if type(array) is Runs:
                 (views if adopted else plain).append((n, array, box))
             else:
-                found[n] = array.read(box, adopted)
+                with reading(self.path):
+                    found[n] = array.read(box, adopted)
         for n, array in mapped(views):
             found[n] = array
         plain += [one for one in views if found[one[0]] is None]

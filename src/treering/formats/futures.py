@@ -10,11 +10,10 @@ from typing import Any
 from .. import stores
 from ..errors import CorruptError
 from ..stores import lfs
-from ..stores.reading import reading
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
-_CODE = re.compile(r"\[OS error (\d+)")
+_CODE = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 
 
 class Waiting:
@@ -64,9 +63,8 @@ def errors(path: str) -> Iterator[None]:
     except (ValueError, OverflowError) as error:
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
         if text.startswith(_FAILURES):
-            number = int(code[1]) if (code := _CODE.search(text)) else None
-            with reading(path):
-                raise (OSError(number, text, path) if number else OSError(f"{path}: {text}")) from None
+            code = _CODE.search(text)
+            raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
         place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
         lfs.check_all(stores.DISK, place)
         raise CorruptError(f"{path}: {text}") from None
