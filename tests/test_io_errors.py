@@ -1,5 +1,6 @@
 """Errors of the disk wherever a save, overwrite, delete or restore touches it, and disks that are really full."""
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -304,6 +305,39 @@ def test_files_that_cannot_be_read_are_named(
             assert not tr.verify(path).ok and not (tmp_path / "c").exists()
     use_disk(QuickDisk())
     assert np.asarray(ckpt[next(iter(ckpt))])[7] == 7
+
+
+LOOKS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "steps": tr.steps,
+    "follow": lambda run: [ckpt.step for ckpt in tr.follow(run, timeout=0)],
+    "record": lambda run: tr.record(run, 4, {"val": 2.0}),
+    "verify": tr.verify,
+    "diff": lambda run: tr.diff(run, run),
+    "convert": lambda run: tr.convert(run, run.parent / "copy", overwrite=True),
+    "open": lambda run: (repr(ckpt := tr.open(run)), ckpt.metrics, ckpt.created, np.asarray(ckpt["w"])),
+    "known": lambda run: (c := tr.Checkpointer(run), c.steps, c.latest_step, c.best_step("val", "min"), c.pinned),
+    "restore_or_init": lambda run: tr.Checkpointer(run).restore_or_init(lambda: {"w": np.zeros(30)}),
+    "save": lambda run: tr.save(run.parent / "new", tr.open(run), overwrite=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [*DAMAGE, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", LOOKS)
+def test_no_bare_error_of_the_system_comes_out_of_anything(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, name: str, code: int
+) -> None:
+    caplog.set_level(logging.CRITICAL, "treering")
+    use_disk(QuickDisk())
+    for step in (1, 4):
+        tr.save(tmp_path / f"run/step-{step}", {"w": np.arange(30.0)}, step=step, metrics={"val": 1.0})
+    for at in itertools.count(1):
+        disk = use_disk(FailingDisk(at, code, looking=True))
+        with contextlib.suppress(tr.errors.TreeringError):
+            LOOKS[name](tmp_path / "run")
+        if not disk.failed:
+            break
+    assert at > 2
 
 
 TENSORSTORE = """

@@ -15,6 +15,7 @@ from .errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from .formats.treering import manifest, metrics
 from .stores.disk import Disk, read_file
 from .stores.local import MANIFEST
+from .stores.reading import reading
 
 _log = logging.getLogger("treering")
 
@@ -49,7 +50,9 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
 
 def _write(path: str, step: int, numbers: Mapping[str, float | str]) -> None:
-    if not stores.DISK.stat(os.path.join(path, MANIFEST)) and formats.is_known(stores.DISK, path):
+    with reading(path):
+        there = stores.DISK.stat(os.path.join(path, MANIFEST))
+    if not there and formats.is_known(stores.DISK, path):
         raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
     try:
         data = read_file(stores.DISK, os.path.join(path, MANIFEST))

@@ -21,6 +21,7 @@ import xxhash
 from ..errors import CorruptError, ExistsError, NotFoundError, SaveError, UnsupportedError
 from .buffers import aligned
 from .disk import Disk, make_dirs, opened, read_file
+from .reading import reading
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
@@ -328,7 +329,8 @@ def withdraw(disk: Disk, path: str, removal: Removal) -> Callable[[], None]:
 
 def pinned(disk: Disk, path: str) -> bool:
     """Whether a checkpoint is marked never to be deleted."""
-    return disk.stat(os.path.join(path, PIN)) is not None
+    with reading(path):
+        return disk.stat(os.path.join(path, PIN)) is not None
 
 
 def pin(disk: Disk, path: str, wanted: bool) -> None:
