@@ -8,10 +8,10 @@ from ..stores.disk import Disk, make_dirs
 
 
 class Folders:
-    """The names of arrays that get folders below a folder."""
+    """The names of arrays that get folders below a folder, which is to become a checkpoint at a path."""
 
-    def __init__(self, disk: Disk, folder: str):
-        self._disk, self._folder = disk, folder
+    def __init__(self, disk: Disk, folder: str, path: str):
+        self._disk, self._folder, self._path = disk, folder, path
         self._known: dict[str, str] = {}  # each as it came first, by what the coarsest file system makes of it
 
     def add(self, name: str) -> None:
@@ -22,7 +22,7 @@ class Folders:
             other = self._known.setdefault(unicodedata.normalize("NFC", begin).casefold(), begin)
             if other != begin and self._is_one(other, begin):
                 raise UnsupportedError(
-                    f"{self._folder}: expected a file system that tells upper from lower case, found one on which the "
+                    f"{self._path}: expected a file system that tells upper from lower case, found one on which the "
                     f"keys {other!r} and {begin!r} are one folder; rename one of them with treering.rules.rename, or "
                     "save in the native format"
                 )
