@@ -31,10 +31,12 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
     names = {FILE, CHECKPOINT, TREE, zarr.DATABASE, *zarr_metadata.FILES.values()}
     names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
     with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
-        writer, folders = zarr.Writer(folder, driver="zarr", ocdbt=False), Folders(disk, folder, path)
+        folders = Folders(disk, folder, path)
+        for entry in entries:
+            folders.add("/".join(split(entry.path)))
+        writer = zarr.Writer(folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
-            folders.add(name)
             if isinstance(entry, ArrayEntry):
                 add_array(writer, name, entry, contents)
             else:
