@@ -225,13 +225,17 @@ class BadFiles(QuickDisk):
         self.paths[fd] = path
         return fd
 
+    def close(self, fd: int) -> None:
+        self.paths.pop(fd, None)
+        super().close(fd)
+
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if self.part in self.paths[fd]:
+        if self.part in self.paths.get(fd, "/"):
             raise OSError(self.code, os.strerror(self.code))
         return super().read(fd, buffer, offset)
 
     def populate(self, fd: int, mapped: Any, offset: int, size: int) -> bool:
-        if self.part in self.paths[fd]:
+        if self.part in self.paths.get(fd, "/"):
             raise OSError(self.code, os.strerror(self.code))
         return super().populate(fd, mapped, offset, size)
 
