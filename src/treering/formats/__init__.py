@@ -7,6 +7,7 @@ catalogue of leaves by path and their contents on request; what it writes is giv
 import datetime
 import importlib
 import os
+import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -249,6 +250,16 @@ def accepts(format: Format, disk: Disk, path: str) -> bool:
             return format.refuses(disk, path) is None
     except UnreadableError:
         return True
+
+
+def may_be_file(disk: Disk, path: str) -> bool:
+    """Whether a regular file is at a path, or what cannot be looked at, which is found when it is opened."""
+    try:
+        with reading(path):
+            found = disk.stat(path)
+    except UnreadableError:
+        return True
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:

@@ -23,7 +23,7 @@ from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
 from ..stores.reading import refusal
 from ..stores.whole import new_file
-from . import Reader, accepts
+from . import Reader, accepts, may_be_file
 from .msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ class Flax:
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = os.path.join(folder, name)
-                found = disk.stat(path)
-                if found is not None and stat.S_ISREG(found.st_mode) and accepts(self, disk, path):
+                if may_be_file(disk, path) and accepts(self, disk, path):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
