@@ -4,6 +4,7 @@ The way in which arrays are made has its tests in `test_restore.py`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import pathlib
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from helpers import assert_same
@@ -162,3 +164,48 @@ def test_weak_types_are_made_and_kept(tmp_path: pathlib.Path) -> None:
     assert state["w"].weak_type
     tr.save(tmp_path / "a", state)
     assert tr.restore(tmp_path / "a", like=state)["w"].weak_type
+
+
+def guarded_trees() -> tuple[Any, Any]:
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    rows = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh, PartitionSpec("x")))
+    tree = {"rows": rows, "key": jax.random.key(1), "weak": jnp.asarray(1.0), "i4": jnp.arange(5, dtype=jnp.int4)}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return {**tree, "numpy": np.ones(3)}, {**like, "numpy": np.zeros(3)}
+
+
+@pytest.mark.parametrize("whole_program", [False, True], ids=["in a block", "in the whole program"])
+def test_transfers_that_a_save_or_a_restore_makes_are_asked_for(tmp_path: pathlib.Path, whole_program: bool) -> None:
+    tree, like = guarded_trees()
+    loss, other = jnp.float32(2) + 1, jax.tree.map(jnp.copy, tree["i4"])
+    before = jax.config.jax_transfer_guard  # type: ignore
+    with contextlib.ExitStack() as stack:
+        if whole_program:
+            jax.config.update("jax_transfer_guard", "disallow")
+            stack.callback(jax.config.update, "jax_transfer_guard", before)
+        else:
+            stack.enter_context(jax.transfer_guard("disallow"))
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            jnp.add(np.ones(3), 1)  # the guard is at work
+        tr.save(tmp_path / "c", tree, metrics={"loss": loss})
+        tr.save_async(tmp_path / "d", {**tree, "i4": other}, memory_limit=10).result()
+        assert not tr.diff(tmp_path / "c", tree) and not tr.diff(tmp_path / "c", tmp_path / "d")
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            ckpts.save(1, tree, metrics={"loss": loss})
+            ckpts.wait()
+            assert ckpts.best_step("loss", "min") == 1
+            found = [tr.restore(tmp_path / "c", tree), tr.restore(tmp_path / "d", like), ckpts.restore(tree)]
+            key = tr.open(tmp_path / "c").restore()["key"]
+            assert ckpts.restore_or_init(lambda: {"key": jax.random.key(1)}, extra="ignore")[1] == 1
+    for one in found:
+        assert_same(
+            jax.tree.map(np.asarray, {**one, "key": jax.random.key_data(one["key"])}),
+            jax.tree.map(np.asarray, {**tree, "key": jax.random.key_data(tree["key"])}),
+        )
+    assert (jax.random.key_data(key) == jax.random.key_data(tree["key"])).all()
+
+
+def test_who_forbids_what_is_asked_for_as_well_is_obeyed(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"w": jnp.ones(3)})
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        tr.restore(tmp_path / "c", {"w": jax.ShapeDtypeStruct((3,), np.float32)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _box_levels, _contents, _dtypes, _flax, _leaves, _tree
+from . import _box_levels, _contents, _dtypes, _flax, _leaves, _transfers, _tree
 from ._catalogue import ArrayEntry, Entry, ValueEntry
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._differences import describe
@@ -117,6 +117,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
         yield (slice(start, start + count),)
 
 
+@_transfers.explicit()
 def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
     """Contiguous little-endian values of a slice."""
     import jax

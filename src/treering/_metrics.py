@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _run, formats, stores
+from . import _run, _transfers, formats, stores
 from ._catalogue import encode_float, step_number
 from ._paths import absolute
 from ._tracebacks import at_the_caller
@@ -20,6 +20,7 @@ from .stores.reading import reading
 _log = logging.getLogger("treering")
 
 
+@_transfers.explicit()
 def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Metrics as they are written. Raises `MismatchError` for what is no real scalar."""
     numbers: dict[str, float | str] = {}

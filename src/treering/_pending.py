@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from . import _processes
+from . import _processes, _transfers
 from ._crew import Crew
 from ._latch import Latch
 from ._processes import Call
@@ -159,7 +159,7 @@ class PendingSave:
     def _run(self, write: Callable[[Crew], None], previous: Latch | None, crew: Crew) -> None:
         """What the thread of the save does."""
         try:
-            with crew:
+            with crew, _transfers.explicit():
                 self._feed.writers_needed.wait()
                 self._await(previous)
                 self._feed.check()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _tree
+from . import _box_levels, _dtypes, _flax, _iterators, _match, _place, _positional, _progress, _transfers, _tree
 from ._catalogue import NO_ARRAY, ArrayEntry, Entry
 from ._collector import paused
 from ._leaves import is_function
@@ -29,6 +29,7 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 
+@_transfers.explicit()
 def restore(
     reader: Reader,
     entries: Mapping[str, Entry],
@@ -272,6 +273,7 @@ def _on_host(array: np.ndarray, target: Target) -> Any:
     return array
 
 
+@_transfers.explicit()
 def as_key(data: Any, entry: ArrayEntry) -> Any:
     """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
     try:

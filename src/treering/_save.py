@@ -14,7 +14,7 @@ import jax
 import msgspec
 import numpy as np
 
-from . import _pending, _processes, _work, formats, stores
+from . import _pending, _processes, _transfers, _work, formats, stores
 from ._catalogue import step_number
 from ._checkpoint import Checkpoint
 from ._crew import Crew
@@ -154,6 +154,7 @@ def ending(call: Call) -> Iterator[None]:
         raise
 
 
+@_transfers.explicit()
 def start(
     call: Call,
     path: str | os.PathLike[str],
