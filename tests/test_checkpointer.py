@@ -358,6 +358,30 @@ def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk:
     assert ckpts.steps == []
 
 
+@pytest.mark.parametrize("call", ["save", "delete", "wait", "close", "restore", "pin", "rewind"])
+def test_who_was_told_by_the_result_is_not_told_again_and_what_comes_next_is_done(
+    tmp_path: pathlib.Path, use_disk: Any, call: str
+) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"n": step})
+        ckpts.wait()
+        use_disk(Full())  # for a moment
+        pending = ckpts.save(3, {"n": 3})
+        assert pending is not None
+        with pytest.raises(SaveError, match="No space left"):
+            pending.result()
+        use_disk(Disk())
+        if call == "save":
+            assert ckpts.save(4, {"n": 4}) is not None
+        elif call in ("delete", "pin", "rewind"):
+            getattr(ckpts, call)(1)
+        else:
+            getattr(ckpts, call)()
+    expected = {"save": [1, 2, 4], "delete": [2], "rewind": [1]}
+    assert ckpts.steps == expected.get(call, [1, 2])
+
+
 def test_a_failed_save_does_not_hide_the_error_of_the_loop(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,9 +19,11 @@ from ._last_state import LastState, SaveOptions
 from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from ._preemption import Preemption
+from ._processes import Call
+from ._reentry import alone, refuse_within
 from ._schedule import SaveEvery, Schedule
 from ._tracebacks import methods_at_the_caller
-from ._underway import UnderWay
+from ._underway import UnderWay, Verdict
 from ._upkeep import Upkeep
 from .errors import MismatchError, TreeringError
 from .keep import Policy, rank
@@ -112,11 +114,11 @@ class Checkpointer:
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return self._under_way.over() < len(self._under_way)
+        return not self._under_way.all_over()
 
     def __repr__(self) -> str:
         """What it is doing; nothing is read for it."""
-        saving = [f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.over()), key=str)]
+        saving = [f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)]
         state = [
             *([] if self._restored is None else [f"restored step {self._restored}"]),
             *saving,
@@ -175,6 +177,7 @@ class Checkpointer:
 
     # Saving
 
+    @alone
     def save(
         self,
         step: int,
@@ -198,6 +201,7 @@ class Checkpointer:
         """
         begun = time.perf_counter()
         step = step_number(step)
+        refuse_within(f"save({step})", self)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
         options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
@@ -214,7 +218,7 @@ class Checkpointer:
     ) -> PendingSave | None:
         several = _processes.several()
         if not several:  # or else each process would find out at another step
-            self._under_way.settle(self._under_way.over())
+            self._under_way.settle(self._under_way.verdict())
         preempted = bool(self._preemption) and not self._preempted and self._preemption.reached()
         force = force or preempted
         # What a clock or a function says, process 0 says for all.
@@ -222,14 +226,16 @@ class Checkpointer:
             return None
         self._check_open()
         with self._collective.call(f"save({step})") as call:
-            over, admitted = call.tell(lambda: self._admit(step, options.on_exists, force, several))
-            self._under_way.settle(over)
+            said, admitted = call.tell(lambda: self._admit(step, options.on_exists, force, several))
+            verdict = Verdict(*said)
+            self._under_way.settle(verdict)
             if admitted is None:
                 call.close()
                 self._preempted = self._preempted or preempted
                 return None
             deciding = time.perf_counter()
-            self.wait()
+            if verdict.calls:
+                self._settle(call)
             waited = time.perf_counter() - deciding
             path, overwrite = admitted
             try:
@@ -249,44 +255,56 @@ class Checkpointer:
         self._preempted = self._preempted or preempted
         return pending
 
-    def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[int, tuple[str, bool] | None]:
-        """How many saves are over, and unless one failed: where to save and whether to overwrite; None to skip.
+    def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[Verdict, tuple[str, bool] | None]:
+        """How the saves before are, and unless one failed: where to save and whether to overwrite; None to skip.
 
         Raises `ExistsError`.
         """
-        over = self._under_way.over()
-        if self._under_way.any_failed(over):
-            return over, None
+        verdict = self._under_way.verdict()
+        if verdict.raises:
+            return verdict, None
         if not force and (several and not self._schedule.due(step)):
-            return over, None
-        if not force and self._when_busy == "skip" and over < len(self._under_way):
-            return over, None
+            return verdict, None
+        if not force and self._when_busy == "skip" and verdict.calls:
+            return verdict, None
         with as_save_error(self._root):
-            return over, self._directory.place_for(step, on_exists, self._under_way.steps(over))
+            return verdict, self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
+
+    def _settle(self, call: Call) -> None:
+        """Returns when every save is over, for all processes; raises in all what process 0 has not been told yet."""
+        self._under_way.settle(Verdict(*call.tell(self._under_way.after_all)))
 
     def wait(self) -> None:
-        """Returns when every save is committed. Raises what a save failed with."""
-        self._under_way.settle(len(self._under_way))
+        """Returns when every save is committed. Raises what a save failed with, unless its result has raised that."""
+        refuse_within("wait()", self)
+        self._under_way.settle()
 
+    @alone
     def finish(self) -> None:
         """Closes, and marks the run as finished, by which `treering.follow` knows that no step comes any more.
 
         A job that saves a step of the run later takes the mark away.
         """
-        self.wait()
+        refuse_within("finish()", self)
+        self._under_way.settle()
         self._check_open()
         with self._under_way.writing():
             self._collective.once("finish()", self._directory.finish)
-        self.close()
+        self._close()
 
+    @alone
     def close(self) -> None:
-        """Waits, and ends the saving; reading goes on working. Raises what a save failed with."""
+        """Waits, and ends the saving; reading goes on working. Raises what a save failed with, as `wait` does."""
+        refuse_within("close()", self)
+        self._close()
+
+    def _close(self) -> None:
         self._closed = True
         try:
-            self.wait()
+            self._under_way.settle()
         finally:
             try:
-                if self._under_way.over() == len(self._under_way):
+                if self._under_way.all_over():
                     self._upkeep.close()
                 else:  # an interrupt ended the wait, and one goes on
                     self._upkeep.close_after(self._under_way.last())
@@ -334,11 +352,14 @@ class Checkpointer:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
-        self._wait_for_all()
+        refuse_within("open()", self)
+        self.wait()
+        wait_for_all_in(self._root)
         if step is not None:
             return open_one(self._directory.existing(step))
         return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
 
+    @alone
     def restore(self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: Any) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
 
@@ -349,8 +370,11 @@ class Checkpointer:
         After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
         it; until then nothing changes. What was restored is never deleted by this job.
         """
-        self._wait_for_all()
-        with self._collective.call(f"restore({'' if step is None else f'step={step}'})") as call:
+        what = f"restore({'' if step is None else f'step={step}'})"
+        refuse_within(what, self)
+        wait_for_all_in(self._root)
+        with self._collective.call(what) as call:
+            self._settle(call)
             call.doing("restoring")
             self._restored, tree = _resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
@@ -369,8 +393,10 @@ class Checkpointer:
         """
         from . import _init
 
-        self._wait_for_all()
+        refuse_within("restore_or_init()", self)
+        wait_for_all_in(self._root)
         with self._collective.call("restore_or_init()") as call:
+            self._settle(call)
             found = call.tell(lambda: _resume.has_begun(self._directory))
             call.close()
         if found:
@@ -386,43 +412,46 @@ class Checkpointer:
 
     # Managing
 
+    @alone
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
-        self.wait()
-        self._collective.once(f"pin({step})", lambda: self._directory.pin(step, True))
+        refuse_within(f"pin({step})", self)
+        self._once(f"pin({step})", lambda: self._directory.pin(step, True))
 
+    @alone
     def unpin(self, step: int) -> None:
         """Takes the mark away."""
-        self.wait()
-        self._collective.once(f"unpin({step})", lambda: self._directory.pin(step, False))
+        refuse_within(f"unpin({step})", self)
+        self._once(f"unpin({step})", lambda: self._directory.pin(step, False))
 
+    @alone
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
-        self.wait()
-        self._collective.once(f"delete({step})", lambda: self._directory.delete(step))
+        refuse_within(f"delete({step})", self)
+        self._once(f"delete({step})", lambda: self._directory.delete(step))
         if self._last.step == step:
             self._last.forget()
 
+    @alone
     def rewind(self, step: int) -> None:
         """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
 
         They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
         Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.
         """
-        self.wait()
-        self._check_open()
         step = step_number(step)
+        refuse_within(f"rewind({step})", self)
+        self._check_open()
         with self._under_way.writing():
-            self._collective.once(f"rewind({step})", lambda: self._directory.rewind(step))
+            self._once(f"rewind({step})", lambda: self._directory.rewind(step))
         self._directory.back_to = None
         self._last.forget()
 
     # What the above is made of
 
-    def _wait_for_all(self) -> None:
-        """Waits for the saves of one that is gone or idle as well: a notebook's cell that failed had just begun it."""
-        self.wait()
-        wait_for_all_in(self._root)
+    def _once(self, what: str, do: Callable[[], None]) -> None:
+        """Does something in process 0 when every save is over."""
+        self._collective.once(what, do, first=self._settle)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,8 +21,10 @@ class Collective:
             call.doing("deciding")
             yield call
 
-    def once(self, what: str, do: Callable[[], None]) -> None:
-        """Does something in process 0; all return when it is done, or raise its error."""
+    def once(
+        self, what: str, do: Callable[[], None], *, first: Callable[[_processes.Call], None] = lambda call: None
+    ) -> None:
+        """Does something in process 0; all return when it is done, or raise its error. All do `first` what is given."""
 
         def attempt() -> None:
             try:
@@ -33,5 +35,6 @@ class Collective:
                 raise SaveError(f"{self._root}: {what} failed: {error}") from error
 
         with self.call(what) as call:
+            first(call)
             call.tell(attempt)
             call.close()

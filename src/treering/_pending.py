@@ -125,6 +125,16 @@ class PendingSave:
         """Whether the save is over and failed; `result` raises how."""
         return self.done() and self._error is not None
 
+    @property
+    def told(self) -> bool:
+        """Whether somebody has been told how it failed, by its result or by the call that made it."""
+        return self._told
+
+    def tell_log(self) -> None:
+        """Logs how it failed, where process 0 raises nothing: it was told already, or has not failed."""
+        self._seen()
+        _log.error("%s: in this process the save failed: %s", self.path, self._error)
+
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits for the commit, at most `timeout` seconds.
 
@@ -212,6 +222,7 @@ class PendingSave:
         return self._report
 
     def _seen(self) -> None:
+        self._told = True
         with contextlib.suppress(ValueError):
             unseen.remove(self)
 

@@ -35,6 +35,7 @@ _FAILED = "failed "
 
 _counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
 _over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
+_alone = itertools.count()  # calls of this process alone
 _inherited: Any = None  # the store of the job that a process was in when this one was forked from it
 
 
@@ -77,7 +78,10 @@ class Call(Protocol):
 class Alone:
     """A call in a job of one process, or one that concerns this process alone."""
 
-    index, count, name, undecided = 0, 1, "", False
+    index, count, undecided = 0, 1, False
+
+    def __init__(self) -> None:
+        self.name = f"alone/{next(_alone)}"
 
     def doing(self, what: str) -> None: ...
 

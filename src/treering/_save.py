@@ -22,6 +22,7 @@ from ._metrics import encoded
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
 from ._processes import Call
+from ._reentry import alone, refuse_within
 from ._tracebacks import at_the_caller
 from ._version import __version__
 from ._work import Wish
@@ -78,7 +79,9 @@ def save(
     when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
     everything it wrote is removed; `PeerError` when another process is gone or does not make the call.
     """
-    call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
+    what = _what(path, step)
+    refuse_within(what)
+    call = _processes.begin(what, timeout=timeout, processes=processes)
     with ending(call):
         wish = Wish(
             format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
@@ -118,7 +121,9 @@ def save_async(
     next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
     call holds its caller up until all but that many bytes of copies are written.
     """
-    call = _processes.begin(_what(path, step), timeout=timeout, processes=processes)
+    what = _what(path, step)
+    refuse_within(what)
+    call = _processes.begin(what, timeout=timeout, processes=processes)
     with ending(call):
         wish = Wish(
             format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
@@ -155,6 +160,7 @@ def ending(call: Call) -> Iterator[None]:
 
 
 @_transfers.explicit()
+@alone  # the thread that writes waits until everything is handed over, and who saves next for that thread
 def start(
     call: Call,
     path: str | os.PathLike[str],

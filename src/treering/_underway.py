@@ -1,13 +1,27 @@
 """The saves of one run that are under way, or are over and nobody has been told how they ended."""
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Container, Iterator
+from typing import NamedTuple
 
 from ._pending import PendingSave
 
+_log = logging.getLogger("treering")
+
+
+class Verdict(NamedTuple):
+    """What process 0 says of its saves: the calls that are under way, and whether to raise how others have failed."""
+
+    calls: list[str]
+    raises: bool
+
 
 class UnderWay:
-    """Saves in the order of the calls, in which they end as well; of a failed one the run's next call tells."""
+    """Saves in the order of the calls, in which they end as well; of a failed one the run's next call tells.
+
+    Who was told by the result of a save is not told twice. With several processes process 0 decides for all.
+    """
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
@@ -26,7 +40,7 @@ class UnderWay:
 
     def busy(self) -> bool:
         """Whether the run is being changed, or about to be."""
-        return bool(self._writing) or self.over() < len(self)
+        return bool(self._writing) or not self.all_over()
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -35,28 +49,42 @@ class UnderWay:
         """A save begins."""
         self._saves.append(pending)
 
-    def over(self) -> int:
-        """How many of them are over."""
-        return sum(pending.done() for pending in self._saves)
+    def all_over(self) -> bool:
+        """Whether none of them goes on."""
+        return all(pending.done() for pending in self._saves)
 
-    def any_failed(self, over: int) -> bool:
-        """Whether one of the first so many has failed."""
-        return any(pending.failed for pending in self._saves[:over])
+    def verdict(self) -> Verdict:
+        """What is known of them now."""
+        calls = [pending._call.name for pending in self._saves if not pending.done()]
+        return Verdict(calls, any(pending.failed and not pending.told for pending in self._saves))
 
-    def steps(self, over: int) -> set[int | None]:
-        """The steps of all but the first so many."""
-        return {pending.step for pending in self._saves[over:]}
+    def after_all(self) -> Verdict:
+        """What is known when none of them goes on."""
+        for pending in list(self._saves):
+            pending._wait()
+        return self.verdict()
+
+    def steps(self, calls: Container[str]) -> set[int | None]:
+        """The steps of these calls."""
+        return {pending.step for pending in self._saves if pending._call.name in calls}
 
     def last(self) -> PendingSave:
         """The one that ends last."""
         return self._saves[-1]
 
-    def settle(self, over: int) -> None:
-        """Waits for the first so many and forgets them; raises what the first of them that failed did."""
-        for pending in self._saves[:over]:
+    def settle(self, verdict: Verdict | None = None) -> None:
+        """Waits for all but those that the verdict names, and forgets them; raises what the first failed with.
+
+        Without a verdict, for all. With one that says that nobody is to be told any more, failures are only logged.
+        """
+        ended = [pending for pending in self._saves if verdict is None or pending._call.name not in verdict.calls]
+        for pending in ended:
             pending._wait()  # an interrupt here forgets none of them
-        ended, self._saves = self._saves[:over], self._saves[over:]
-        for n, pending in enumerate(ended):
-            if pending.failed:
-                self._saves = ended[n + 1 :] + self._saves
-                pending.result()
+        for pending in ended:
+            if pending not in self._saves:
+                continue  # the handler of a signal has settled it meanwhile
+            self._saves.remove(pending)
+            if pending.failed and not pending.told:
+                if verdict is None or verdict.raises:
+                    pending.result()
+                pending.tell_log()
