@@ -403,9 +403,49 @@ def test_a_failed_deletion_does_not_fail_the_save(
 
     use_disk(Sticky())
     assert loop(tmp_path, [1, 2, 3], tr.keep.last(1))[-1] == 3
-    assert "deleting old steps failed" in caplog.text
+    assert "deleting step 1 failed" in caplog.text
     stores.DISK = Disk()
     assert loop(tmp_path, [4], tr.keep.last(1)) == [4]
+
+
+def test_one_step_that_cannot_be_deleted_stops_no_other(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sticky(Disk):
+        def unlink(self, path: str) -> None:
+            if "step-00000002" in path:
+                raise OSError(errno.EBUSY, "Device or resource busy", path)
+            super().unlink(path)
+
+    use_disk(Sticky())
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
+        for step in range(1, 9):
+            ckpts.save(step, {"x": np.full(3, step)})
+    assert ckpts.steps == [2, 7, 8]
+    assert caplog.text.count("deleting step 2 failed; it is tried again") == 5
+    assert len(list(tmp_path.iterdir())) == 3, "and nothing of the others is left"
+
+
+def test_a_slow_hook_holds_up_no_deletion(tmp_path: pathlib.Path) -> None:
+    go_on, heard = threading.Event(), []
+
+    def slow(report: tr.SaveReport) -> None:
+        go_on.wait(60)
+        heard.append(report.step)
+
+    def on_disk() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("step-*"))
+
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1), on_save=slow) as ckpts:
+        for step in range(1, 11):
+            ckpts.save(step, {"x": np.full(3, step)})
+        ckpts.wait()
+        until = time.monotonic() + 30
+        while len(on_disk()) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert on_disk() == ["step-00000010"] and heard == []
+        go_on.set()
+    assert heard == list(range(1, 11)), "and all are told before it is closed"
 
 
 # Going on

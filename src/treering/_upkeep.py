@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from . import _run, stores
 from ._crew import start
 from ._directory import Directory
+from ._latch import Latch
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
 from .errors import UnsupportedError
@@ -29,7 +30,7 @@ class Upkeep:
         self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
         self._cleaned = False
         self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
-        self._chores = _Chores()
+        self._chores, self._hooks = _Chores(), _Chores()  # apart: a slow hook must not leave old steps on the disk
 
     def enter(self) -> None:
         """Raises `ExistsError` when somebody else writes the run."""
@@ -59,11 +60,12 @@ class Upkeep:
         except Exception:  # a policy may be anybody's code, and the checkpoint is committed
             _log.exception("deleting old steps failed; it is tried again after the next save")
         if on_save := self._on_save:
-            self._chores.add("on_save", lambda: on_save(report))
+            self._hooks.add("on_save", lambda: on_save(report))
 
     def close(self) -> None:
         """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
-        self._chores.add("leaving the run", self._directory.lock.release)
+        self._leave()
+        self._hooks.wait()
         self._chores.wait()
 
     def close_after(self, last: PendingSave) -> None:
@@ -71,9 +73,23 @@ class Upkeep:
 
         def wait() -> None:
             last._wait()
-            self._chores.add("leaving the run", self._directory.lock.release)
+            self._leave()
 
         self._chores.add("waiting for the last save", wait)
+
+    def _leave(self) -> None:
+        """Lets others write the run when all that is to be done by now is done."""
+        told = Latch()
+
+        def leave() -> None:
+            told.wait()
+            self._directory.lock.release()
+
+        if self._on_save:
+            self._hooks.add("leaving the run", told.set)
+        else:
+            told.set()
+        self._chores.add("leaving the run", leave)
 
     def _retain(self, step: int | None) -> None:
         if self._keep is None:
@@ -84,13 +100,17 @@ class Upkeep:
         committed = self._history.committed()
         for one in saved:
             path = committed.get(one.step)
-            if path and one.step not in wanted and not (local.pinned(stores.DISK, path) or os.path.islink(path)):
+            if path and one.step not in wanted:
                 try:
-                    remove = local.withdraw(stores.DISK, path, removal)
+                    self._delete(path)
                 except UnsupportedError as error:
                     self._history.mark_unsupported(one.step, path, error)
-                else:
-                    self._chores.add(f"deleting {path}", remove)
+                except OSError as error:  # and the others can go all the same
+                    _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
+
+    def _delete(self, path: str) -> None:
+        if not (local.pinned(stores.DISK, path) or os.path.islink(path)):
+            self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, removal))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # of the first step they may be about to come
