@@ -411,6 +411,61 @@ sync("done")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["Checkpointer", "save"])
+@pytest.mark.parametrize("where", ["between the calls", "while it writes"])
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_after_one_stood_still_for_longer_than_the_timeout_all_find_together_again(
+    tmp_path: pathlib.Path, stopped: int, where: str, call: str
+) -> None:
+    """SIGSTOP, as by a debugger or a suspended machine; a loop without collectives, that goes on after errors."""
+    body = """
+import subprocess, threading
+begun = time.monotonic()
+def stand_still():
+    if not still:
+        still.append(1)
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}; sleep 14; kill -CONT {os.getpid()}"])
+        time.sleep(1)
+class Standing(stores.disk.Disk):
+    def sync(self, fd):
+        if at == 4 and INDEX == STOPPED and WHERE == "while it writes":
+            stand_still()
+        super().sync(fd)
+stores.DISK, still, log, at = Standing(), [], [], 0
+ckpts = tr.Checkpointer(tmp / "run", timeout=4)
+value = np.arange(66.0)
+while time.monotonic() - begun < 60 and len(log) < 120:
+    at += 1
+    if at == 4 and INDEX == STOPPED and WHERE == "between the calls":
+        stand_still()
+    time.sleep(0.2)
+    tree = {"w": put(value + at, P("x")), "n": at}
+    if CALL == "save":
+        error = caught(lambda: tr.save_async(tmp / f"run/step-{at}", tree, step=at, timeout=4).result())
+    else:
+        error = caught(ckpts.save, at, tree)
+    log.append(error)
+    if at >= 40 and [e for e in log[-8:] if e] == []:
+        break
+last = at
+caught(ckpts.wait)
+caught(ckpts.close)
+report([last, [[n, *e] for n, e in enumerate(log, 1) if e]])
+"""
+    results = run_job(tmp_path, body, processes=3, STOPPED=stopped, WHERE=where, CALL=call)
+    reports = [result.report for result in results]
+    missed = [{step for step, *_ in errors} for _, errors in reports]
+    assert any(missed), "the time-out was passed"
+    assert {last for last, _ in reports} == {40}, reports
+    steps = tr.steps(tmp_path / "run")
+    assert set(range(33, 41)) <= set(steps) and tr.verify(tmp_path / "run").ok
+    for step in steps:
+        assert (tr.restore(tmp_path / "run", step=step)["w"] == np.arange(66.0) + step).all()
+    for index, (_, errors) in enumerate(reports):  # who raised no error has no hole
+        assert {kind for _, kind, _ in errors} <= {"PeerError"}, (index, errors)
+
+
+@pytest.mark.slow
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess

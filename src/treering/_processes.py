@@ -8,6 +8,10 @@ process shows a pulse, and who shows none for `timeout` seconds is taken for dea
 A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
 out takes no other along. Its keys: ``pulse/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its word
 in the first exchange, and ``0/answer`` what process 0 made of the words.
+
+A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
+have given up. All make the calls of the main thread in one order, and ``treering/now/3`` is the latest that process 3
+has begun there: who waits for a process that has gone on gives up at once, and so comes to where the others are.
 """
 
 import collections
@@ -18,84 +22,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
 
 from . import errors
+from ._calls import Alone, Call
 from ._crew import start
 from .errors import MismatchError, PeerError, TreeringError, UnsupportedError
 
 _PULSE = 1.0  # seconds between signs of life
 _LOOK = 0.25  # seconds between looks at them
+_GONE = 2.0  # seconds for which another process is seen in a later call before that is believed, at most
 _KEPT = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
 _MOST = 10_000  # kinds of calls that are counted
 _FAILED = "failed "
+_NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
+_EVERYONE = (
+    "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
+    'processes="this" saves one process\'s data alone'
+)
 
 _counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
 _over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
-_alone = itertools.count()  # calls of this process alone
+_ordinal = 0  # of the latest call that the main thread has begun
 _inherited: Any = None  # the store of the job that a process was in when this one was forked from it
-
-
-class Call(Protocol):
-    """One collective call, seen from one process; `name` is that of the call in all processes.
-
-    `undecided` says that this process gave its word and does not know what became of it.
-    """
-
-    index: int
-    count: int
-    name: str
-    undecided: bool
-
-    def doing(self, what: str) -> None:
-        """Says what this process does now, for the others' error messages; begins the pulse."""
-        ...
-
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """Process 0 gets every process's word (JSON) and decides; all return its decision, or raise its error."""
-        ...
-
-    def tell(self, decide: Callable[[], Any]) -> Any:
-        """Process 0 decides without hearing the others; all return its decision, or raise its error."""
-        ...
-
-    def check(self) -> None:
-        """Raises what process 0 failed with, if it has failed."""
-        ...
-
-    def cancel(self, reason: BaseException) -> None:
-        """Ends the waiting of another thread, which raises the reason."""
-        ...
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the call for this process; with an error, the others' as well."""
-        ...
-
-
-class Alone:
-    """A call in a job of one process, or one that concerns this process alone."""
-
-    index, count, undecided = 0, 1, False
-
-    def __init__(self) -> None:
-        self.name = f"alone/{next(_alone)}"
-
-    def doing(self, what: str) -> None: ...
-
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        return decide([mine])
-
-    def tell(self, decide: Callable[[], Any]) -> Any:
-        return decide()
-
-    def check(self) -> None: ...
-
-    def cancel(self, reason: BaseException) -> None: ...
-
-    def close(self, error: BaseException | None = None) -> None: ...
 
 
 def check_timeout(timeout: Any) -> None:
@@ -170,7 +122,8 @@ class Together:
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float):
         self.index, self.count, self.undecided = index, count, False
-        self._client, self._what, self._timeout = client, what, timeout
+        self._client, self._what, self.timeout = client, what, timeout
+        self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
         self._exchanges = itertools.count()
         self._doing = "beginning"
         self._cancelled: BaseException | None = None
@@ -180,9 +133,20 @@ class Together:
         self._ended = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
         self._pulse: threading.Thread | None = None
-        self.name = self._next_name()
-        while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
-            self.name = self._next_name()  # process 0 has made that one without us
+        self._ordered = threading.current_thread() is threading.main_thread()
+        self._ordinal = 0
+        self._met = False  # process 0, in this call
+        self._ahead: dict[int, float] = {}  # since when a process is seen in a later call
+        if self._ordered:  # also of a call that fails here
+            global _ordinal
+            _ordinal = self._ordinal = _ordinal + 1
+        self._number = self._next()
+        try:
+            while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
+                self._number = self._next()  # process 0 has made that one without us
+        except PeerError:
+            self._uncount()
+            raise
 
     def doing(self, what: str) -> None:
         self._doing = what
@@ -216,8 +180,10 @@ class Together:
         self._ended = True
         self._wake.put(None)
         if self._pulse and self._pulse.is_alive():  # or an interrupt came first; if it ever begins, it ends at once
-            self._pulse.join(self._timeout)  # so that no pulse comes after what is said next
-        if error:
+            self._pulse.join(self.timeout)  # so that no pulse comes after what is said next
+        if isinstance(error, PeerError) and self.index and not self._met:
+            self._withdraw()
+        elif error:
             kind = type(error).__name__ if isinstance(error, TreeringError) else ""
             text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
             try:
@@ -228,12 +194,23 @@ class Together:
             _over.append((time.monotonic(), self.name))
             self._delete_old()
 
+    def _withdraw(self) -> None:
+        """Leaves no trace of a call that process 0 has not made."""
+        self._uncount()
+        with contextlib.suppress(PeerError):
+            self._reach(self._client.key_value_delete, f"{self.name}/pulse/{self.index}")
+
+    def _uncount(self) -> None:
+        """The next call of this kind gets the number of this one, which process 0 has still to give."""
+        if _counts.get(self._what) == self._number:
+            _counts[self._what] -= 1
+
     # What process 0 does
 
     def _gather(self, exchange: int, mine: Any) -> list[Any]:
         words: dict[int, Any] = {0: mine}
         while True:
-            for index, text in self._listed(f"{exchange}/").items():
+            for index, text in self._listed(f"{self.name}/{exchange}/").items():
                 if index not in words:
                     words[index] = msgspec.json.decode(text)
             missing = [index for index in range(self.count) if index not in words]
@@ -264,7 +241,7 @@ class Together:
                     self.undecided = False
                     raise
                 break
-        self.undecided = False
+        self.undecided, self._met = False, True
         return msgspec.json.decode(text)
 
     # What all do
@@ -273,7 +250,7 @@ class Together:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
-        pulses = self._listed("pulse/") if self.index == 0 else {0: self._get(f"{self.name}/pulse/0", "")}
+        pulses = self._listed(f"{self.name}/pulse/") if self.index == 0 else {0: self._get(f"{self.name}/pulse/0", "")}
         now = time.monotonic()
         since, self._looked = min(now - self._looked, _PULSE), now  # a job that was stopped as a whole is not dead
         for index in awaited:
@@ -286,47 +263,68 @@ class Together:
                 )
             before, silence = self._silent.get(index, ("", 0.0))
             self._silent[index] = pulse, silence + since if pulse == before else 0.0
-        silent = [index for index in awaited if self._silent[index][1] > self._timeout]
+        self._met = self._met or bool(self._silent.get(0, ("",))[0])
+        silent = [index for index in awaited if self._silent[index][1] > self.timeout]
         if silent:
             self._raise_silent(silent)
+        if self._ordered:  # who has been in this call is in it, however slow
+            self._check_gone([index for index in awaited if not self._silent[index][0]], now)
+
+    def _check_gone(self, quiet: list[int], now: float) -> None:
+        """Raises `PeerError` when one of those has gone on to a call that this process has not come to."""
+        if not quiet:
+            return
+        latest = self._listed(_NOW) if self.index == 0 else {0: self._get(f"{_NOW}0", _NOWHERE)}
+        for index in quiet:
+            what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
+            if ordinal <= self._ordinal or number <= _counts.get(what, -1):
+                self._ahead.pop(index, None)
+            elif now - self._ahead.setdefault(index, now) >= min(_GONE, self.timeout / 8):
+                raise PeerError(
+                    f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
+                    f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
+                )
 
     def _raise_silent(self, silent: list[int]) -> None:
         seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
         shown = []
         for index, doing in list(seen.items())[:5]:
-            elsewhere = "" if doing else self._get(f"treering/now/{index}", "")
-            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere or 'not in this call'})")
+            what = "" if doing else msgspec.json.decode(self._get(f"{_NOW}{index}", _NOWHERE))[0]
+            elsewhere = "not in this call" + (f"; its last is {what}" if what else "")
+            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere})")
         more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
         hint = "; it is dead or cut off, and nothing was committed"
         if self.undecided:
             hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
         if not any(seen.values()):
-            hint = (
-                "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
-                'processes="this" saves one process\'s data alone'
-            )
-        raise PeerError(f"{self._what}: nothing heard for {self._timeout:g} s from {', '.join(shown)}{more}{hint}")
+            hint = _EVERYONE
+        raise PeerError(f"{self._what}: nothing heard for {self.timeout:g} s from {', '.join(shown)}{more}{hint}")
 
     def _beat(self) -> None:
         try:
             for beat in itertools.count():
+                if not beat and self._ordinal == _ordinal:  # also of a call that is over: others look for this process
+                    where = [self._what, self._number, self._ordinal]
+                    self._put(f"{_NOW}{self.index}", msgspec.json.encode(where).decode())
                 if self._ended:
                     return
                 self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
-                if not beat:
-                    self._put(f"treering/now/{self.index}", f"not in this call; its last is {self._what}")
                 with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=min(_PULSE, self._timeout / 4))
+                    self._wake.get(timeout=min(_PULSE, self.timeout / 4))
         except PeerError:  # process 0 is gone, and its store; who waits for it finds out
             return
 
-    def _next_name(self) -> str:
-        """The next name of calls of this kind."""
+    @property
+    def name(self) -> str:
+        return f"treering/{self._hash}/{self._number}"
+
+    def _next(self) -> int:
+        """The number of the next call of this kind."""
         n = _counts.pop(self._what, -1) + 1
         _counts[self._what] = n
         if len(_counts) > _MOST:
             _counts.popitem(last=False)
-        return f"treering/{xxhash.xxh3_64_hexdigest(self._what.encode('utf-8', 'backslashreplace'))}/{n}"
+        return n
 
     def _set(self, key: str, value: Any) -> None:
         self._put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
@@ -339,7 +337,7 @@ class Together:
 
     def _listed(self, directory: str) -> dict[int, str]:
         """The values below a key by process."""
-        found = self._reach(self._client.key_value_dir_get, f"{self.name}/{directory}", absent=("NOT_FOUND", []))
+        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
         named = ((key.rpartition("/")[2], value) for key, value in found)
         return {int(name): value for name, value in named if name.isdigit()}
 
@@ -366,9 +364,9 @@ class Together:
         else:  # its client waits for ever for a process 0 that stands still
             thread = threading.Thread(target=work, name="jax-store", daemon=True)
             start(thread)
-            thread.join(self._timeout)
+            thread.join(self.timeout)
         if not found:
-            raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
+            raise PeerError(f"{self._what}: process 0 has not answered for {self.timeout:g} s")
         value, error = found[0]
         if error is None:
             return value

@@ -50,7 +50,7 @@ class _Table:
 class _Seat:
     """A process of a job, as `treering._processes.Call`; all of them are threads of this one."""
 
-    name, undecided = "", False
+    name, timeout, undecided = "", 0.0, False
 
     def __init__(self, table: _Table, index: int):
         self.index, self.count, self._table, self._turn = index, table.count, table, 0

@@ -1,0 +1,70 @@
+"""A call that all processes of a job make together, as those who take part in it see it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+_alone = itertools.count()  # calls of this process alone
+
+
+class Call(Protocol):
+    """One collective call, seen from one process; `name` is that of the call in all processes.
+
+    After `timeout` seconds without a sign of life another process is taken for dead. `undecided` says that this process
+    gave its word and does not know what became of it.
+    """
+
+    index: int
+    count: int
+    timeout: float
+    undecided: bool
+
+    @property
+    def name(self) -> str: ...
+
+    def doing(self, what: str) -> None:
+        """Says what this process does now, for the others' error messages; begins the pulse."""
+        ...
+
+    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        """Process 0 gets every process's word (JSON) and decides; all return its decision, or raise its error."""
+        ...
+
+    def tell(self, decide: Callable[[], Any]) -> Any:
+        """Process 0 decides without hearing the others; all return its decision, or raise its error."""
+        ...
+
+    def check(self) -> None:
+        """Raises what process 0 failed with, if it has failed."""
+        ...
+
+    def cancel(self, reason: BaseException) -> None:
+        """Ends the waiting of another thread, which raises the reason."""
+        ...
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the call for this process; with an error, the others' as well."""
+        ...
+
+
+class Alone:
+    """A call in a job of one process, or one that concerns this process alone."""
+
+    index, count, timeout, undecided = 0, 1, 0.0, False
+
+    def __init__(self) -> None:
+        self.name = f"alone/{next(_alone)}"
+
+    def doing(self, what: str) -> None: ...
+
+    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        return decide([mine])
+
+    def tell(self, decide: Callable[[], Any]) -> Any:
+        return decide()
+
+    def check(self) -> None: ...
+
+    def cancel(self, reason: BaseException) -> None: ...
+
+    def close(self, error: BaseException | None = None) -> None: ...
