@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import weakref
@@ -667,7 +668,9 @@ def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
         logger.setLevel(level)
 
 
-def test_no_thread_is_left_when_threads_cannot_be_started(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_started(
+    tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
     real, started = threading.Thread.start, []
 
     def start(self: threading.Thread) -> None:
@@ -680,12 +683,55 @@ def test_no_thread_is_left_when_threads_cannot_be_started(tmp_path: pathlib.Path
         started.clear()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
-            with pytest.raises(RuntimeError):
-                tr.save(tmp_path / "c", {"x": np.ones(3)})
+            if limit == 1:  # there is not even one to write in
+                with pytest.raises(tr.errors.SaveError, match=r"no more are allowed .*start new thread.*ulimit -u"):
+                    tr.save(tmp_path / "c", {"x": np.ones(3)})
+            else:
+                tr.save(tmp_path / f"c-{limit}", {"x": np.ones(3_000_000)})
         for thread in started[: limit - 1]:
             thread.join(10)
             assert not thread.is_alive()
     tr.save(tmp_path / "c", {"x": np.ones(3)})
+    assert all(tr.verify(tmp_path / name).ok for name in ("c", "c-2", "c-3"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root becomes another, whom the limit binds"
+)
+def test_where_the_system_allows_few_threads_all_works_or_says_so() -> None:
+    code = """
+import os, resource, sys
+import numpy as np, treering as tr
+tree = {"w": np.arange(4_000_000.0)}
+def use(run):
+    with tr.Checkpointer(run, keep=tr.keep.last(1), on_save=lambda report: None) as ckpts:
+        for step in (1, 2, 3):
+            ckpts.save(step, tree)
+    assert tr.steps(run) == [3] and tr.verify(run).ok
+    assert (tr.restore(run, mmap=False)["w"] == tree["w"]).all() and (tr.restore(run)["w"] == tree["w"]).all()
+use(sys.argv[1] + "/whole")
+os.setgid(65534); os.setuid(65534)
+refused, worked, most = 0, 0, resource.getrlimit(resource.RLIMIT_NPROC)[1]
+for spare in range(12):
+    there = len(os.listdir("/proc/self/task"))
+    resource.setrlimit(resource.RLIMIT_NPROC, (there + spare, most))
+    try:
+        use(f"{sys.argv[1]}/{spare}")
+        worked += 1
+    except tr.errors.SaveError as error:
+        assert "no more are allowed here" in str(error), error
+        refused += 1
+        assert (tr.restore(sys.argv[1] + "/whole", mmap=False)["w"] == tree["w"]).all()
+    resource.setrlimit(resource.RLIMIT_NPROC, (there + 100, most))
+print(refused, worked)
+"""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    refused, worked = map(int, done.stdout.split())
+    assert refused >= 1 and worked >= 6
 
 
 @pytest.mark.slow

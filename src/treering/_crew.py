@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ._latch import Latch
+from .errors import SaveError
 
 _READERS = 4  # reads in flight
 _INLINE = 4  # jobs; fewer are not worth a thread
 
 
 def start(*threads: threading.Thread) -> None:
-    """Starts threads. After an interrupt they may begin a little later, or never; none of them hangs.
+    """Starts threads, one after the other. After an interrupt they may begin later, or never; none of them hangs.
+
+    Raises `SaveError` when the system allows no more of them.
 
     `Thread.start` waits by means of Python: ctrl-C in the moment after it took a lock leaves that locked, and the new
     thread waits for it for ever, and so does the end of the program. Here a thread that gets no interrupts calls it.
@@ -35,10 +38,16 @@ def start(*threads: threading.Thread) -> None:
         finally:
             started.set()
 
-    _thread.start_new_thread(work, ())
-    started.wait()
-    if errors:
-        raise errors[0]
+    try:
+        _thread.start_new_thread(work, ())
+        started.wait()
+        if errors:
+            raise errors[0]
+    except RuntimeError as error:
+        raise SaveError(
+            f"expected to start a thread, found that no more are allowed here ({error}); see `ulimit -u` and the limit "
+            "of the container or job (pids.max), or end other threads"
+        ) from error
 
 
 class Crew:
@@ -50,8 +59,16 @@ class Crew:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
 
     def start(self, *others: threading.Thread) -> None:
-        """Starts the threads, and others with them."""
-        start(*self._threads, *others)
+        """Starts the threads, after others. Where the system allows no more of them, fewer do the work.
+
+        Raises `SaveError` when not all of the others can be started.
+        """
+        try:
+            start(*others, *self._threads)
+        except SaveError:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            if any(thread.ident is None for thread in others):
+                raise
 
     def run(self, work: Callable[[], None]) -> None:
         """Calls `work()` in every thread at once; returns when all are done; raises the first error."""

@@ -13,7 +13,7 @@ from ._directory import Directory
 from ._latch import Latch
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
-from .errors import UnsupportedError
+from .errors import SaveError, UnsupportedError
 from .formats.treering import removal
 from .keep import Policy, Saved
 from .stores import local
@@ -139,7 +139,7 @@ class _Chores:
             if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
                 try:
                     self._begin()
-                except RuntimeError:  # the interpreter is about to end, and starts no more threads
+                except SaveError:  # the interpreter is about to end, or the system starts no more threads
                     self._do_next()
                 except BaseException:  # an interrupt, and that thread may have begun or not; another takes its place
                     self._begin()
