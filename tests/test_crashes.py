@@ -194,7 +194,19 @@ def test_what_recordings_begin_with_alike_is_looked_at_once(folder: pathlib.Path
 
 
 def test_all_that_changes_the_disk_is_recorded() -> None:
-    looking = {"stat", "lock", "same_file", "size", "has_holes", "open_dir", "read", "map", "populate", "is_local"}
+    looking = {
+        "stat",
+        "lock",
+        "lock_shared",
+        "same_file",
+        "size",
+        "has_holes",
+        "open_dir",
+        "read",
+        "map",
+        "populate",
+        "is_local",
+    }
     operations = {name for name in vars(Disk) if not name.startswith("_")}
     assert operations - looking <= set(vars(RecordingDisk))
 

@@ -1,6 +1,7 @@
 """Kernels and volumes that are not like the machine of the tests; doubles, for the real ones can seldom be had."""
 
 import errno
+import fcntl
 import mmap
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 
 import refusing
 import treering as tr
-from treering.stores import buffers
+from treering.stores import buffers, looks
 from treering.stores.disk import Disk
 
 
@@ -101,3 +102,61 @@ def test_what_cannot_be_looked_into_and_has_no_steps_name_is_none(
     use_disk(Closed("step-00000009"))
     with pytest.raises(PermissionError):
         tr.restore(tmp_path)
+
+
+class LocksAsOverNFS(Disk):
+    """NFSv4 refuses what excludes others (EBADF) for a file that is open for reading alone."""
+
+    def lock(self, fd: int) -> bool | None:
+        return super().lock(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR else None
+
+
+class NoLocks(Disk):
+    """Lustre without `-o flock` (ENOSYS)."""
+
+    def lock(self, fd: int) -> bool | None:
+        return None
+
+    lock_shared = lock
+
+
+def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]
+) -> None:
+    use_disk(LocksAsOverNFS())
+    path = tmp_path / "c"
+    for n in range(3):
+        tr.save(path, {"n": np.full(3, n)}, overwrite=True)
+    for name in ("arrays-abcdef-00000-of-00001.safetensors", "treering.json.abcdef.tmp"):
+        (path / name).touch()  # of a killed save
+    (path / "arrays-012345-00000-of-00001.safetensors").touch()
+    (path / "arrays-012345-00001-of-00002.safetensors").touch()
+    with open(path / "treering.json.012345.tmp", "w+b") as living:  # of one that goes on elsewhere
+        fcntl.flock(living, fcntl.LOCK_EX)
+        tr.save(path, {"n": np.full(3, 3)}, overwrite=True)
+        assert sum("012345" in name for name in os.listdir(path)) == 3 and len(os.listdir(path)) == 5
+    tr.save(path, {"n": np.full(3, 4)}, overwrite=True)
+    assert len(os.listdir(path)) == 2 and (tr.restore(path)["n"] == 4).all()
+
+
+def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_stays(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    looks.warn_of_no_locks.cache_clear()
+    use_disk(NoLocks())
+    path = tmp_path / "c"
+    for n in range(10):
+        tr.save(path, {"n": np.full(3, n)}, overwrite=True)
+    assert len(os.listdir(path)) == 2 and not caplog.records
+    (path / "arrays-abcdef-00000-of-00001.safetensors").touch()  # of a killed save, or of one that goes on elsewhere
+    for n in range(2):
+        tr.save(path, {"n": np.full(3, n)}, overwrite=True)
+    assert len(os.listdir(path)) == 3
+    assert caplog.text.count("files cannot be locked on this file system") == 1
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(1)) as ckpts:
+        for step in range(4):
+            ckpts.save(step, {"n": step})
+            ckpts.wait()
+            tr.record(tmp_path / "run", step, {"loss": 1.0})
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000003"]
+    assert "another job" in caplog.text and caplog.text.count("cannot be locked") == 2

@@ -178,6 +178,46 @@ report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")
 
 
 @pytest.mark.slow
+def test_what_a_network_takes_for_missing_for_a_while_is_looked_at_anew(tmp_path: pathlib.Path) -> None:
+    """As over NFS for as long as attributes are cached; a double, for that takes two hosts."""
+    body = """
+class Caching(stores.disk.Disk):  # what was once missing stays so, until its directory is listed
+    def __init__(self):
+        self.missing = set()
+    def stat(self, path):
+        found = super().stat(path)
+        if found is None or path in self.missing or any(path.startswith(one + "/") for one in self.missing):
+            if found is None:
+                self.missing.add(path)
+            return None
+        return found
+    def list(self, path):
+        if any(path == one or path.startswith(one + "/") for one in self.missing):
+            return []
+        names = super().list(path)
+        self.missing = {one for one in self.missing if os.path.dirname(one) != path}
+        return names
+if INDEX == 1:
+    stores.DISK = Caching()
+for path in ("deep", "deep/er", "deep/er/c", "run", "run/step-00000001", "run/step-00000002"):
+    stores.DISK.stat(str(tmp / path))
+    stores.DISK.stat(str(tmp / path / "treering.json"))
+sync("looked")
+errors = [caught(tr.save, tmp / "deep/er/c", {"x": np.ones(3), "w": put(np.arange(8, dtype=np.float32), P("x"))})]
+with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
+    for step in (1, 2):
+        errors.append(caught(ckpts.save, step, {"n": step, "w": put(np.arange(8, dtype=np.float32) + step, P("x"))}))
+        errors.append(caught(ckpts.wait))
+    if INDEX == 1:  # and once more
+        stores.DISK.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
+    back = ckpts.restore({"n": 0, "w": put(np.zeros(8, np.float32), P("x"))})
+    report([errors, ckpts.restored_step, back["n"], same(back["w"], np.arange(8, dtype=np.float32) + 2)])
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        assert result.report == [[None] * 5, 2, 2, True]
+
+
+@pytest.mark.slow
 def test_an_error_in_one_process_is_everybodys(tmp_path: pathlib.Path) -> None:
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.ones(3)}

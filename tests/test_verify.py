@@ -1,7 +1,10 @@
 """No damage goes unnoticed."""
 
+import errno
+import os
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,6 +13,7 @@ import pytest
 import treering as tr
 from hostile import flip
 from treering.errors import NotFoundError
+from treering.stores.disk import Disk
 
 
 def test_a_report_names_the_file_the_leaves_and_the_block(tmp_path: pathlib.Path) -> None:
@@ -82,3 +86,50 @@ def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -
     file.write_bytes(file.read_bytes()[:-9])
     (problem,) = tr.verify(tmp_path).problems
     assert "model.safetensors" in str(problem)
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], what: str
+) -> None:
+    """Over NFS a file that is removed elsewhere is stale. Here the removal is real, and the error is made up."""
+    for n in range(3):
+        tr.save(tmp_path / f"step-{n:08}", {"x": np.full(10, n)})
+
+    class Stale(Disk):
+        meanwhile = 0
+
+        def _stale(self, path: str) -> None:
+            if "step-00000001" in path and not self.meanwhile:
+                self.meanwhile = 1
+                if what == "deleted":
+                    shutil.rmtree(tmp_path / "step-00000001")
+                else:
+                    tr.save(tmp_path / "step-00000001", {"x": np.full(20, 7)}, overwrite=True)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+        def open(self, path: str) -> int:
+            if path.endswith(".safetensors"):
+                self._stale(path)
+            return super().open(path)
+
+    disk = use_disk(Stale())
+    report = tr.verify(tmp_path)
+    assert report.ok, str(report)
+    assert disk.meanwhile  # type: ignore
+    assert report.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    use_disk(Stale())
+    if what == "replaced":
+        assert tr.verify(tmp_path / "step-00000001").ok
+    else:
+        tr.save(tmp_path / "step-00000001", {"x": 1 + np.ones(3)})
+        with pytest.raises(NotFoundError, match="deleted while it was checked"):
+            tr.verify(tmp_path / "step-00000001")
+
+
+def test_damage_that_stays_is_reported_once(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
+    """A file of a checkpoint that is there, gone: nobody has replaced anything."""
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    next((tmp_path / "c").glob("arrays-*")).unlink()
+    (problem,) = tr.verify(tmp_path / "c").problems
+    assert "found nothing" in str(problem)

@@ -1,15 +1,18 @@
 """From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from . import _agreement, _run
+from . import _agreement, _run, stores
 from ._catalogue import step_number
 from ._checkpoint import Checkpoint, latest_good, listed_again
 from ._directory import Directory
 from ._match import Policy
 from ._processes import Call
+from .stores.local import MANIFEST
+from .stores.looks import look_anew
 
 
 def has_begun(directory: Directory) -> bool:
@@ -39,6 +42,8 @@ def restore(
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.tell(choose)
+        if places and call.index and stores.DISK.stat(os.path.join(places[0][1], MANIFEST)) is None:
+            look_anew(stores.DISK, places[0][1])
         return latest_good(
             history.root,
             places,

@@ -1,6 +1,7 @@
 """Reading everything and reporting all damage."""
 
 import dataclasses
+import errno
 import os
 
 from . import formats, stores
@@ -10,8 +11,15 @@ from ._run import directories
 from ._tracebacks import at_the_caller
 from .errors import CorruptError, NotFoundError, UnsupportedError
 from .formats import Problem
+from .formats.treering import manifest
+from .formats.treering.read import ReplacedError
+from .stores.disk import read_file
 from .stores.local import MANIFEST
+from .stores.looks import look_anew
 from .stores.reading import UnreadableError, reading
+
+_TRIES = 5  # at checking a checkpoint that is replaced meanwhile
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -89,15 +97,40 @@ def _verify(place: str) -> VerifyReport:
 
 def _verify_one(path: str, below: str, found: list[Problem]) -> int:
     """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
-    file = path
+    for _ in range(_TRIES):
+        file = path
+        try:
+            check_known(path)
+            format = formats.detect(stores.DISK, path)
+            file = os.path.join(below, MANIFEST) if format.name == "treering" else path
+            with reading(path):
+                reader = format.open(stores.DISK, path)
+        except CorruptError as error:
+            found.append(Problem(file, (), None, str(error)))
+            return 0
+        problems: list[Problem] = []
+        unsupported: UnsupportedError | None = None
+        try:
+            problems.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
+        except UnsupportedError as error:
+            unsupported = error
+        if not problems or format.name != "treering" or _is_current(path, reader.identity):
+            found.extend(problems)
+            if unsupported:
+                raise unsupported
+            return reader.nbytes
+    raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
+
+
+def _is_current(path: str, identity: str) -> bool:
+    """Whether a checkpoint is the one that was opened, and what its files lack is damage.
+
+    Another host may have replaced it. Raises `ReplacedError` when it was deleted.
+    """
+    look_anew(stores.DISK, path)
     try:
-        check_known(path)
-        format = formats.detect(stores.DISK, path)
-        file = os.path.join(below, MANIFEST) if format.name == "treering" else path
-        with reading(path):
-            reader = format.open(stores.DISK, path)
-    except CorruptError as error:
-        found.append(Problem(file, (), None, str(error)))
-        return 0
-    found.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
-    return reader.nbytes
+        return manifest.xxh3(read_file(stores.DISK, os.path.join(path, MANIFEST))) == identity
+    except (CorruptError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _GONE:
+            raise ReplacedError(f"{path}: it was deleted while it was checked") from None
+        return True

@@ -99,7 +99,6 @@ def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
         "sync_dir c",
         "close tmp",
         "close arrays",
-        "sync_dir c",
         "unlink arrays",
     ]
 

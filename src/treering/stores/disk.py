@@ -14,8 +14,8 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ..errors import CorruptError, UnsafeError
 from . import lfs
@@ -40,9 +40,12 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is f
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
+_TRIES = 5  # at looking up a name that another host gives to something else
 _MOST = 2 << 30
 _FEW = 16 << 20  # bytes that are read whatever they are
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
+
+T = TypeVar("T")
 
 
 def _populates() -> bool:
@@ -62,7 +65,7 @@ class Disk:
     def stat(self, path: str) -> os.stat_result | None:
         """What is at a path, None when nothing is."""
         try:
-            return os.stat(path)
+            return _looked_up_again(lambda: os.stat(path))
         except OSError as error:
             if error.errno not in _NOTHING:
                 raise
@@ -71,7 +74,7 @@ class Disk:
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; none when it does not exist."""
         try:
-            return sorted(os.listdir(path))
+            return sorted(_looked_up_again(lambda: os.listdir(path)))
         except OSError as error:
             if error.errno not in _NOTHING:
                 raise
@@ -168,13 +171,11 @@ class Disk:
 
         It is let go when the file is closed.
         """
-        if fcntl is None:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return False if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES) else None
-        return True
+        return _lock(fd, shared=False)
+
+    def lock_shared(self, fd: int) -> bool | None:
+        """The same of a lock that several may hold, but not beside `lock`: over NFS a reader gets no other."""
+        return _lock(fd, shared=True)
 
     def same_file(self, fd: int, path: str) -> bool:
         """Whether the path is a name of this very file."""
@@ -234,11 +235,15 @@ class Disk:
     # Reading
 
     def open(self, path: str) -> int:
-        """A file open for reading. Raises `CorruptError` for what is none: a pipe would keep us waiting for ever."""
+        """A file open for reading. Raises `CorruptError` for what is none: a pipe would keep us waiting for ever.
+
+        Over NFS a name may lead to what another host has removed or replaced; it is looked up again, and then missing.
+        """
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
         try:
-            fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+            flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+            fd = _looked_up_again(lambda: os.open(path, flags))
         except OSError as error:
             if error.errno in _NO_FILE:
                 raise no_file from None
@@ -321,6 +326,29 @@ def _kind(place: int | str) -> int | None:
     return None if failed else int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
+def _looked_up_again(find: Callable[[], T]) -> T:
+    """What is found by a name. Raises `FileNotFoundError` where another host removes it again and again."""
+    path: Any = None
+    for _ in range(_TRIES):
+        try:
+            return find()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            path = error.filename
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _lock(fd: int, *, shared: bool) -> bool | None:
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES) else None
+    return True
+
+
 def _hard_link(old: str, new: str) -> bool:
     try:
         os.link(old, new, follow_symlinks=os.link not in os.supports_follow_symlinks)
@@ -380,7 +408,12 @@ def read_file(disk: Disk, path: str) -> bytes:
 
     Raises `CorruptError` for what cannot be read any more, and for pointers of git-lfs.
     """
-    with reading(path), opened(disk, path) as fd:
+    with reading(path):
+        return _looked_up_again(lambda: _read_file(disk, path))  # for it may also be replaced while it is open
+
+
+def _read_file(disk: Disk, path: str) -> bytes:
+    with opened(disk, path) as fd:
         if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))

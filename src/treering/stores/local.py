@@ -21,6 +21,7 @@ import xxhash
 from ..errors import CorruptError, ExistsError, NotFoundError, SaveError, UnsupportedError
 from .buffers import aligned
 from .disk import Disk, make_dirs, opened, read_file
+from .looks import look_anew, wait_until, warn_of_no_locks
 from .reading import reading
 
 MANIFEST = "treering.json"
@@ -80,13 +81,23 @@ class Files:
         _alive.add(self)
 
     @classmethod
-    def join(cls, disk: Disk, path: str, token: str, made: Sequence[str]) -> "Files":
-        """Takes part in a save that another process began. Raises `SaveError` when it cannot be seen from here."""
+    def join(
+        cls,
+        disk: Disk,
+        path: str,
+        token: str,
+        made: Sequence[str],
+        *,
+        timeout: float = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> "Files":
+        """Takes part in a save that another process began; `check` raises when that one has failed meanwhile.
+
+        Raises `SaveError` when it cannot be seen from here after so many seconds.
+        """
         marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
-        for _ in range(_TRIES):
-            if disk.stat(marker):
-                return cls(disk, path, token, made)
-            time.sleep(0.05)
+        if wait_until(lambda: disk.stat(marker), lambda: look_anew(disk, path, made), timeout, check):
+            return cls(disk, path, token, made)
         raise SaveError(
             f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
             'system that all processes share; choose one, or save each process\'s own data with processes="this"'
@@ -161,6 +172,7 @@ class Transaction(Files):
                 raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
         check()
         put = self.disk.rename if self._overwrite else self.disk.link
+        replaced = _consists_of(self.disk, self.path, self._removal) if self._overwrite else []
         try:
             put(self._temporary, self._manifest)
         except OSError as error:
@@ -187,6 +199,8 @@ class Transaction(Files):
                     self.disk.unlink(self._temporary)
         self.close()
         if self._overwrite:
+            with _logged(self.path):  # the files of the one that was replaced, which takes no lock: no save has them
+                _remove(self.disk, self.path, replaced)
             clean(self.disk, self.path, self._removal)
 
     def abort(self) -> None:
@@ -266,7 +280,10 @@ def _remove_leftovers(disk: Disk, path: str, removal: Removal) -> None:
             file = os.path.join(path, name)
             with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
                 # Asked again under the lock: now no living writer can commit this file any more.
-                if disk.lock(fd) is True and name in left_over():
+                free = disk.lock_shared(fd)
+                if free is None:
+                    warn_of_no_locks(path)
+                if free and name in left_over():
                     if not synced:  # the manifest that no longer names it must outlive a power cut
                         disk.sync_dir(path)
                         synced = True
@@ -284,7 +301,7 @@ def _in_a_living_save(disk: Disk, path: str, name: str) -> bool:
         return False
     try:
         with opened(disk, os.path.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp")) as fd:
-            return disk.lock(fd) is False
+            return disk.lock_shared(fd) is False
     except FileNotFoundError:
         return False
 
@@ -309,22 +326,44 @@ def withdraw(disk: Disk, path: str, removal: Removal) -> Callable[[], None]:
     """
     manifest = os.path.join(path, MANIFEST)
     removal.check_removable(disk, path)
-    try:
-        names = list(removal.file_names(read_file(disk, manifest)))
-    except (CorruptError, FileNotFoundError):
-        names = []  # cleaning up finds its files once it has no manifest
+    names = _consists_of(disk, path, removal)
     with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
         disk.unlink(manifest)
 
     def remove() -> None:
         with contextlib.suppress(FileNotFoundError):  # and has removed the directory as well
             disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                disk.unlink(os.path.join(path, name))
+        _remove(disk, path, names)
         clean(disk, path, removal, remove_empty=True)
 
     return remove
+
+
+def _consists_of(disk: Disk, path: str, removal: Removal) -> list[str]:
+    """The files that a manifest names, and the metrics that were added to it.
+
+    None when it cannot be read: cleaning up finds them once it is gone.
+    """
+    try:
+        data = read_file(disk, os.path.join(path, MANIFEST))
+        added = f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
+        return [*removal.file_names(data), *(name for name in disk.list(path) if name.startswith(added))]
+    except (CorruptError, UnsupportedError, OSError):
+        return []
+
+
+def _remove(disk: Disk, path: str, names: Iterable[str]) -> None:
+    """Removes what a manifest consisted of that is gone, durably: no writer can commit these files any more."""
+    failed: OSError | None = None
+    for name in names:
+        try:
+            disk.unlink(os.path.join(path, name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = failed or error
+    if failed:
+        raise failed
 
 
 def pinned(disk: Disk, path: str) -> bool:

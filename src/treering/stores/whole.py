@@ -195,7 +195,7 @@ def _remove_unlocked(disk: Disk, path: str) -> None:
         return
     fd = disk.open_dir(path) if is_dir(path) else disk.open(path)
     try:
-        if disk.lock(fd) is True:
+        if (disk.lock(fd) if is_dir(path) else disk.lock_shared(fd)) is True:
             _remove(disk, path)
     finally:
         disk.close(fd)

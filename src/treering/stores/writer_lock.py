@@ -19,6 +19,7 @@ NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1
 _OWN = 4096  # bytes that no file of this version has
 _MOST = 1 << 20  # bytes of it that are read
+_log = logging.getLogger("treering")
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 _log = logging.getLogger("treering")
 _taking = threading.RLock()  # within this process one lock is taken, or taken over, at a time
@@ -96,13 +97,14 @@ class WriterLock:
         made: list[str] = []
         try:
             fd = self._locked(path, made)
+            with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
+                self._disk.truncate(fd, 0)
+                self._disk.write(fd, memoryview(_word()), 0)
+            self._disk.sync(fd)  # or other hosts would not see it
         except BaseException:
             _give_back(self._disk, self._held)
             _remove_empty(self._disk, made)
             raise
-        with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
-            self._disk.truncate(fd, 0)
-            self._disk.write(fd, memoryview(_word()), 0)
 
     def _locked(self, path: str, made: list[str]) -> int:
         """The open file, locked; the directories that were missing are added to `made`."""
@@ -110,10 +112,18 @@ class WriterLock:
             make_dirs(self._disk, self._run, made)
             fd = self._disk.open_shared(path)
             try:
-                if self._disk.lock(fd) is False:
+                locked = self._disk.lock(fd)
+                if locked is False:
                     raise ExistsError(
                         f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
-                        "choose another run (reading needs no Checkpointer: treering.open, treering.follow)"
+                        "choose another run (reading needs no Checkpointer: treering.open, treering.follow). If its "
+                        f"host is dead, a server may keep the lock for ever (NFSv3 does): then remove {path}"
+                    )
+                if locked is None:
+                    _log.warning(
+                        "%s: another job may write this run at the same time, which would harm both: files cannot be "
+                        "locked on this file system; mount it with locks (Lustre: -o flock)",
+                        self._run,
                     )
                 self._held.append(_Held(fd, path, made))
                 if self._disk.same_file(fd, path):

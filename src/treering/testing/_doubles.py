@@ -20,10 +20,10 @@ from ..formats.foreign import ForeignReader
 from ..stores.disk import PAGE, Disk
 
 _LOOKING = (
-    *("stat", "list", "lock", "same_file", "close", "open", "open_dir"),
+    *("stat", "list", "lock", "lock_shared", "same_file", "close", "open", "open_dir"),
     *("size", "has_holes", "read", "map", "populate", "is_local"),
 )
-_ANSWERS = {"lock": None, "is_local": False}  # what those say that turn errors into answers
+_ANSWERS = {"lock": None, "lock_shared": None, "is_local": False}  # what those say that turn errors into answers
 
 
 class QuickDisk(Disk):

@@ -160,8 +160,8 @@ def _in_threads(path: Path, disk: RecordingDisk) -> None:
 
 
 def _without_locks(path: Path, disk: RecordingDisk) -> None:
-    """Nothing is tidied up, for nobody can tell what is left over."""
-    disk.lock = lambda fd: None
+    """Nobody can tell what killed saves have left; what is replaced goes all the same."""
+    disk.lock = disk.lock_shared = lambda fd: None
     saving("old", "new")(path, disk)
 
 

@@ -26,6 +26,7 @@ from ...errors import SaveError
 from ...stores.buffers import aligned, round_up
 from ...stores.disk import Disk
 from ...stores.local import Files, Transaction
+from ...stores.looks import look_anew, wait_until
 from . import layout, manifest, removal
 from .layout import ArrayFile
 from .manifest import BLOCK
@@ -79,7 +80,7 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
         listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
         data = _manifest(job, pieces, listed, [[first for _, first in report] for report in reports])
         try:
-            files.commit(data, lambda: _check_visible(disk, job.path, listed[1:]))
+            files.commit(data, lambda: _check_visible(disk, job.path, listed[1:], call.timeout))
         except SaveError as error:
             if not files.committed:
                 raise
@@ -91,7 +92,7 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
         call.doing("planning")
         token, made = call.tell(begin)
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
-        files = files or Files.join(disk, job.path, token, made)
+        files = files or Files.join(disk, job.path, token, made, timeout=call.timeout, check=call.check)
         with paused():
             pieces = _shares.pieces(job.content.entries, feed.sources, job.shares, call.index)
             if job.shares is not None:
@@ -175,12 +176,18 @@ def _manifest(
     )
 
 
-def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]]) -> None:
-    """The files that other processes say they wrote, seen from process 0."""
+def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
+    """The files that other processes say they wrote, seen from process 0; over a network that may take a while."""
     for process, files in enumerate(listed, 1):
         for file in files:
-            found = disk.stat(os.path.join(path, file.name))
-            if found is None or found.st_size != file.size:
+            name, found = os.path.join(path, file.name), None
+
+            def whole(name: str = name, size: int = file.size) -> bool:
+                nonlocal found
+                found = disk.stat(name)
+                return found is not None and found.st_size == size
+
+            if not wait_until(whole, lambda: look_anew(disk, path), timeout):
                 raise SaveError(
                     f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
                     f"{'nothing' if found is None else found.st_size}; do all processes see the same file system?"
