@@ -198,8 +198,10 @@ def test_what_cannot_be_read_is_never_returned(
             assert double in ("short", "gone") or os.strerror(disk.code) in str(error)  # noqa: PT017
             del error
         else:
-            fell_back += found["n"] == 1
-            assert_is(found, 1 if found["n"] == 1 and double != "other" else 4)
+            # A directory that is closed is no step.
+            closed = disk.code == errno.EACCES and disk.failed == ["stat"] if double == "other" else False
+            fell_back += found["n"] == 1 and not closed
+            assert_is(found, 1 if found["n"] == 1 and (double != "other" or closed) else 4)
             del found
         assert_no_more_descriptors(before)
         if not (disk.failed if codes else disk.shortened):

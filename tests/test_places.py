@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import refusing
 import treering as tr
+from treering.errors import NotFoundError, UnsupportedError
 from treering.stores import buffers, looks
 from treering.stores.disk import Disk
 
@@ -81,13 +83,14 @@ class Closed(Disk):
         return super().list(path)
 
 
-def test_what_cannot_be_looked_into_and_has_no_steps_name_is_none(
-    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]
+def test_what_cannot_be_looked_into_is_no_step(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
+    looks.warn_of_closed.cache_clear()
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
             ckpts.save(step, {"n": step})
-    closed = ("lost+found", "data", "streaming_state", "checkpoint_x")
+    closed = ("lost+found", "data", "streaming_state", "checkpoint_x", "checkpoint_7", "7", "step-00000007", "x7")
     for name in closed:
         (tmp_path / name).mkdir()
     use_disk(Closed(*closed))
@@ -98,10 +101,58 @@ def test_what_cannot_be_looked_into_and_has_no_steps_name_is_none(
         assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
         ckpts.save(8, {"n": 8})
     assert tr.steps(tmp_path) == [1, 2, 8]
-    (tmp_path / "step-00000009").mkdir()  # which may be the newest step: nobody goes on behind it
-    use_disk(Closed("step-00000009"))
-    with pytest.raises(PermissionError):
-        tr.restore(tmp_path)
+    assert tr.verify(tmp_path).ok and tr.open(tmp_path).step == 8
+    for name in closed[4:]:  # and once is enough
+        assert caplog.text.count(f"/{name}: it cannot be looked into (Permission denied)") == 1, name
+
+
+def test_a_run_of_which_no_step_can_be_looked_into_is_not_begun_anew(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]
+) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"n": step})
+    use_disk(Closed("step-00000001", "step-00000002"))
+    assert tr.steps(tmp_path) == []
+    with tr.Checkpointer(tmp_path) as ckpts:
+        with pytest.raises(UnsupportedError, match=r"step-00000001: .*cannot be looked into \(Permission denied\)"):
+            ckpts.restore_or_init(lambda: {"n": 0})
+        with pytest.raises(NotFoundError):
+            ckpts.restore()
+        for call in (ckpts.delete, ckpts.pin, ckpts.open, lambda step: ckpts.restore(step=step)):
+            with pytest.raises(NotFoundError, match="cannot be looked into"):
+                call(2)
+    use_disk(Disk())
+    with tr.Checkpointer(tmp_path) as ckpts:
+        assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another")
+@pytest.mark.slow
+def test_a_volume_of_which_root_has_closed_folders() -> None:
+    """Real directories that are closed to the job, which is not root; others may not enter the directory of a test."""
+    code = """
+import os, sys
+import treering as tr
+def use(run):
+    with tr.Checkpointer(run, keep=tr.keep.last(2)) as ckpts:
+        for step in (8, 9, 10):
+            ckpts.save(step, {"n": step})
+    with tr.Checkpointer(run) as ckpts:
+        assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 10}, 10)
+    assert tr.steps(run) == [9, 10] and tr.restore(run) == {"n": 10} and tr.open(run).step == 10 and tr.verify(run).ok
+    assert [ckpt.step for ckpt in tr.follow(run, timeout=0)] == [9, 10]
+use(sys.argv[1] + "/as-root")  # and all is imported
+os.setgid(65534); os.setuid(65534)
+use(sys.argv[1])
+"""
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("lost+found", "7", "checkpoint_7", "step-00000007"):
+            os.mkdir(f"{place}/{name}", mode=0o700)
+        os.chmod(place, 0o777)
+        done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("lost+found") == 0 and done.stderr.count("step-00000007: it cannot be looked into") == 1
 
 
 class LocksAsOverNFS(Disk):

@@ -138,6 +138,7 @@ class Directory:
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:
         if (number := step_number(step)) not in committed:
+            _run.check_open(self._own_path(number), NotFoundError)
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
         return committed[number]

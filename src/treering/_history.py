@@ -14,12 +14,13 @@ from .formats.treering import manifest, validity
 from .keep import Saved
 from .stores.disk import read_file
 from .stores.local import MANIFEST
+from .stores.looks import warn_of_closed
 from .stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
 _Signature = tuple[int, int, int]  # of a step's directory: where a file is replaced or added, it is another
-_Verdict = Saved | Literal["damaged", "unsupported", "gone"]
+_Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
 
 
 class History:
@@ -101,7 +102,7 @@ class History:
             with self._lock:
                 self._known[step] = signature, verdict
                 self._damaged[step] = read
-        elif time.time() - signature[1] / 1e9 > _SETTLED:  # or it is looked at again
+        elif verdict != "closed" and time.time() - signature[1] / 1e9 > _SETTLED:  # or it is looked at again
             with self._lock:
                 self._known[step] = signature, verdict
         return verdict
@@ -137,6 +138,9 @@ def _read(step: int, path: str) -> _Verdict:
         return "unsupported"
     except FileNotFoundError:
         return "gone"  # deleted by somebody else since it was listed
+    except PermissionError as error:  # and is asked again: somebody may let us in
+        warn_of_closed(path, error.strerror)
+        return "closed"
 
 
 def _log_unsupported(step: int, error: UnsupportedError) -> None:

@@ -16,10 +16,14 @@ from .stores.looks import look_anew
 
 
 def has_begun(directory: Directory) -> bool:
-    """Whether there is a step. Raises `MismatchError` when the directory is one checkpoint, and so no run."""
+    """Whether there is a step.
+
+    Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when nobody can
+    tell: its steps cannot be looked into.
+    """
     if directory.all_steps():
         return True
-    _run.check_new(directory.history.root)
+    _run.check_new(directory.history.root, directory.history.prefix)
     return False
 
 

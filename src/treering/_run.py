@@ -11,7 +11,8 @@ from . import formats, stores
 from ._catalogue import EXACT as MAX_STEP
 from ._paths import absolute, few
 from ._tracebacks import at_the_caller
-from .errors import MismatchError
+from .errors import MismatchError, TreeringError, UnsupportedError
+from .stores import looks
 from .stores.local import MANIFEST
 from .stores.reading import UnreadableError, reading
 
@@ -41,7 +42,7 @@ def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
 
     A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
     ``step-``; where no step has it, whatever stands before the eight digits or more of all names. Raises
-    `MismatchError` when these begin in several ways.
+    `MismatchError` when these begin in several ways. One that cannot be looked into does not count.
     """
     with reading(run):
         names = stores.DISK.list(run)
@@ -64,12 +65,16 @@ def _committed(run: str, names: Sequence[str], prefix: str) -> list[tuple[int, s
 
 
 def _is_committed(run: str, name: str) -> bool:
+    """Whether there is a manifest. What cannot be looked into is no step, and the log says so once."""
     manifest = os.path.join(run, name, MANIFEST)
     try:
         with reading(manifest):
             found = stores.DISK.stat(manifest)
     except UnreadableError:
         return True  # a damaged step, which is found when it is opened
+    except PermissionError as error:
+        looks.warn_of_closed(os.path.join(run, name), error.strerror)
+        return False
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
@@ -108,12 +113,28 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     return sorted({step for step, _ in own} | set(foreign))
 
 
-def check_new(run: str) -> None:
+def check_open(path: str, kind: type[TreeringError]) -> None:
+    """Raises an error of this kind for a directory that has a step's name and cannot be looked into."""
+    try:
+        stores.DISK.stat(os.path.join(path, MANIFEST))
+    except PermissionError as error:
+        raise kind(
+            f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
+            "one to go on from; see to it that it can be read, or go on in another run"
+        ) from error
+
+
+def check_new(run: str, prefix: str) -> None:
     """Of a directory without steps: raises `MismatchError` when it is a checkpoint itself, for then it is no run.
+
+    Raises `UnsupportedError` when there are directories of steps into which this process cannot look.
 
     What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
     """
     disk = stores.DISK
+    for name in disk.list(run):
+        if parse(name, prefix) is not None:
+            check_open(os.path.join(run, name), UnsupportedError)
     format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
     weights = format == "safetensors" or (format == "flax" and os.path.isdir(run))  # to begin with, beside the steps
     if format is not None and not weights:

@@ -18,6 +18,7 @@ from .._tree import Skeleton
 from ..errors import MismatchError, UnsupportedError
 from ..stores import lfs
 from ..stores.disk import Disk
+from ..stores.looks import warn_of_closed
 from ..stores.reading import UnreadableError, reading
 from . import kinds
 
@@ -262,6 +263,21 @@ def may_be_file(disk: Disk, path: str) -> bool:
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
+def _steps(format: Format, disk: Disk, folder: str, listed: Sequence[str]) -> dict[int, str]:
+    """The steps of one format, without what cannot be looked into."""
+    try:
+        return format.steps(disk, folder, listed)
+    except PermissionError:
+        open_ones: list[str] = []
+    for name in listed:
+        try:
+            format.steps(disk, folder, [name])
+            open_ones.append(name)
+        except PermissionError as error:
+            warn_of_closed(os.path.join(folder, name), error.strerror)
+    return format.steps(disk, folder, open_ones)
+
+
 def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
     found: dict[int, str] = {}
@@ -269,5 +285,5 @@ def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[in
         listed = [name for name in disk.list(folder) if name not in ours]
         for name in names():
             if name != "treering":
-                found = {**get(name).steps(disk, folder, listed), **found}
+                found = {**_steps(get(name), disk, folder, listed), **found}
     return {step: os.path.join(folder, name) for step, name in found.items()}
