@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -211,3 +212,44 @@ def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_s
             tr.record(tmp_path / "run", step, {"loss": 1.0})
     assert sorted(os.listdir(tmp_path / "run")) == ["step-00000003"]
     assert "another job" in caplog.text and caplog.text.count("cannot be locked") == 2
+
+
+def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib.Path) -> None:
+    before = os.umask(0o002)
+    try:
+        code = "import os, signal, sys, treering as tr; c = tr.Checkpointer(sys.argv[1]); c.save(1, {'n': 1}); c.wait()"
+        subprocess.run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), signal.SIGKILL)", str(tmp_path / "run")])
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes.pop("run/writer.lock") == 0o664
+    for name, mode in modes.items():  # what never changes is never written again, and a directory's modes say the rest
+        assert mode == (0o775 if "." not in name else 0o444), (name, oct(mode))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be two others")
+@pytest.mark.slow
+def test_two_colleagues_one_after_the_other() -> None:
+    code = """
+import os, signal, sys
+import treering as tr
+with tr.Checkpointer(sys.argv[1] + "/warm", keep=tr.keep.last(1)) as ckpts:
+    ckpts.save(1, {"n": 1}), ckpts.save(2, {"n": 2})
+    ckpts.restore()
+os.umask(0o002); os.setgroups([]); os.setgid(54321); os.setuid(int(sys.argv[2]))
+ckpts = tr.Checkpointer(sys.argv[1] + "/run", keep=tr.keep.last(1))
+state, step = ckpts.restore_or_init(lambda: {"n": 0})
+assert state == {"n": step}
+ckpts.save(step + 1, {"n": step + 1}).result()
+ckpts.pin(step + 1), ckpts.unpin(step + 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with tempfile.TemporaryDirectory() as place:
+        os.chown(place, 0, 54321)
+        os.chmod(place, 0o2775)
+        for n, user in enumerate(("50001", "50002", "50001")):
+            run = [sys.executable, "-c", code, place, user]
+            done = subprocess.run(run, capture_output=True, text=True, check=False)
+            assert done.returncode == -9, done.stderr[-3000:]
+            assert tr.steps(f"{place}/run")[-1] == n + 1
+            shutil.rmtree(f"{place}/warm")

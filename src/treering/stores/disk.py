@@ -161,10 +161,11 @@ class Disk:
     def open_shared(self, path: str) -> int:
         """A small file for reading and writing that outlives its writers; it is made when there is none.
 
+        Who may write it the umask says, as of the directory that it lies in: a colleague may go on after a killed job.
         A link is not followed: what it leads to is not ours to write over.
         """
         extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
-        return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o644)
+        return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o666)
 
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.
