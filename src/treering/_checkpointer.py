@@ -118,7 +118,9 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         """What it is doing; nothing is read for it."""
-        saving = [f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)]
+        saving = [
+            f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)
+        ]
         state = [
             *([] if self._restored is None else [f"restored step {self._restored}"]),
             *saving,

@@ -253,6 +253,14 @@ def accepts(format: Format, disk: Disk, path: str) -> bool:
         return True
 
 
+def is_step(format: Format, disk: Disk, path: str) -> bool:
+    """The same, of a directory that is called like a step. Raises `PermissionError` when it cannot be looked into."""
+    if accepts(format, disk, path):
+        return True
+    disk.stat(os.path.join(path, "."))
+    return False
+
+
 def may_be_file(disk: Disk, path: str) -> bool:
     """Whether a regular file is at a path, or what cannot be looked at, which is found when it is opened."""
     try:

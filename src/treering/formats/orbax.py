@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk, read_file
 from ..stores.reading import refusal
-from . import Reader, accepts, get
+from . import Reader, get, is_step
 from .msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
@@ -85,7 +85,7 @@ class Orbax:
         runs: dict[str, dict[int, str]] = {}
         for name in names:
             found = STEP.fullmatch(name)
-            if found and accepts(self, disk, os.path.join(folder, name)):
+            if found and is_step(self, disk, os.path.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})

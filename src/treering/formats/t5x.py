@@ -13,7 +13,7 @@ from typing import Any
 
 from ..stores.disk import Disk
 from ..stores.reading import refusal
-from . import Reader, accepts, may_be_file
+from . import Reader, is_step, may_be_file
 from .msgpack import MAP, STR, beginning, tokens
 
 FILE = "checkpoint"
@@ -72,7 +72,7 @@ class T5X:
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), os.path.join(folder, name)
-            if found and accepts(self, disk, path) and may_be_file(disk, os.path.join(path, FILE)):
+            if found and is_step(self, disk, path) and may_be_file(disk, os.path.join(path, FILE)):
                 steps.setdefault(int(found[1]), name)
         return steps
 
