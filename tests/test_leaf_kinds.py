@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
@@ -379,16 +381,39 @@ def test_an_empty_key_does_not_hide_its_siblings_in_a_selection(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "keys",
-    [[1, -1, 2**70, 10], [True, False], [1.0, -2.5, 1e300, float("inf")], [b"", b"a/~", b"\xff\0"], [1, 1.5, False]],
-    ids=["int", "bool", "float", "bytes", "mixed"],
+    [
+        *(
+            [1, -1, 2**70, 10],
+            [True, False],
+            [1.0, -2.5, 1e300, float("inf")],
+            [b"", b"a/~", b"\xff\0"],
+            [1, 1.5, False],
+        ),
+        [("a", "b"), ("a, b",), ("a', 'b",), ("a\\', \\'b",), ("a",), (), ("a/~",), ("ä\n\u0378",)],
+        [(0, -1), (2**70, 1.5), (True, 0), (1.0, False), (3,)],
+    ],
+    ids=["int", "bool", "float", "bytes", "mixed", "tuples of text", "tuples of numbers"],
 )
 def test_dict_keys_that_are_not_text(tmp_path: Path, keys: list[Any]) -> None:
     tree = {"a": {key: np.full(2, n) for n, key in enumerate(keys)}}
     assert_survives_plainly(tmp_path, tree)
 
 
+def test_a_tuple_as_a_key_is_called_in_files_of_others_what_they_call_it(tmp_path: Path) -> None:
+    tree = {("a", "b/c"): np.ones(2), ("a", "b/d"): np.zeros(2), ("e",): np.arange(3)}
+    (tmp_path / "flax.msgpack").write_bytes(flax.serialization.to_bytes(tree))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", tree)
+    for format in ("flax", "t5x", "orbax", "safetensors"):
+        tr.save(tmp_path / f"ours.{format}", tree, format=format)
+    assert_same(flax.serialization.from_bytes(tree, (tmp_path / "ours.flax").read_bytes()), tree)
+    for path in tmp_path.iterdir():
+        assert list(tr.open(path)) == ["('a', 'b~1c')", "('a', 'b~1d')", "('e',)"], path
+        assert_same(tr.restore(path, like=tree), tree)
+
+
 def test_keys_that_compare_equal_are_not_mixed_up_between_saves(tmp_path: Path) -> None:
-    for n, key in enumerate([1, True, 1.0, 0, False, 0.0, -0.0]):
+    for n, key in enumerate([1, True, 1.0, 0, False, 0.0, -0.0, (1,), (True,), (1.0,)]):
         tr.save(tmp_path / str(n), {"a": {key: np.ones(2)}})
         found = tr.restore(tmp_path / str(n))
         assert [*map(repr, found["a"])] == [repr(key)]
@@ -733,7 +758,9 @@ def test_containers_of_one_path_below_two_names_are_refused(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("key", [None, (1, 2), np.int64(1), np.str_("a"), "\ud800", type("Name", (str,), {})("a")])
+@pytest.mark.parametrize(
+    "key", [None, ((1, 2),), (1, None), (b"a",), np.int64(1), np.str_("a"), "\ud800", type("Name", (str,), {})("a")]
+)
 def test_a_key_that_no_path_can_name_is_refused_with_its_place(tmp_path: Path, key: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"in/0: .*key"):
         tr.save(tmp_path / "a", {"in": [{key: np.ones(1)}], "ok": np.ones(1)})

@@ -73,6 +73,19 @@ def _value(x: Any) -> Any:
     return data.dtype, data.tobytes()
 
 
+def test_the_optimizers_of_jax_itself(tmp_path: Path) -> None:
+    """Their `OptimizerState` is a named tuple that is registered with children of its own."""
+    from jax.example_libraries import optimizers
+
+    for init, update, get in (optimizers.adam(1e-3), optimizers.momentum(1e-2, 0.9), optimizers.sgd(1e-2)):
+        state = update(0, jax.tree.map(jnp.cos, params()), init(params()))
+        shapes = jax.eval_shape(lambda state=state: state)
+        for restored, from_shapes in every_way(tmp_path, (1, state), (0, state), (0, shapes)):
+            assert_same(restored, (1, state))
+            assert_same(from_shapes, (1, state))
+            assert_same(*[get(update(1, params(), one)) for one in (restored[1], state)])
+
+
 def test_a_state_of_empty_states_alone(tmp_path: Path) -> None:
     state = optax.chain(optax.clip(1.0), optax.identity(), optax.scale(2.0)).init(params())
     assert not jax.tree.leaves(state)

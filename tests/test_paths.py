@@ -29,16 +29,36 @@ def test_components_survive_joining_and_splitting(components: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("key", "text"),
-    [("a/b", "a~1b"), ("a~b", "a~0b"), ("~1", "~01"), (1, "1"), (True, "True"), (0.5, "0.5"), (b"\xff/", "\\xff~1")],
+    [
+        ("a/b", "a~1b"),
+        ("a~b", "a~0b"),
+        ("~1", "~01"),
+        (1, "1"),
+        (True, "True"),
+        (0.5, "0.5"),
+        (b"\xff/", "\\xff~1"),
+        (("a", 1), "('a', 1)"),
+        (("/",), "('~1',)"),
+        ((), "()"),
+    ],
 )
 def test_keys_are_escaped_as_in_json_pointer(key: object, text: str) -> None:
     assert _paths.key_text(key) == text
 
 
-@pytest.mark.parametrize("key", [None, (1, 2), "\ud800", object()])
+@pytest.mark.parametrize("key", [None, (1, (2,)), ("\ud800",), (b"",), "\ud800", object()])
 def test_other_keys_are_refused(key: object) -> None:
     with pytest.raises(UnsupportedError):
         _paths.key_text(key)
+
+
+parts = texts | st.integers() | st.booleans() | st.floats(allow_nan=False)
+
+
+@given(*[st.lists(parts, max_size=3).map(tuple)] * 2)
+def test_tuples_as_keys_stay_apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
+    same = [(type(part), repr(part)) for part in a] == [(type(part), repr(part)) for part in b]
+    assert (_paths.key_text(a) == _paths.key_text(b)) == same
 
 
 @pytest.mark.parametrize(

@@ -134,14 +134,48 @@ def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:
 
 
 def test_keys_of_other_types_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"the key \(1, 2\) is a tuple"):
-        _tree.walk({"a": {(1, 2): 3}})
+    with pytest.raises(UnsupportedError, match=r"the key frozenset\(\{1\}\) is a frozenset; keys may be str"):
+        _tree.walk({"a": {frozenset([1]): 3}})
+    with pytest.raises(UnsupportedError, match=r"the key \('a', None\) has a NoneType in it; .* a tuple of"):
+        _tree.walk({"a": {("a", None): 3}})
 
 
 @pytest.mark.parametrize(
     "skeleton",
-    [[], [0, 0], [_tree.Node("list", "", 2), 0], [_tree.Node("dict", "", [[1]]), 0]],
+    [
+        [],
+        [0, 0],
+        [_tree.Node("list", "", 2), 0],
+        [_tree.Node("dict", "", [[1]]), 0],
+        [_tree.Node("dict", "", [["tuple", [["tuple", []]]]]), 0],
+    ],
 )
 def test_a_skeleton_that_does_not_add_up_is_corrupt(skeleton: Any) -> None:
     with pytest.raises(CorruptError):
         _tree.build(skeleton, [1])
+
+
+Swapped = collections.namedtuple("Swapped", "first second")  # children of its own, in an order of its own
+jax.tree_util.register_pytree_with_keys(
+    Swapped,
+    lambda s: (((jax.tree_util.GetAttrKey("second"), s.second), (jax.tree_util.GetAttrKey("first"), s.first)), None),
+    lambda _, children: Swapped(*reversed(children)),
+)
+Packed = collections.namedtuple("Packed", "state about")
+jax.tree_util.register_pytree_node(
+    Packed, lambda p: ((p.state,), p.about), lambda about, children: Packed(*children, about)
+)
+
+
+def test_namedtuples_may_have_registered_children_of_their_own() -> None:
+    tree = {"swapped": Swapped(1, 1), "packed": Packed({"x": 2}, "static"), "plain": Point(3, 4)}
+    walked = _tree.walk(tree)
+    assert dict(zip(walked.paths, walked.leaves, strict=True)) == {
+        **{"swapped/second": 1, "swapped/first": 1, "packed/0/x": 2},
+        **{"plain/x": 3, "plain/y": 4},
+    }
+    assert _tree.build(walked.skeleton, walked.leaves) == {
+        "swapped": {"second": 1, "first": 1},
+        "packed": [{"x": 2}],
+        "plain": {"x": 3, "y": 4},
+    }

@@ -32,7 +32,21 @@ def key_text(key: object) -> str:
         return str(key)
     if type(key) is bytes:
         return key_text(key.decode("utf-8", "backslashreplace"))
-    raise UnsupportedError(f"the key {key!r} is a {type(key).__name__}; keys may be str, int, bool, float or bytes")
+    what = f"is a {type(key).__name__}"
+    if type(key) is tuple:
+        parts = [_quoted(part) if type(part) is str else str(part) for part in key]
+        odd = [part for part in key if type(part) not in (str, int, bool, float)]
+        if not odd:
+            return key_text(f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})")
+        what = f"has a {type(odd[0]).__name__} in it"
+    raise UnsupportedError(
+        f"the key {key!r:.100} {what}; keys may be str, int, bool, float, bytes, or a tuple of str, int, bool and float"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Text as Python writes it within a tuple, but with two escapes alone, which do not depend on Python's release."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def key_texts(keys: Sequence[object]) -> list[str]:

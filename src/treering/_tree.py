@@ -5,7 +5,7 @@ a recursive parser. A leaf is 0 in it.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -181,14 +181,24 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
         return Node("list" if kind is list else "tuple", "", len(keys)), [str(i) for i in range(len(keys))]
     name = "" if kind is dict else kind.__name__
     fields = getattr(value, "_fields", None)
-    if isinstance(value, tuple) and fields is not None:
-        # Named here, since the registry (jaxlib 0.10) repeats the first field's name for all.
+    if isinstance(value, tuple) and fields is not None and _are_fields(keys, fields):
         return Node("namedtuple", name, list(fields)), fields
     if keys and all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys):
         return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
     plain = [_plain_key(key) for key in keys]
     of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))
     return Node("dict" if of_dict else "object", name, [encode_key(k) for k in plain]), [key_text(k) for k in plain]
+
+
+def _are_fields(keys: Sequence[Any], fields: Sequence[str]) -> bool:
+    """Whether children are the fields of a named tuple, which may be registered with children of its own."""
+    from jax.tree_util import GetAttrKey
+
+    if len(keys) != len(fields) or not all(isinstance(key, GetAttrKey) for key in keys):
+        return False
+    names = [key.name for key in keys]
+    # The registry (jaxlib 0.10) repeats the first field's name for all.
+    return names == list(fields) or names == list(fields[:1]) * len(fields)
 
 
 def _plain_key(key: Any) -> Any:
@@ -205,14 +215,18 @@ def encode_key(key: Any) -> Any:
     if type(key) is str:
         return key
     key_text(key)  # refuses other types by name
+    if type(key) is tuple:
+        return ["tuple", [encode_key(part) for part in key]]
     kind, value = encode(key)
     return value if kind == "bool" or type(value) is int else [kind, value]
 
 
-def _decode_key(key: Any) -> Any:
+def _decode_key(key: Any, kinds: Collection[str] = ("int", "float", "bytes", "tuple")) -> Any:
     if isinstance(key, str | bool) or (isinstance(key, int) and abs(key) <= EXACT):
         return key
-    if isinstance(key, list) and len(key) == 2 and key[0] in ("int", "float", "bytes"):
+    if isinstance(key, list) and len(key) == 2 and key[0] in kinds:
+        if key[0] == "tuple" and isinstance(key[1], list):
+            return tuple(_decode_key(part, ("int", "float")) for part in key[1])
         found = decode(*key)
         if encode_key(found) == key or key[0] == "float":  # one way to write each, but 1 is as good as 1.0
             return found
