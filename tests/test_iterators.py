@@ -1,8 +1,11 @@
 """Data iterators as leaves."""
 
 import base64
+import collections
 import itertools
 import pathlib
+import random
+import signal
 from typing import Any
 
 import grain
@@ -95,6 +98,96 @@ def test_a_numpy_generator_of_the_old_kind_is_one_too(tmp_path: pathlib.Path) ->
     other = np.random.RandomState(0)
     tr.restore(tmp_path / "c", like={"rng": other})
     assert (other.rand(5) == expected).all()
+
+
+GENERATORS = {
+    "PCG64": (lambda seed: np.random.default_rng(seed), lambda rng: rng.normal(size=5).tolist()),
+    "MT19937": (
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        lambda rng: rng.integers(9, size=5).tolist(),
+    ),
+    "Philox": (lambda seed: np.random.Generator(np.random.Philox(seed)), lambda rng: rng.bytes(5)),
+    "SFC64, its bits": (lambda seed: np.random.SFC64(seed), lambda bits: bits.random_raw(5).tolist()),
+    "Python": (random.Random, lambda rng: [rng.gauss(0, 1) for _ in range(5)]),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_random_numbers_go_on(tmp_path: pathlib.Path, kind: str) -> None:
+    make, draw = GENERATORS[kind]
+    rng = make(3)
+    draw(rng)
+    tr.save(tmp_path / "c", {"rng": rng, "w": np.ones(1)})
+    expected = draw(rng)
+    for other in (make(3), make(0)):
+        draw(other), draw(other)
+        assert tr.restore(tmp_path / "c", like={"rng": other, "w": np.ones(1)})["rng"] is other
+        assert draw(other) == expected
+    with pytest.raises(MismatchError, match="rng: this Stateful does not take the state that was saved"):
+        tr.restore(tmp_path / "c", like={"rng": Stateful(), "w": np.ones(1)})
+
+
+def test_what_a_numpy_generator_spawns_is_not_spawned_again(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(3)
+    rng.spawn(2)
+    tr.save(tmp_path / "c", {"rng": rng})
+    expected = rng.spawn(1)[0].random()
+    for other, drawn in ((np.random.default_rng(3), 0), (np.random.default_rng(3), 2)):
+        other.spawn(drawn) if drawn else None
+        tr.restore(tmp_path / "c", like={"rng": other})
+        assert other.spawn(1)[0].random() == expected
+    assert "spawned" not in caplog.text
+    tr.restore(tmp_path / "c", like={"rng": other})
+    assert "had spawned 2 others when it was saved and has now spawned 3" in caplog.text
+
+
+def test_a_generator_does_not_take_the_state_of_another_kind(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"rng": np.random.default_rng(3)})
+    other = np.random.Generator(np.random.Philox(3))
+    with pytest.raises(MismatchError, match=r"rng: this Generator does not take .* saved: .*Philox"):
+        tr.restore(tmp_path / "c", like={"rng": other})
+
+
+def _python_generator() -> Any:
+    yield 1
+
+
+class _Dataset:  # such as those of TensorFlow, PyTorch and Hugging Face, which need not be installed
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")  # of JAX, about generators
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            _python_generator(),
+            "generator; an iterator needs the methods get_state and set_state, or state_dict and load",
+        ),
+        (itertools.count(), "count; an iterator needs the methods get_state"),
+        (iter([1]), "list_iterator; an iterator needs the methods get_state"),
+        (
+            grain.MapDataset.range(5),
+            r"MapDataset; put iter\(…\) of it into the tree, if that has the methods get_state",
+        ),
+        (_Dataset(), r"_Dataset; put iter\(…\) of it into the tree"),
+        ({1}, "set; convert it to an array"),
+        (signal.SIGTERM, "Signals; convert it to an array"),
+        (collections.UserString("a"), "UserString; convert it to an array"),
+    ],
+)
+def test_data_without_a_state_is_refused_with_what_an_iterator_needs(
+    tmp_path: pathlib.Path, data: Any, says: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"a/data: .*{says}"):
+        tr.save(tmp_path / "c", {"a": {"data": data}})
+    assert not list(tmp_path.iterdir())
+    tr.save(tmp_path / "c", {"a": {"data": dataset_iterator()}})
+    with pytest.raises(MismatchError, match=f"a/data: .*{says.partition('; convert')[0].partition('; ')[2]}"):
+        tr.restore(tmp_path / "c", like={"a": {"data": data}})
 
 
 def test_without_a_template_the_states_come_back(tmp_path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import flax.serialization
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -616,6 +617,8 @@ FUNCTIONS = [
     *(_a_function, lambda x: x, len, str, jax.nn.relu, jax.nn.gelu, jnp.tanh, jax.jit(_a_function)),
     *(jax.vmap(_a_function), jax.grad(_a_function), functools.partial(jax.nn.gelu, approximate=False), _WithMethods),
     *(functools.partial(functools.partial(_a_function)), jax.custom_vjp(_a_function), jax.checkpoint(_a_function)),
+    *(jnp.maximum, np.maximum, np.frompyfunc(_a_function, 1, 1), functools.partial(jnp.minimum, 6.0)),
+    jax.custom_batching.custom_vmap(_a_function),
 ]
 
 

@@ -1,11 +1,15 @@
-"""Data iterators as leaves: what is saved of them, and how they get it back.
+"""Data iterators and generators of random numbers as leaves: what is saved of them, and how they get it back.
 
-An iterator is what has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`. Its state
-is of one process, and plain: numbers, text, bytes, containers and small NumPy arrays.
+An iterator is what has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or
+`getstate` and `setstate`, as `random.Random` has, or NumPy's bit generator. Its state is of one process, and plain:
+numbers, text, bytes, containers and small NumPy arrays.
 """
 
 import base64
-from collections.abc import Sequence
+import functools
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -15,7 +19,10 @@ from . import _dtypes
 from ._catalogue import ValueEntry, decode, encode, from_base64, is_shape
 from .errors import CorruptError, MismatchError, UnsupportedError
 
-_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+_log = logging.getLogger("treering")
+_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
+_CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
+_SPAWNED = "n_children_spawned"  # what NumPy calls how many generators were made of one, which its state lacks
 _MOST = 1 << 20  # bytes of a state: all processes' states go through process 0 into the manifest
 _DEEPEST = 100
 _GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
@@ -34,13 +41,27 @@ class _Frozen:
 
 def is_iterator(leaf_type: type) -> bool:
     """Whether leaves of a type have a state to save."""
-    return any(callable(getattr(leaf_type, name, None)) for name, _ in _METHODS) and _methods(leaf_type) is not None
+    return _methods(leaf_type) is not None
+
+
+def why_not(leaf_type: type) -> str:
+    """What to do with data and iterators that have no state to save; "" for what is neither."""
+    methods = "get_state and set_state, or state_dict and load_state_dict (Grain's iterators have the former)"
+    instead = "or save how much of it was used as a number, and begin from there"
+    if hasattr(leaf_type, "__next__"):
+        return f"an iterator needs the methods {methods}; give it these, {instead}"
+    iterable = any("__iter__" in vars(base) for base in leaf_type.__mro__)  # and not only its class, as with enums
+    other = issubclass(leaf_type, _CONTAINERS) or hasattr(leaf_type, "__array__")
+    if iterable and not other and leaf_type.__module__ not in ("builtins", "collections"):
+        return f"put iter(…) of it into the tree, if that has the methods {methods}, {instead}"
+    return ""
 
 
 def state_of(leaf: Any) -> Any:
     """The state of an iterator as JSON. Raises `UnsupportedError` for what no manifest can hold."""
-    get, _ = _methods(type(leaf)) or ("", "")
-    state = _encode(getattr(leaf, get)(), "", 0)
+    methods = _methods(type(leaf))
+    assert methods
+    state = _encode(methods[0](leaf), "", 0)
     if (size := len(msgspec.json.encode(state))) > _MOST:
         raise UnsupportedError(
             f"an iterator whose state takes {size} bytes; expected at most {_MOST}: save large buffers as arrays"
@@ -88,17 +109,50 @@ def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
 
 def put_back(path: str, leaf: Any, state: Any) -> None:
     """Sets an iterator to a state. Raises `MismatchError` when it does not take it."""
-    _, put = _methods(type(leaf)) or ("", "")
+    methods = _methods(type(leaf))
+    assert methods
     try:
-        getattr(leaf, put)(state)
+        methods[1](leaf, state)
     except Exception as error:
         raise MismatchError(
             f"{path}: this {type(leaf).__name__} does not take the state that was saved: {error!r}"
         ) from error
 
 
-def _methods(leaf_type: type) -> tuple[str, str] | None:
-    return next((names for names in _METHODS if all(callable(getattr(leaf_type, name, None)) for name in names)), None)
+@functools.lru_cache(maxsize=512)
+def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None:
+    """What asks a leaf of a type for its state, and what sets it."""
+    if issubclass(leaf_type, np.random.Generator | np.random.BitGenerator):
+        return _numpy_state, _set_numpy_state
+    for get, put in _METHODS:
+        if callable(getattr(leaf_type, get, None)) and callable(getattr(leaf_type, put, None)):
+            return operator.methodcaller(get), functools.partial(_call, put)
+    return None
+
+
+def _call(method: str, leaf: Any, state: Any) -> None:
+    getattr(leaf, method)(state)
+
+
+def _numpy_state(generator: Any) -> dict[str, Any]:
+    bits = getattr(generator, "bit_generator", generator)
+    return {**bits.state, _SPAWNED: getattr(bits.seed_seq, _SPAWNED, 0)}
+
+
+def _set_numpy_state(generator: Any, state: dict[str, Any]) -> None:
+    bits = getattr(generator, "bit_generator", generator)
+    spawned = state.pop(_SPAWNED)
+    bits.state = state
+    rest = spawned - getattr(bits.seed_seq, _SPAWNED, 0)
+    if rest > 0:
+        bits.seed_seq.spawn(rest)  # so that the next one is another
+    elif rest < 0:
+        _log.warning(
+            "a generator of NumPy had spawned %d others when it was saved and has now spawned %d, which cannot be "
+            "taken back: the next ones are not those that it would have spawned then; restore into a new one",
+            spawned,
+            spawned - rest,
+        )
 
 
 def _states(value: Any) -> tuple[str, list[Any]]:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax import core
+from jax.custom_batching import custom_vmap
 
 from . import _dtypes, _iterators
 from ._catalogue import ArrayEntry, Entry, ValueEntry, encode
@@ -24,6 +26,9 @@ _FUNCTIONS = (
     type(jax.jit(lambda: None)),
     jax.custom_jvp,
     jax.custom_vjp,
+    custom_vmap,
+    np.ufunc,
+    jnp.ufunc,
 )
 _SLICE = 16 << 20  # bytes of an array in a checkpoint that are read at a time
 # Leaves that only stand where an array is shared from elsewhere in the tree.
@@ -214,7 +219,8 @@ def _kind(leaf_type: type) -> str:
         return "function"
     if _iterators.is_iterator(leaf_type):
         return "iterator"
-    raise UnsupportedError(f"{name}; convert it to an array, a number, text or bytes, or leave it out of the tree")
+    hint = _iterators.why_not(leaf_type) or "convert it to an array, a number, text or bytes"
+    raise UnsupportedError(f"{name}; {hint}, or leave it out of the tree")
 
 
 def _function_name(leaf: Any) -> str:

@@ -49,7 +49,8 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
     if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
         if _iterators.is_iterator(type(leaf)):
             return _iterator_target(leaf, entry)
-        _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, "no leaf of this type can be restored")
+        hint = _iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
+        _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(leaf, entry)
     want = np.dtype(leaf.dtype)
