@@ -1,5 +1,6 @@
 """The run in a training loop."""
 
+import argparse
 import collections
 import datetime
 import errno
@@ -225,6 +226,7 @@ def test_what_is_recorded_with_each_step(tmp_path: pathlib.Path) -> None:
         ({"lr": 0.1}, "third", "third"),
         ("gpt", {"epoch": 3}, {"epoch": 3}),
         (["gpt"], 0, 0),
+        ({"lr": 0.1}, collections.OrderedDict(epoch=np.int64(3)), {"lr": 0.1, "epoch": 3}),
     ],
 )
 def test_metadata_of_a_step_goes_over_that_of_the_run(tmp_path: pathlib.Path, run: Any, step: Any, found: Any) -> None:
@@ -240,8 +242,8 @@ def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) ->
     with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
         with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: nan is not JSON"):
             ckpts.save(1, {"x": 1}, metadata={"epoch": float("nan")})
-        with pytest.raises(UnsupportedError, match="OrderedDict is not JSON"):
-            ckpts.save(1, {"x": 1}, metadata=collections.OrderedDict(epoch=3))
+        with pytest.raises(UnsupportedError, match=r"Namespace is not JSON; pass dicts, .* vars"):
+            ckpts.save(1, {"x": 1}, metadata=argparse.Namespace(epoch=3))
         assert ckpts.steps == [] and not os.listdir(tmp_path)
 
 

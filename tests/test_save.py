@@ -1,5 +1,7 @@
 """Saving, in the background and not, and everything that can go wrong with it."""
 
+import collections
+import dataclasses
 import errno
 import gc
 import logging
@@ -10,11 +12,14 @@ import sys
 import tempfile
 import textwrap
 import threading
+import types
 import weakref
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 
@@ -314,6 +319,15 @@ def test_every_leaf_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_pat
     assert everything(tmp_path) == []
 
 
+@dataclasses.dataclass
+class _Config:
+    path: pathlib.Path
+    layers: Any
+    rate: Any = 0.5
+
+
+_Version = collections.namedtuple("_Version", "major minor")
+_CONFIG = ml_collections.ConfigDict({"width": ml_collections.config_dict.required_placeholder(int)})
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 
@@ -328,6 +342,18 @@ LOOP.append(LOOP)
         ({"metadata": {"a": object()}}, r"metadata\['a'\]: a object is not JSON"),
         ({"metadata": float("nan")}, "metadata: nan is not JSON"),
         ({"metadata": LOOP}, "within itself"),
+        (
+            {"metadata": {"w": [np.ones((2, 3))]}},
+            r"metadata\['w'\]\[0\]: an array of shape \[2, 3\] is not JSON; .* tree",
+        ),
+        ({"metadata": {"w": jax.random.key(0)}}, r"metadata\['w'\]: a PRNGKeyArray is not JSON"),
+        ({"metadata": np.float32("inf")}, "metadata: inf is not JSON"),
+        ({"metadata": [np.complex64(1), 1]}, r"metadata\[0\]: a complex64 is not JSON"),
+        ({"metadata": np.longdouble(1)}, "metadata: a longdouble is not JSON"),
+        ({"metadata": [b"abc"]}, r"metadata\[0\]: a bytes is not JSON"),
+        ({"metadata": [_Config]}, r"metadata\[0\]: a type is not JSON"),
+        ({"metadata": _CONFIG}, "metadata: None value found in required reference"),
+        ({"metadata": ml_collections.ConfigDict({"a": {1: 2}})}, r"metadata\['a'\]: the key 1 is a int"),
         ({"metadata": "\ud800"}, "valid Unicode"),
         ({"metadata": 2**70}, "beyond 64 bits"),
         ({"metrics": {"loss": None}}, "real scalar"),
@@ -342,6 +368,46 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     with pytest.raises(tr.errors.TreeringError, match=error):
         tr.save(tmp_path / "c", {"x": np.ones(3)}, **arguments)
     assert everything(tmp_path) == []
+
+
+def test_metadata_may_be_what_configurations_are_made_of(tmp_path: pathlib.Path) -> None:
+    config = ml_collections.ConfigDict(
+        {"model": {"width": 8, "name": ml_collections.FieldReference("gpt")}, "to": (1,)}
+    )
+    config.model.depth = config.model.get_ref("width") * 2
+    numbers = [
+        np.int64(3),
+        np.float32(0.1),
+        jnp.float32(0.5),
+        jnp.bfloat16(2),
+        np.array(True),
+        np.str_("x"),
+        jnp.int4(-3),
+    ]
+    inner = _Config(pathlib.PurePosixPath("a/b"), [_Config(tmp_path, None)], types.MappingProxyType({"x": (1, [2])}))
+    metadata = {
+        "config": config,
+        "frozen": ml_collections.FrozenConfigDict(config),
+        "data": inner,
+        "numbers": numbers,
+        "others": collections.UserList([_Version(1, 2), flax.core.freeze({"a": 1})]),
+    }
+    tr.save(tmp_path / "c", {"x": 1}, metadata=metadata)
+    plain = {"model": {"width": 8, "name": "gpt", "depth": 16}, "to": [1]}
+    assert tr.open(tmp_path / "c").metadata == {
+        "config": plain,
+        "frozen": plain,
+        "data": {
+            "path": "a/b",
+            "layers": [{"path": str(tmp_path), "layers": None, "rate": 0.5}],
+            "rate": {"x": [1, [2]]},
+        },
+        "numbers": [3, float(np.float32(0.1)), 0.5, 2.0, True, "x", -3],
+        "others": [{"major": 1, "minor": 2}, {"a": 1}],
+    }
+    with tr.Checkpointer(tmp_path / "run", metadata=config) as ckpts:
+        ckpts.save(1, {"x": 1}, metadata={"to": _Version(3, 4)})
+        assert ckpts.open(1).metadata == {**plain, "to": {"major": 3, "minor": 4}}
 
 
 def test_dtype_casts_floats_alone(tmp_path: pathlib.Path) -> None:

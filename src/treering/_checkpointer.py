@@ -16,6 +16,7 @@ from ._collective import Collective
 from ._directory import Directory
 from ._history import History
 from ._last_state import LastState, SaveOptions
+from ._metadata import plain
 from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from ._preemption import Preemption
@@ -48,7 +49,7 @@ class Checkpointer:
     save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
         comes first, or a function of the step.
     keep: which steps to keep, see `treering.keep`; None keeps all.
-    metadata: JSON-like configuration that goes into every checkpoint; see `save` for that of one step.
+    metadata: configuration that goes into every checkpoint, see `treering.save`; and `save` for that of one step.
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
         were there before are called as well. With several processes JAX's preemption service says at which call.
@@ -470,7 +471,8 @@ def _logged() -> Iterator[None]:
 
 
 def _combined(of_run: Any, of_step: Any) -> Any:
-    """The metadata of one step. A dict of another type counts as none, and is refused when it is described."""
-    if type(of_run) is dict and type(of_step) is dict:
+    """The metadata of one step."""
+    of_run, of_step = plain(of_run), plain(of_step)
+    if isinstance(of_run, dict) and isinstance(of_step, dict):
         return {**of_run, **of_step}
     return of_run if of_step is None else of_step

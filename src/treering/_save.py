@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from . import _pending, _processes, _transfers, _work, formats, stores
 from ._catalogue import step_number
 from ._checkpoint import Checkpoint
 from ._crew import Crew
+from ._metadata import plain
 from ._metrics import encoded
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
@@ -63,9 +63,10 @@ def save(
         also be leaves: parts of several checkpoints become one tree.
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
-    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata
-        anything that JSON can say. Those of a `Checkpoint` are its own unless others are given. A format that has no
-        place for what is given refuses it, and what it has no place for of a `Checkpoint` is logged.
+    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata anything
+        that JSON can say, or a `ConfigDict`, dataclasses, paths and scalars, which become that. Those of a `Checkpoint`
+        are its own unless others are given. A format that has no place for what is given refuses it, and what it has no
+        place for of a `Checkpoint` is logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
@@ -268,8 +269,7 @@ def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any)
     """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
     number = None if step is None else step_number(step)
     numbers = encoded(metrics)
-    if problem := _not_json(metadata, "metadata", 0):
-        raise UnsupportedError(problem)
+    metadata = plain(metadata)
     try:
         raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
         msgspec.json.encode(numbers)
@@ -277,25 +277,3 @@ def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any)
         raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
     software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
     return native.Info(number, numbers, raw, software)
-
-
-def _not_json(value: Any, where: str, depth: int) -> str | None:
-    """What keeps a value from coming back from JSON as it is; None when nothing does."""
-    if value is None or type(value) in (bool, str):
-        return None
-    if depth > 100:
-        return f"{where[:100]}…: nested more than 100 levels deep, or within itself"
-    if type(value) is int:
-        return None if abs(value) < 2**64 else f"{where}: an integer beyond 64 bits; write it as text"
-    if type(value) is float:
-        return None if math.isfinite(value) else f"{where}: {value} is not JSON; write it as text or leave it out"
-    if type(value) in (list, tuple):
-        return next((p for i, item in enumerate(value) if (p := _not_json(item, f"{where}[{i}]", depth + 1))), None)
-    if type(value) is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                return f"{where}: the key {key!r} is a {type(key).__name__}; JSON has only text as keys"
-            if problem := _not_json(item, f"{where}[{key!r}]", depth + 1):
-                return problem
-        return None
-    return f"{where}: a {type(value).__qualname__} is not JSON; pass dicts, lists, text, numbers, bools and None"
