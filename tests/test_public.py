@@ -1,23 +1,27 @@
 """The public face."""
 
+import builtins
 import inspect
 import json
 import pathlib
 import subprocess
 import sys
 import traceback
+import types
+import typing
 from collections.abc import Callable
 
 import pytest
 
 import treering as tr
+from treering import _options
 
-NAMES = [name for name in tr.__all__ if name not in ("__version__", "errors", "keep")]
+NAMES = [name for name in dir(tr) if name not in ("__version__", "errors", "keep")]
 
 
 def test_there_are_few_names_and_dir_shows_them() -> None:
     assert len(tr.__all__) <= 25
-    assert dir(tr) == sorted(tr.__all__)
+    assert dir(tr) == sorted([*tr.__all__, "open"])
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         tr.nothing  # type: ignore[attr-defined]  # noqa: B018
 
@@ -62,8 +66,26 @@ def test_the_same_options_restore_everywhere() -> None:
         return {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "step"}
 
     assert options(tr.restore) == options(tr.Checkpoint.restore)
+    assert set(options(tr.restore)) == set(typing.get_type_hints(_options.RestoreOptions))
     saving = options(tr.save), options(tr.save_async)
     assert saving[0].keys() == saving[1].keys()
+
+
+def test_an_option_that_there_is_not_is_refused_by_the_first_job_too(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for restore in (ckpts.restore, lambda **options: ckpts.restore_or_init(dict, **options)):
+            with pytest.raises(TypeError, match="has no argument mising; expected at, dtype"):
+                restore(mising="template")
+
+
+@pytest.mark.parametrize("module", [tr, tr.rules, tr.keep, tr.formats, tr.errors])
+def test_public_modules_show_what_is_public_and_shadow_nothing(module: types.ModuleType) -> None:
+    found: dict[str, object] = {}
+    exec(f"from {module.__name__} import *", found)
+    shown = {name for name in found if not name.startswith("__")}
+    assert not shown & (set(dir(builtins)) | {"np", "numpy", "jax", "jnp", "os", "math", "datetime", "dataclasses"})
+    left_out = {tr: {"open"}, tr.rules: {"map"}}.get(module, set())
+    assert {name for name in dir(module) if not name.startswith("__")} == shown | left_out
 
 
 def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
@@ -81,7 +103,7 @@ def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
 
 
 def test_type_checkers_see_the_names_that_exist(tmp_path: pathlib.Path) -> None:
-    lines = [f"reveal_type(tr.{name})" for name in tr.__all__ if not name.startswith("__")]
+    lines = [f"reveal_type(tr.{name})" for name in dir(tr) if not name.startswith("__")]
     (tmp_path / "use.py").write_text("import treering as tr\n" + "\n".join(lines) + "\n")
     command = [
         sys.executable,

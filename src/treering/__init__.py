@@ -8,8 +8,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import formats, keep, rules
-    from ._checkpoint import Checkpoint, restore
-    from ._checkpoint import open_checkpoint as open
+    from ._checkpoint import Checkpoint, open_checkpoint, restore
     from ._checkpointer import Checkpointer
     from ._convert import convert
     from ._diff import Diff, diff
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from ._run import steps
     from ._save import save, save_async
     from ._verify import VerifyReport, verify
+
+    open = open_checkpoint  # public, though it is not in `__all__`
 
 # JAX and NumPy are imported by what needs them, when it is first used.
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "verify": "_verify",
 }
 
+# Without `open`: `from treering import *` shadows nothing.
 __all__ = [
     "Checkpoint",
     "Checkpointer",
@@ -60,7 +62,6 @@ __all__ = [
     "follow",
     "formats",
     "keep",
-    "open",
     "record",
     "restore",
     "rules",
@@ -71,15 +72,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'treering' has no attribute {name!r}")
-    module = importlib.import_module(f".{home}", __name__)
-    value = module if name == home else getattr(module, "open_checkpoint" if name == "open" else name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'treering' has no attribute {name!r}")
+        module = importlib.import_module(f".{home}", __name__)
+        value = module if name == home else getattr(module, "open_checkpoint" if name == "open" else name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from . import _dtypes, _processes, _tree, formats, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree, step_number
@@ -22,7 +22,10 @@ from .stores.local import MANIFEST
 from .stores.reading import ReplacedError, reading
 
 if TYPE_CHECKING:
+    from ._options import RestoreOptions
     from .rules import Rule
+
+T = TypeVar("T")
 
 _log = logging.getLogger("treering")
 _SHOWN = 40  # leaves that a `repr` names
@@ -30,7 +33,7 @@ _TRIES = 5  # a checkpoint that is overwritten while it is read is read again
 
 
 @methods_at_the_caller
-class Checkpoint(Mapping[str, Any]):
+class Checkpoint(Mapping[str, LazyArray | Any]):
     """A checkpoint, or a part of one, as a mapping from path to leaf. Made by `treering.open`.
 
     Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
@@ -74,7 +77,7 @@ class Checkpoint(Mapping[str, Any]):
         """Bytes on the disk, of the whole checkpoint."""
         return self._reader.nbytes
 
-    def __getitem__(self, path: str) -> Any:
+    def __getitem__(self, path: str) -> LazyArray | Any:
         entry = self._entries.get(path)
         if entry is None:
             check_whole(self._lost_above(path))
@@ -170,6 +173,10 @@ class Checkpoint(Mapping[str, Any]):
         values = [shape(entry) for entry in self._entries.values()]
         return _tree.nest(self, values) if self._skeleton is None else _tree.build(self._skeleton, values)
 
+    @overload
+    def restore(self, like: None = None, **options: "Unpack[RestoreOptions]") -> Any: ...
+    @overload
+    def restore(self, like: T, **options: "Unpack[RestoreOptions]") -> T: ...
     def restore(
         self,
         like: Any = None,
@@ -296,7 +303,6 @@ def check_known(place: str) -> None:
         raise
 
 
-T = TypeVar("T")
 
 
 def latest_good(
@@ -358,6 +364,18 @@ def _open_step(path: str, step: int | None) -> Checkpoint:
     return ckpt
 
 
+@overload
+def restore(
+    path: str | os.PathLike[str],
+    like: None = None,
+    *,
+    step: int | None = None,
+    **options: "Unpack[RestoreOptions]",
+) -> Any: ...
+@overload
+def restore(
+    path: str | os.PathLike[str], like: T, *, step: int | None = None, **options: "Unpack[RestoreOptions]"
+) -> T: ...
 @at_the_caller
 def restore(
     path: str | os.PathLike[str],

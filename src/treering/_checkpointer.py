@@ -7,9 +7,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from . import _processes, _resume, _save
+from . import _options, _processes, _resume, _save
 from ._catalogue import step_number
 from ._checkpoint import Checkpoint, latest_good, listed_again, open_one
 from ._collective import Collective
@@ -17,6 +17,7 @@ from ._directory import Directory
 from ._history import History
 from ._last_state import LastState, SaveOptions
 from ._metadata import plain
+from ._options import ReadOptions, RestoreOptions
 from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from ._preemption import Preemption
@@ -29,6 +30,8 @@ from ._upkeep import Upkeep
 from .errors import MismatchError, TreeringError
 from .keep import Policy, rank
 from .rules import Rule
+
+T = TypeVar("T")
 
 _log = logging.getLogger("treering")
 
@@ -362,8 +365,18 @@ class Checkpointer:
             return open_one(self._directory.existing(step))
         return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
 
+    @overload
+    def restore(
+        self, like: None = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> Any: ...
+    @overload
+    def restore(
+        self, like: T, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> T: ...
     @alone
-    def restore(self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: Any) -> Any:
+    def restore(
+        self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
 
         When the latest step is damaged, that is logged and with `fallback` the one before it is taken, and so
@@ -373,6 +386,7 @@ class Checkpointer:
         After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
         it; until then nothing changes. What was restored is never deleted by this job.
         """
+        _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"
         refuse_within(what, self)
         wait_for_all_in(self._root)
@@ -386,7 +400,9 @@ class Checkpointer:
         self._last.forget()
         return tree
 
-    def restore_or_init(self, init: Callable[[], Any], *, sharding: Any = None, **options: Any) -> tuple[Any, int]:
+    def restore_or_init(
+        self, init: Callable[[], T], *, sharding: Any = None, fallback: bool = True, **options: "Unpack[ReadOptions]"
+    ) -> tuple[T, int]:
         """The latest good step's tree and its number, or what `init()` returns and 0 when there is none.
 
         When there is a checkpoint, `init` is only traced (or called, if it cannot be traced): its result is the
@@ -396,6 +412,7 @@ class Checkpointer:
         """
         from . import _init
 
+        _options.check(options, "restore_or_init()")  # the first job is to find out, too
         refuse_within("restore_or_init()", self)
         wait_for_all_in(self._root)
         with self._collective.call("restore_or_init()") as call:
@@ -403,7 +420,7 @@ class Checkpointer:
             found = call.tell(lambda: _resume.has_begun(self._directory))
             call.close()
         if found:
-            tree = self.restore(_init.abstract(init), sharding=sharding, **options)
+            tree = self.restore(_init.abstract(init), fallback=fallback, sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
         _resume.check(options)  # on the first day, and not when there is something to restore

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from ._checkpoint import open_checkpoint
+from ._options import FormatOptions
 from ._pending import SaveReport
 from ._save import save
 from ._tracebacks import at_the_caller
@@ -23,7 +24,7 @@ def convert(
     overwrite: bool = False,
     memory_limit: int | None = 1 << 30,
     progress: bool = False,
-    **options: Any,
+    **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
     """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: its latest good step.
 

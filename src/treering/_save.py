@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 import jax
 import msgspec
@@ -19,6 +19,7 @@ from ._checkpoint import Checkpoint
 from ._crew import Crew
 from ._metadata import plain
 from ._metrics import encoded
+from ._options import FormatOptions
 from ._paths import absolute
 from ._pending import PendingSave, SaveReport
 from ._processes import Call
@@ -51,7 +52,7 @@ def save(
     timeout: float = 30,
     memory_limit: int | None = 64 << 20,
     progress: bool = False,
-    **options: Any,
+    **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
     """Saves a pytree and returns when it is durable.
 
@@ -111,7 +112,7 @@ def save_async(
     timeout: float = 30,
     memory_limit: int | None = None,
     progress: bool = False,
-    **options: Any,
+    **options: "Unpack[FormatOptions]",
 ) -> PendingSave:
     """Saves a pytree in the background.
 

@@ -16,6 +16,12 @@ import numpy as np
 
 from .errors import MismatchError
 
+__all__ = ["Policy", "Saved", "best", "every", "last", "steps"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:

@@ -30,13 +30,13 @@ from .errors import MismatchError
 if TYPE_CHECKING:
     import numpy as np
 
+# Without `map`: `from treering.rules import *` shadows nothing.
 __all__ = [
     "cast",
     "combine",
     "concat",
     "copy",
     "drop",
-    "map",
     "pad",
     "rename",
     "reshape",
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, "map"])
 
 
 def rename(pattern: str, new: str, *, optional: bool = False) -> Rule:

@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Problem(NamedTuple):
     """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
 
