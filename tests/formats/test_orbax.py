@@ -202,6 +202,36 @@ def test_a_run_of_a_manager(tmp_path: Path) -> None:
         tr.open(tmp_path / "run", step=7)
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_the_metadata_of_a_run_is_that_of_its_steps(tmp_path: Path, caplog: Any, legacy: bool) -> None:
+    path, of_run = tmp_path / "run", {"env": {"name": "ant"}, "version": 1.0}
+    with ocp.CheckpointManager(path, metadata=None if legacy else of_run) as run:
+        run.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+        run.save(2, args=ocp.args.StandardSave({"w": np.ones(3)}), custom_metadata={"version": 2, "by": "me"})
+        run.wait_until_finished()
+    if legacy:  # what managers did before the file had a name of its own
+        shutil.rmtree(path / "metadata", ignore_errors=True)
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()).save(path / "metadata", of_run)
+    assert tr.steps(path) == [1, 2]
+    assert tr.open(path, step=1).metadata == of_run
+    assert tr.open(path).metadata == {"env": {"name": "ant"}, "version": 2, "by": "me"}
+    assert tr.open(path / "1" / "default").metadata is None
+    tr.convert(path / "1", tmp_path / "ours")
+    assert tr.open(tmp_path / "ours").metadata == of_run
+    file = path / "metadata" / ("metadata" if legacy else "_ROOT_METADATA")
+    file.write_text("{")
+    assert tr.open(path, step=1).metadata is None and tr.open(path).metadata == {"version": 2, "by": "me"}
+    assert f"opened without the metadata of the run: {file}: expected JSON" in caplog.text
+    file.unlink()
+    assert tr.open(path, step=1).metadata is None
+
+
+def test_values_in_json_right_in_a_folder(tmp_path: Path) -> None:
+    values = {"a": [1, None], "b": {"c": "d"}}
+    ocp.Checkpointer(ocp.JsonCheckpointHandler()).save(tmp_path / "values", values)
+    assert tr.restore(tmp_path / "values") == values
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

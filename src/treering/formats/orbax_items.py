@@ -56,6 +56,8 @@ def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any,
         expected = [name for name in expected if name != _METRICS]
     if damage:
         _log.warning("%s: opened without metrics: %s", path, damage)
+    if not names and not expected and (file := _value_file(disk, path)):  # right in the folder, as trees may lie
+        return Items(_tree_of_values(read_json(disk, file), None, file), metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
         tree = _read_item(disk, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)

@@ -3,21 +3,24 @@
 import base64
 import datetime
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .._catalogue import ArrayEntry
 from .._collector import paused
-from ..errors import CorruptError
+from ..errors import CorruptError, UnsafeError
 from ..stores.disk import Disk
 from . import Problem, zarr
-from .orbax import CHECKPOINT, SHARDINGS, read_about, read_json
+from .orbax import CHECKPOINT, SHARDINGS, is_file, read_about, read_json
 from .orbax_items import Items, numbers, read_items, read_tree_of
 from .zarr_leaves import ZarrReader, folder_size
 
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
+_ROOT_METADATA = "_ROOT_METADATA", "metadata"  # files in a folder `metadata` beside the steps, the latter of old
+_log = logging.getLogger("treering")
 
 
 class OrbaxReader(ZarrReader):
@@ -67,6 +70,10 @@ def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
         else:
             found = read_items(disk, path, about.items, about.deleted, version_1=about.version_1)
     metadata = about.metadata or found.tree.metadata
+    if step is not None and disk.stat(os.path.join(os.path.dirname(path), CHECKPOINT)) is None:
+        of_run = _read_root_metadata(disk, os.path.dirname(path))
+        both = isinstance(of_run, dict) and isinstance(metadata, dict)
+        metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
     metrics = {**about.metrics, **found.metrics}
     about_all = {"step": step, "metrics": metrics, "metadata": metadata, "created": about.created}
     return OrbaxReader(disk, path, found, nbytes=folder_size(disk, path), **about_all)
@@ -85,6 +92,24 @@ def _read_about(disk: Disk, path: str) -> _About:
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
     metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
     return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+
+
+def _read_root_metadata(disk: Disk, run: str) -> Any:
+    """The metadata that a `CheckpointManager` was given for all its steps; None where there is none."""
+    for name in _ROOT_METADATA:
+        file = os.path.join(run, "metadata", name)
+        if is_file(disk, file):
+            try:
+                found = read_json(disk, file)
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                _log.warning("%s: opened without the metadata of the run: %s", run, error)
+                return None
+            if name == _ROOT_METADATA[0]:
+                found = found.get("custom_metadata") if isinstance(found, dict) else None
+            return found or None
+    return None
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
