@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import treering as tr
+from helpers import assert_described, described
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import (
@@ -45,7 +47,7 @@ from treering.formats import msgpack as msgpack_scanner
 from treering.formats import runs, statedict_write
 from treering.stores.disk import Disk
 
-REAL = Path(__file__).parent.parent / "real" / "flax"
+REAL, CLUS = (Path(__file__).parent.parent / "real" / name for name in ("flax", "clu"))
 SMALL = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat", "int", "uint", "complex", "bcomplex"))]
 DTYPES = [
     *(np.dtype(getattr(ml_dtypes, name)) for name in SMALL),
@@ -284,6 +286,7 @@ def test_real_files(tmp_path: Path, name: str) -> None:
         (["checkpoint_5.msgpack", "checkpoint_5x", "checkpoint_²"], {}),
         (["checkpoint_007"], {7: "checkpoint_007"}),
         (["checkpoint_10", "checkpoint_1e1"], {10: "checkpoint_10"}),
+        (["a-1.flax", "a-1.index", "a-2.flax", "a-1.data-00000-of-00001"], {1: "a-1.flax"}),  # clu's
     ],
 )  # fmt: skip
 def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, str]) -> None:
@@ -295,6 +298,33 @@ def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, st
         assert found == next(
             (step for step, other in steps.items() if other == name), found if len(steps) <= 1 else None
         )
+
+
+CLU = sorted(f"{run}/{path.stem}" for run in ("named", "state") for path in (CLUS / run).glob("*.flax"))
+
+
+@pytest.mark.parametrize("name", CLU)
+def test_real_files_of_clu(tmp_path: Path, name: str) -> None:
+    run, step = CLUS / name.partition("/")[0], int(name[-1])
+    for path in (CLUS / name, CLUS / f"{name}.flax"):
+        assert (tr.open(path).format, tr.open(path).step) == ("flax", step) and tr.verify(path).ok
+        assert_described(path, described("clu")[name])
+    assert step in tr.steps(run) == sorted(int(other[-1]) for other in CLU if other.startswith(run.name))
+    assert tr.open(run, step=step).path == str(CLUS / f"{name}.flax") and tr.open(run).step == max(tr.steps(run))
+    with pytest.raises(UnsupportedError, match=r"data/\.ATTRIBUTES/ITERATOR_STATE"):  # TensorFlow's
+        tr.open(CLUS / f"{name}.index")
+
+
+def test_a_run_of_clu_goes_on(tmp_path: Path) -> None:
+    shutil.copytree(CLUS / "state", tmp_path / "run")
+    for ending in ("flax", "data-00000-of-00001"):  # the next save was killed: the index comes last
+        shutil.copy(tmp_path / "run" / f"ckpt-3.{ending}", tmp_path / "run" / f"ckpt-4.{ending}")
+    template = jax.tree.map(np.zeros_like, tr.restore(CLUS / "state"))
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        state, step = ckpts.restore_or_init(lambda: template)
+        assert step == 3 and state["step"] == 300
+        ckpts.save(4, state)
+    assert tr.steps(tmp_path / "run") == [2, 3, 4] and tr.open(tmp_path / "run").format == "treering"
 
 
 def test_several_prefixes_are_named(tmp_path: Path) -> None:

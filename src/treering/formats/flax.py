@@ -2,8 +2,9 @@
 
 One file is one state dict. Hugging Face calls it ``flax_model.msgpack`` in a folder of its own, and cuts large ones up
 into several files with an index. Jobs of several processes put the arrays that they share into a folder of zarr arrays
-beside the file, ``{file}_gda``. Of a tree that is written, lists and tuples become maps from ``"0"``, as Flax has it;
-functions, which have no value, become nil.
+beside the file, ``{file}_gda``. clu writes ``ckpt-3.flax`` and then TensorFlow's ``ckpt-3.index``, and calls both
+``ckpt-3``; what TensorFlow has, such as an iterator over data, goes by the name of the index. Of a tree that is
+written, lists and tuples become maps from ``"0"``, as Flax has it; functions, which have no value, become nil.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from .._catalogue import lost
 from .._collector import paused
 from .._paths import few, key_text, split
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, read_file
+from ..stores.disk import Disk, is_file, read_file
 from ..stores.reading import refusal
 from ..stores.whole import new_file
 from . import Reader, accepts, may_be_file
@@ -33,13 +34,18 @@ _WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
 _INDEX = _WEIGHTS + ".index.json"
 _ARRAYS = "_gda"  # what the folder is called beside the file
 _PREFIX = "checkpoint_"  # unless it is asked for another
+_OF_CLU, _COMMIT = ".flax", ".index"
+_CLU = re.compile(r"(.+-)(\d{1,18})\.flax")
+_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
 # The shortest beginning after which a number is left, of which a sign is part unless it divides words.
 _STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
 
 
 def step_of(name: str) -> tuple[str, int | float] | None:
     """Prefix and step of a file name, None when it does not end in a number from 0. ``1e1`` is the int 10."""
-    found = _STEP.fullmatch(name)
+    if clu := _CLU.fullmatch(name):
+        return clu[1], int(clu[2])
+    found = None if _OF_TENSORFLOW.fullmatch(name) else _STEP.fullmatch(name)
     if found is None:
         return None
     if found[2].isdecimal():
@@ -66,6 +72,7 @@ class Flax:
 
     def refuses(self, disk: Disk, path: str) -> str | None:
         try:
+            path = _main(disk, path) if disk.stat(path) is None else path
             found = disk.stat(path)
             if found is None:
                 return "there is nothing"
@@ -93,7 +100,7 @@ class Flax:
         main = _main(disk, path)
         with paused():
             leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
-        named = step_of(os.path.basename(path)) if main == path else None
+        named = step_of(os.path.basename(main)) if main in (path, path + _OF_CLU) else None
         beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
         return (ZarrReader if beside else ForeignReader)(
             self.name,
@@ -114,7 +121,10 @@ class Flax:
     def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> "_Runs":
         """The names of checkpoints in a folder by their prefixes and steps."""
         runs: dict[str, dict[int | float, str]] = {}
-        for name in () if _INDEX in names else names:  # a folder with an index is one checkpoint
+        there = set(names)
+        for name in () if _INDEX in there else names:  # a folder with an index is one checkpoint
+            if _CLU.fullmatch(name) and name.removesuffix(_OF_CLU) + _COMMIT not in there:
+                continue  # it was never finished
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = os.path.join(folder, name)
@@ -138,11 +148,13 @@ class Flax:
 
 
 def _main(disk: Disk, path: str) -> str:
-    """The file by which a path is opened: in a folder that of Hugging Face's model, where there is one."""
+    """The file by which a path is opened: in a folder that of Hugging Face's model, of clu's the one that is Flax's."""
     found = disk.stat(path)
+    if found is None and all(is_file(disk, path + ending) for ending in (_OF_CLU, _COMMIT)):
+        return path + _OF_CLU
     if found is not None and stat.S_ISDIR(found.st_mode):
         for file in (os.path.join(path, _INDEX), os.path.join(path, _WEIGHTS)):
-            if (there := disk.stat(file)) and stat.S_ISREG(there.st_mode):
+            if is_file(disk, file):
                 return file
     return path
 

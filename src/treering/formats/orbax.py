@@ -125,12 +125,6 @@ def has_arrays(disk: Disk, folder: str) -> bool:
     )
 
 
-def is_file(disk: Disk, path: str) -> bool:
-    """Whether there is a file at a path."""
-    there = disk.stat(path)
-    return there is not None and stat.S_ISREG(there.st_mode)
-
-
 def read_about(disk: Disk, path: str) -> Any:
     """What the file about the checkpoint as a whole says. Raises `CorruptError`."""
     file = os.path.join(path, CHECKPOINT)

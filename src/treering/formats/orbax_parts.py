@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import TreeringError
-from ..stores.disk import Disk
+from ..stores.disk import Disk, is_file
 from ..stores.replaced import files_in, is_dir
 from .msgpack import MAP, beginning, tokens
-from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, STEP, TREE, is_file, read_about, read_json
+from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, STEP, TREE, read_about, read_json
 from .orbax_items import VALUES
 from .orbax_metadata import STRINGS, read_metadata
 from .orbax_state import placeholder, read_aggregated

@@ -14,10 +14,10 @@ from .._catalogue import ArrayEntry, Entry, ValueEntry, encode, lost
 from .._paths import few, join, key_text
 from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ..stores.disk import Disk
+from ..stores.disk import Disk, is_file
 from . import zarr
 from .foreign import Stored
-from .orbax import ABOUT_ARRAYS, STATE, TREE, is_file, read_json
+from .orbax import ABOUT_ARRAYS, STATE, TREE, read_json
 from .orbax_metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
 from .orbax_state import placeholder, read_aggregated
 from .statedict import Leaves, check_inside

@@ -423,6 +423,12 @@ def _read_file(disk: Disk, path: str) -> bytes:
         return data
 
 
+def is_file(disk: Disk, path: str) -> bool:
+    """Whether there is a file at a path."""
+    there = disk.stat(path)
+    return there is not None and stat.S_ISREG(there.st_mode)
+
+
 @contextlib.contextmanager
 def opened(disk: Disk, path: str) -> Iterator[int]:
     """A file open for reading within a `with` block."""
