@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 from . import _dtypes, _processes, _tree, formats, stores
 from ._catalogue import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree, step_number
 from ._lazy import LazyArray
-from ._paths import absolute, below, closest
+from ._paths import absolute, all_meant, below, closest, few, meant
 from ._run import all_steps
 from ._tracebacks import at_the_caller, methods_at_the_caller
 from .errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -78,7 +78,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return self._reader.nbytes
 
     def __getitem__(self, path: str) -> LazyArray | Any:
-        entry = self._entries.get(path)
+        entry = self._entries.get(path) or self._entries.get(meant(path, self._entries))
         if entry is None:
             check_whole(self._lost_above(path))
             near = closest(path, list(self._entries))
@@ -106,6 +106,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
         skeleton = None if self._skeleton is None else _tree.subtree(self._skeleton, path)
         if not entries and skeleton is None:
+            if (known := meant(path, _tree.places(self._entries))) != path:
+                return self.at(known)
             check_whole(self._lost_above(path))
             level = getattr(self._reader, "level", "")
             if level and not self._part and (rest := below(path, level)) is not None:
@@ -125,9 +127,18 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
 
         What is damaged, so that the names of its leaves are not known, is among them where any of these could fit.
+        Raises `NotFoundError` when there are none; of several globs, one that fits nothing is logged.
         """
-        globs = [glob] if isinstance(glob, str) else list(glob)
+        globs = all_meant(glob, self._entries)
         entries = {path: entry for path, entry in self._entries.items() if fits(path, entry, globs)}
+        idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
+        if idle or not entries:
+            near = closest(idle[0], list(self._entries)) if idle else None
+            shown = few(tuple(self._entries)) + (f"; the closest name is {near}" if near else "")
+            problem = f"{self.path}: none of {len(self)} leaves fits {few(tuple(idle))!r}, found {shown}"
+            if not entries:
+                raise NotFoundError(problem)
+            _log.warning("%s", problem)
         return Checkpoint(self._reader, entries, None, self._part)
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":

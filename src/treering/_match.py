@@ -11,7 +11,7 @@ from . import _box_levels, _dtypes
 from ._catalogue import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
 from ._differences import NOTHING, describe, mismatch
 from ._leaves import is_function
-from ._paths import above, below, closest, few, matches
+from ._paths import above, all_meant, below, closest, few, matches
 from ._targets import Differs, Target, check_width, missing_target, target_of
 from ._tree import Node, Skeleton, Walk, containers
 from .errors import Difference, MismatchError
@@ -45,6 +45,14 @@ class Policy:
         if not known:
             raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
 
+    def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
+        """The policy with the paths that its globs mean."""
+        missing, extra = (
+            value if isinstance(value, str) else all_meant(value, paths)
+            for value, paths in ((self.missing, template), (self.extra, found))
+        )
+        return dataclasses.replace(self, missing=missing, extra=extra)
+
     def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
         value = self.missing if which == "missing" else self.extra
         return value != "error" if isinstance(value, str) else covered(path, entry, value)
@@ -71,6 +79,7 @@ def match(
 
     Raises `MismatchError` with the likely cause and every difference.
     """
+    policy = policy.among(walked.paths, entries)
     if any(isinstance(entry, LostEntry) for entry in entries.values()):
         check_whole(_needed(entries, walked, policy))
 

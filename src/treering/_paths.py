@@ -1,14 +1,15 @@
 """Key paths as text: ``params/layers/0/kernel``.
 
 A dict key, an attribute and an index read the same. ``/`` and ``~`` inside a key are escaped as in
-JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string.
+JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. Where nothing else is called so, a path
+is also known by what people write, without escapes: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
 """
 
 import difflib
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from .errors import MismatchError, UnsupportedError
@@ -92,10 +93,50 @@ def _compile(glob: str) -> re.Pattern[str]:
     return re.compile("".join(parts), re.DOTALL)
 
 
+def written(path: str) -> str:
+    """A path as people write it, without escapes."""
+    return "/".join(split(path)) if "~" in path else path
+
+
 def matches(path: str, globs: str | Iterable[str]) -> bool:
-    """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number."""
+    """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number.
+
+    Where there are wildcards in a glob, a path also fits as people write it; for one without see `meant`.
+    """
     candidates = (globs,) if isinstance(globs, str) else globs
-    return any(_compile(glob).fullmatch(path + "/") for glob in candidates)
+    if "~" not in path:
+        return any(matches_exactly(path, glob) for glob in candidates)
+    plain = written(path)
+    return any(
+        matches_exactly(path, glob) or (_has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
+    )
+
+
+def matches_exactly(path: str, glob: str) -> bool:
+    """Whether a path with its escapes fits a glob."""
+    return _compile(glob).fullmatch(path + "/") is not None
+
+
+def _has_wildcards(glob: str) -> bool:
+    return "*" in glob or "?" in glob
+
+
+def meant(text: str, paths: Collection[str]) -> str:
+    """The path that a text means among others: itself, or else the only one that people write so. Globs stay globs.
+
+    Raises `MismatchError` where several paths are written so.
+    """
+    if _has_wildcards(text) or text in paths:
+        return text
+    found = tuple(path for path in paths if "~" in path and written(path) == text)
+    if len(found) > 1:
+        raise MismatchError(f"{text!r}: expected one path, found several that are written so: {few(found)}; give one")
+    return found[0] if found else text
+
+
+def all_meant(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
+    """The same for one glob or several."""
+    return [meant(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
 
 
 def above(path: str) -> list[str]:
@@ -105,10 +146,12 @@ def above(path: str) -> list[str]:
 
 def may_match_below(path: str, glob: str) -> bool:
     """Whether the glob could match the path or any below it."""
-    if not path:
-        return True
+    return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), written(path).split("/")))
+
+
+def _may_match_below(parts: Sequence[str], glob: str) -> bool:
     segments = glob.split("/")
-    for n, part in enumerate(path.split("/")):
+    for n, part in enumerate(parts):
         if n == len(segments):
             return False
         if segments[n] == "**":

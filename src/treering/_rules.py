@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._catalogue import ArrayEntry, check_whole, fits, is_lost_tree, lost
+from ._paths import all_meant
 from ._views import Leaf
 from .errors import MismatchError, UnsupportedError
 
@@ -63,12 +64,16 @@ def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
 def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
     if not found and not optional:
         shown = ", ".join(list(leaves)[:5]) + (", …" if len(leaves) > 5 else "")
-        raise MismatchError(f"{text}: matches none of the {len(leaves)} leaves ({shown}); pass optional=True if it may")
+        escapes = " (in a key, / is written ~1 and ~ is written ~0)" if any("~" in path for path in leaves) else ""
+        raise MismatchError(
+            f"{text}: matches none of the {len(leaves)} leaves ({shown}){escapes}; pass optional=True if it may"
+        )
 
 
 def fitting(leaves: Leaves, glob: str) -> list[str]:
     """The paths that a glob fits, and of lost trees where it could fit a leaf in them."""
-    return [path for path, leaf in leaves.items() if fits(path, leaf.entry, glob)]
+    globs = all_meant(glob, leaves)
+    return [path for path, leaf in leaves.items() if fits(path, leaf.entry, globs)]
 
 
 def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 
 from ._catalogue import LostEntry, covered, is_lost_tree
-from ._paths import below
+from ._paths import all_meant, below, meant
 from ._rules import Leaves, array, check_any, check_known, collected, expanded, fitting
+from ._tree import places
 from ._views import Leaf
 
 
@@ -37,7 +38,8 @@ class Drop:
 
     def apply(self, leaves: Leaves) -> Leaves:
         check_any(fitting(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
-        return {path: leaf for path, leaf in leaves.items() if not covered(path, leaf.entry, self.glob)}
+        globs = all_meant(self.glob, leaves)
+        return {path: leaf for path, leaf in leaves.items() if not covered(path, leaf.entry, globs)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Copy:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, self.src)) is not None]
+        src = meant(self.src, places(leaves))
+        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, src)) is not None]
         check_any(found, self.optional, f"copy({self.src!r}, …)", leaves)
         copies = [(f"{self.dst}/{rest}" if rest else self.dst, leaf) for rest, leaf in found]
         return collected(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _dtypes
 from ._catalogue import ArrayEntry, Entry, LostEntry
-from ._paths import matches
+from ._paths import matches_exactly
 from ._rules import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
 from ._views import Leaf, part
 from ._views_groups import joined, mapped, scaled, stacked
@@ -32,7 +32,7 @@ class Stack:
         check_known(leaves, text, self.glob)
         groups: dict[str, dict[int, str]] = {}
         for path in leaves:
-            if matches(path, self.glob) and (parts := path.split("/"))[level].isdecimal():
+            if matches_exactly(path, self.glob) and (parts := path.split("/"))[level].isdecimal():
                 number = int(parts.pop(level))
                 groups.setdefault("/".join(parts), {})[number] = path
         check_any(groups, self.optional, text, leaves)
@@ -59,7 +59,7 @@ class Unstack:
         parts = self.glob.split("/")
         glob = "/".join(parts[:level] + parts[level + 1 :])
         check_known(leaves, text, glob)
-        found = [path for path in leaves if matches(path, glob)]
+        found = [path for path in leaves if matches_exactly(path, glob)]
         check_any(found, self.optional, text, leaves)
         made: dict[str, list[tuple[str, Leaf]]] = {}
         for path in found:

@@ -210,9 +210,10 @@ def test_a_lost_leaf_is_no_tree(tmp_path: Path) -> None:
         "layers/1/w",
         "layers/2/w",
     ]
-    assert list(tr.open(path).select("**/w/*")) == list(tr.open(path).select("layers/1/w/x")) == []
-    with pytest.raises(NotFoundError):
-        tr.open(path).at("layers/1/w/x")
+    for find in (tr.open(path).select, tr.open(path).at):
+        for what in ("**/w/*", "layers/1/w/x"):
+            with pytest.raises(NotFoundError):
+                find(what)
     for rule in (rules.stack("layers/*/**"), rules.stack("layers/*/w"), rules.unstack("layers/1/*/w")):
         with pytest.raises(CorruptError, match=r"layers\.1\.w/\.zarray"):
             tr.restore(path, rules=[rule])

@@ -1,0 +1,27 @@
+"""Writes the files beside it with Haiku 0.0.17 and Flax 0.12.8. It is not run by the tests.
+
+Haiku's parameters are a dict of modules by their names, in which there are slashes, and of what these have:
+``mlp/~/linear_0`` and ``w``. It has no format of its own; ``params.msgpack`` is what Flax makes of that.
+"""
+
+import pathlib
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from flax import serialization
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Block(hk.Module):
+    """A module with a parameter of its own, and others in it."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = hk.get_parameter("scale", x.shape[-1:], init=jnp.ones)
+        return hk.nets.MLP([3, 2])(x * scale)
+
+
+params = hk.transform(lambda x: Block()(hk.Linear(4)(x))).init(jax.random.key(0), jnp.ones((1, 2)))
+print(jax.tree.map(jnp.shape, params))
+(HERE / "params.msgpack").write_bytes(serialization.to_bytes(params))
