@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -194,6 +195,19 @@ def test_what_changes_in_place_is_saved_as_it_was_at_the_call(tmp_path: pathlib.
     assert tr.open(tmp_path).metadata == {"list": [1]}
     tr.save(tmp_path / "directly", {**state, "data": fresh, "buffer": (b := np.arange(3)), "tied": b})
     assert not tr.diff(tmp_path / "step-00000001", tr.open(tmp_path / "directly").apply([tr.rules.drop("more")]))
+
+
+def test_metadata_is_kept_as_a_save_would_take_it_or_left_out_for_the_state(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    frozen = types.MappingProxyType({"path": tmp_path})
+    for run, metadata, found in (("a", frozen, {"path": str(tmp_path)}), ("b", {1}, None)):
+        options: Any = {"save_every": 9, "save_on_error": True}
+        with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path / run, **options) as ckpts:
+            ckpts.save(1, {"n": 1}, metadata=metadata)
+            raise ZeroDivisionError
+        assert tr.restore(tmp_path / run) == {"n": 1} and tr.open(tmp_path / run).metadata == found
+    assert "step 1: its metadata is left out: metadata: a set is not JSON" in caplog.text
 
 
 def test_a_module_that_is_updated_in_place_is_never_taken_for_an_earlier_step(

@@ -1,6 +1,5 @@
 """The state that a loop has shown last, for a last save when the loop raises."""
 
-import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,6 +9,7 @@ import numpy as np
 
 from . import _flax, _iterators
 from ._catalogue import decode_float
+from ._metadata import plain
 from ._metrics import encoded
 from ._pending import PendingSave
 from .errors import UnsupportedError
@@ -33,7 +33,7 @@ class _Noted(NamedTuple):
     step: int
     options: SaveOptions
     pending: PendingSave | None  # of the call itself, when it was due
-    left_out: list[str]  # metrics, and why they cannot be saved
+    left_out: list[str]  # metrics and metadata, and why they cannot be saved
     leaves: Sequence[Callable[[], Any]]
     build: Callable[[list[Any]], Any]
     problem: str = ""
@@ -75,7 +75,7 @@ class LastState:
         return pending is not None and not pending.failed
 
     def get(self) -> tuple[Any, SaveOptions, list[str]]:
-        """The tree and the options of that call, and why metrics are left out.
+        """The tree and the options of that call, and why metrics or metadata are left out.
 
         Raises `UnsupportedError` when the tree is not there any more.
         """
@@ -111,7 +111,11 @@ def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> 
 def _note(step: int, tree: Any, options: SaveOptions, pending: PendingSave | None) -> _Noted:
     left_out: list[str] = []
     metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
-    metadata = copy.deepcopy(options.metadata)
+    try:
+        metadata = plain(options.metadata)
+    except UnsupportedError as error:  # the state counts for more
+        metadata = None
+        left_out.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
     leaves, structure = jax.tree.flatten(_flax.split(tree)[0])
     copies: dict[int, Any] = {}
