@@ -20,7 +20,6 @@ from .errors import CorruptError, MismatchError, UnsupportedError
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
 NO_ARRAY = ("none", "function")
-_MOST_DIGITS = 3000  # hexadecimal ones of an integer; beyond 4,300 decimal ones Python writes none
 EXACT = 1 << 53  # up to here every integer is a double, as which many readers of JSON take numbers
 
 
@@ -184,10 +183,6 @@ def encode(value: Any) -> tuple[ValueType, Any]:
     if kind is bool:
         return "bool", value
     if kind is int:
-        if value.bit_length() > 4 * _MOST_DIGITS:
-            raise UnsupportedError(
-                f"an int of {value.bit_length()} bits (at most {4 * _MOST_DIGITS}: save it as bytes)"
-            )
         return "int", value if abs(value) <= EXACT else hex(value)
     if kind is float:
         return "float", encode_float(value)

@@ -314,8 +314,6 @@ def check_known(place: str) -> None:
         raise
 
 
-
-
 def latest_good(
     run: str,
     places: Iterable[tuple[int, str]],

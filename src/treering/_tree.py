@@ -16,6 +16,7 @@ from ._paths import join, key_text, split
 from .errors import CorruptError, UnsupportedError
 
 LEAF = 0
+_KEY_BITS = 12_000  # of an integer: 3,000 hexadecimal digits; beyond 4,300 decimal ones Python writes none into a path
 
 
 class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -214,6 +215,8 @@ def encode_key(key: Any) -> Any:
     """A key as `Node.keys` has it."""
     if type(key) is str:
         return key
+    if type(key) is int and key.bit_length() > _KEY_BITS:
+        raise UnsupportedError(f"a key is an int of {key.bit_length()} bits; expected at most {_KEY_BITS}")
     key_text(key)  # refuses other types by name
     if type(key) is tuple:
         return ["tuple", [encode_key(part) for part in key]]
@@ -228,7 +231,7 @@ def _decode_key(key: Any, kinds: Collection[str] = ("int", "float", "bytes", "tu
         if key[0] == "tuple" and isinstance(key[1], list):
             return tuple(_decode_key(part, ("int", "float")) for part in key[1])
         found = decode(*key)
-        if encode_key(found) == key or key[0] == "float":  # one way to write each, but 1 is as good as 1.0
+        if key[0] == "float" or encode_key(found) == key:  # one way to write each, but 1 is as good as 1.0
             return found
     raise CorruptError(f"manifest: {key!r:.100} is not a key")
 

@@ -70,7 +70,7 @@ def nest(depth: int) -> Any:
 def fields() -> Iterator[Case]:
     good: list[tuple[str, dict[str, Any]]] = [
         ("step", {"step": 0}), ("step-great", {"step": 2**53}), ("unknown", {"more": {"a": [1]}, "another": None}),
-        ("metadata", {"metadata": {"a": [1, 2.5, "x", None, True, {}], "": -(2**63), "b": 2**64 - 1}}), ("metadata-null", {"metadata": None}), ("metadata-deep", {"metadata": nest(200)}),("created-z", {"created": "2026-11-22T12:00:00Z"}), ("created-offset", {"created": "1999-12-31T23:59:59.5-11:30"}),
+        ("metadata", {"metadata": {"a": [1, 2.5, "x", None, True, {}], "": -(2**63), "b": 2**64 - 1}}), ("metadata-null", {"metadata": None}), ("metadata-deep", {"metadata": nest(200)}), ("unknown-deep", {"more": nest(200)}), ("unknown-integer", {"more": [10**30]}),("created-z", {"created": "2026-11-22T12:00:00Z"}), ("created-offset", {"created": "1999-12-31T23:59:59.5-11:30"}),
         ("software-empty", {"software": {}}), ("requires-empty", {"requires": []}),
     ]  # fmt: skip
     for name, change in good:
@@ -84,6 +84,7 @@ def fields() -> Iterator[Case]:
         for value in ({"a": "many"}, {"a": None}, {"a": True}, {"a": [1]}, [], None, {"a": "nan:7ff8000000000000"})
     ]
     bad += [{"metadata": value} for value in (2**64, [-(2**63) - 1], {"a": 10**30}, nest(201))]
+    bad += [{"more": nest(201)}, {"layouts": [{"cuts": [[0, 1]] * 65, "holders": 0}], "holders": [[[0]]]}]
     bad += [{"created": value} for value in ("yesterday", "2026-11-22", "2026-11-22T12:00:00", "2026-11-22 12:00:00Z", "2026-13-22T12:00:00Z",
                                              "2026-11-22T12:00:00.1234567Z", "2026-11-22T25:00:00Z", "20261122T120000Z", "1969-12-31T23:59:59Z", "9999-01-01T00:00:00Z", "2026-11-22T12:00:60Z", "2026-11-22T12:00:00+24:00", "2026-11-22T12:00:00.Z",5, None, "٢٠٢٦-11-22T12:00:00Z")]  # fmt: skip
     bad += [{"software": value} for value in ({"a": 1}, [], None, "treering")]

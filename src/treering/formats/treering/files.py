@@ -126,6 +126,8 @@ class ArrayFile(File):
         _check_version(data, self.path)
         blocks = -(-(self.size - listed.header) // BLOCK)
         try:
+            if data[8:9] != b"{" or not data.rstrip(b" ").endswith(b"}"):
+                raise CorruptError(f"{self.path}: the header is no JSON object that is padded with spaces")
             if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
                 raise CorruptError(f"{self.path}: the header does not have the size that the manifest gives")
             with paused():

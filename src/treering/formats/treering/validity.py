@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MOST_DEEP = 200  # levels of JSON in the metadata
+_MOST_DEEP = 200  # objects and lists in one another, where users may write what they like
 _VALUE_ROW, _ARRAY_ROW = 4, 7  # elements
 
 
@@ -43,11 +43,13 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
     if not set(map(len, top["leaves"])) <= {_VALUE_ROW, _ARRAY_ROW}:
         raise ValueError("a leaf has fewer elements than it should")
     check_summary(manifest)
-    _check_metadata(manifest.metadata)
+    _check_depth("the metadata", manifest.metadata, integers=True)
+    for name in top.keys() - {*manifest.__struct_fields__, "xxh3"}:
+        _check_depth(f"the field {name!r:.100}", top[name], integers=False)
     for n, layout in enumerate(manifest.layouts):
         _check_layout(layout, n, manifest.holders)
     for n, listed in enumerate(manifest.holders):
-        if not all(listed):
+        if not listed or not all(listed):
             raise ValueError(f"holders {n} have a cell without a file")
         if any(not 0 <= file < len(manifest.files) for own in listed for file in own):
             raise ValueError(f"holders {n} name a file that is not listed")
@@ -127,6 +129,8 @@ def _check_file(file: "File") -> None:
 
 def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]]) -> None:
     cells = Cells(layout.cuts)
+    if not is_shape(cells.shape, 1):
+        raise ValueError(f"layout {number} cuts an array of {len(cells.shape)} axes that cannot be")
     if layout.sharding is not None:
         msgspec.convert(layout.sharding, _Sharding)
     if not 0 <= layout.holders < len(holders) or len(holders[layout.holders]) != len(cells):
@@ -192,16 +196,16 @@ def _names(node: Node) -> list[str]:
     return key_texts(keys) if keys else []
 
 
-def _check_metadata(metadata: Any) -> None:
-    """Raises `ValueError` for integers in JSON that do not fit into 64 bits, and for what is nested too deep."""
-    level = [metadata]
+def _check_depth(name: str, value: Any, *, integers: bool) -> None:
+    """Raises `ValueError` for JSON that is nested too deep, and for `integers` that do not fit into 64 bits."""
+    level = [value]
     for _ in range(_MOST_DEEP + 1):
         deeper: list[Any] = []
-        for value in level:
-            if isinstance(value, dict | list):
-                deeper += value.values() if isinstance(value, dict) else value
-            elif type(value) is int and not -(1 << 63) <= value < 1 << 64:
-                raise ValueError(f"the metadata has an integer of {value.bit_length()} bits")
+        for part in level:
+            if isinstance(part, dict | list):
+                deeper += part.values() if isinstance(part, dict) else part
+            elif integers and type(part) is int and not -(1 << 63) <= part < 1 << 64:
+                raise ValueError(f"{name} has an integer of {part.bit_length()} bits")
         level = deeper
     if level:
-        raise ValueError(f"the metadata is nested more than {_MOST_DEEP} deep")
+        raise ValueError(f"{name} is nested more than {_MOST_DEEP} deep")
