@@ -2,30 +2,26 @@
 
 import base64
 import datetime
-import decimal
 import itertools
 import json
 import math
-import mmap
 import os
 import re
-import stat
 import struct
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 import xxhash
 
 BLOCK = 1 << 20
-LIMIT = 1 << 53
-MISSING = object()
+LIMIT = 1 << 53  # of integers
+FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
+FIELDS |= {"layouts", "holders", "tree", "leaves", "xxh3"}
 STORED = {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 STORED |= {f"{u}int{n}": f"{u[:1].upper() or 'I'}{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 STORED |= {"float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
 STORED |= {"float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e4m3fnuz": "F8_E4M3FNUZ"}
-WIDTH = {"BOOL": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8, "C64": 8}  # bytes of an element
-WIDTH |= {s: 1 if "_" in s else int(s[1:]) // 8 for s in STORED.values() if s not in WIDTH}
 BITS = {"int1": 1, "int2": 2, "int4": 4, "uint1": 1, "uint2": 2, "uint4": 4}
 BITS |= {"float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 BYTES = dict.fromkeys([*BITS, "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"])
@@ -33,15 +29,17 @@ BYTES |= {"complex128": 16, "complex32": 4, "bcomplex32": 4}  # name -> length o
 TIME = re.compile(r"(datetime64|timedelta64)(\[([2-9]|[1-9][0-9]{1,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 TEXT = re.compile(r"<U[1-9][0-9]{0,7}|\|S[1-9][0-9]{0,7}")
 HEX16 = re.compile(r"[0-9a-f]{16}")
-CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
+HEX = re.compile(r"-?0x([1-9a-f][0-9a-f]*)")
+DAY, HOURS = "([0-9]{4}-[0-9]{2}-[0-9]{2})", "([01][0-9]|2[0-3])"
+CREATED = re.compile(rf"{DAY}T{HOURS}(:[0-5][0-9]){{2}}(\.[0-9]{{1,6}})?(Z|[+-]{HOURS}:[0-5][0-9])")
 
 
 class Damaged(ValueError):
-    pass
+    verdict = "damaged"
 
 
 class Unsupported(ValueError):
-    pass
+    verdict = "unsupported"
 
 
 def need(condition, what="not as the page has it"):
@@ -49,7 +47,7 @@ def need(condition, what="not as the page has it"):
         raise Unsupported(what)
 
 
-def is_int(x, low=0, high=math.inf):
+def is_int(x, low=0, high=LIMIT):
     return type(x) is int and low <= x <= high
 
 
@@ -64,9 +62,14 @@ def is_hex16(x):
 # JSON and sealed files
 
 
+def integer(text):
+    need(text != "-0", "-0")
+    return int(text[:400])  # those with more digits stand only in fields that we do not know
+
+
 def number(text):
     need(math.isfinite(float(text)), "a number that is not finite")  # this refuses NaN and Infinity, too
-    return int(text) if re.fullmatch(r"0|-?[1-9][0-9]*", text) else float(text)  # -0 is no integer
+    return float(text)
 
 
 def unique(pairs):
@@ -77,36 +80,52 @@ def unique(pairs):
 
 def parse_object(data):
     try:
-        text = data.decode("utf-8")
-        hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), number)
-        result = json.loads(text, object_pairs_hook=unique, **hooks)
-        if "\\ud" in text.lower():
-            json.dumps(result, ensure_ascii=False).encode("utf-8")  # fails for half of a pair
+        hooks = {"parse_int": integer, "parse_float": number, "parse_constant": number}
+        result = json.loads(data.decode("utf-8"), object_pairs_hook=unique, **hooks)
+        json.dumps(result, ensure_ascii=False).encode("utf-8")  # fails for half of a pair
     except (ValueError, RecursionError) as error:
         raise Unsupported(f"JSON: {error}") from None
     need(type(result) is dict, "no JSON object")
     return result
 
 
+def check_json(x, low=-math.inf, high=math.inf, around=0):
+    """Of metadata, and of what stands in fields that we do not know."""
+    if type(x) in (list, dict):
+        need(around < 200, "more than 200 objects and lists in one another")
+        for y in x if type(x) is list else x.values():
+            check_json(y, low, high, around + 1)
+    need(type(x) is not int or low <= x <= high, "too large an integer")
+
+
+def check_unknown(x, known):
+    for key in set(x) - known:
+        check_json(x[key])
+
+
 def open_regular(path):
-    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: it may be a pipe
-        raise Damaged("no regular file")
+    if not os.path.isfile(path):  # before it is opened: it may be a pipe
+        raise Damaged("no such file")
     return open(path, "rb")
 
 
 def read_sealed(path):
     try:
-        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            tail = re.fullmatch(rb',"xxh3":"([0-9a-f]{16})"}\n', data[-28:])
-            with memoryview(data) as view, view[:-28] as covered:
-                if not tail or xxhash.xxh3_64_hexdigest(covered).encode() != tail[1]:
-                    raise Damaged("the checksum is wrong")
-            need(len(data) < 1 << 31, "2 GiB or more")
-            return data[:]
-    except (Damaged, Unsupported):
-        raise
-    except (OSError, ValueError) as error:  # ValueError: it is empty
+        with open_regular(path) as file:
+            size, chunks, checksum = file.seek(0, 2), [], xxhash.xxh3_64()
+            file.seek(0)
+            for begin in range(0, size - 28, BLOCK):
+                chunk = file.read(min(BLOCK, size - 28 - begin))
+                checksum.update(chunk)
+                if size < 1 << 31:
+                    chunks.append(chunk)
+            tail = file.read(29)
+    except OSError as error:
         raise Damaged(str(error)) from None
+    if tail != b',"xxh3":"%b"}\n' % checksum.hexdigest().encode():
+        raise Damaged("the checksum is wrong")
+    need(size < 1 << 31, "2 GiB or more")
+    return b"".join([*chunks, tail])
 
 
 # Values
@@ -114,7 +133,10 @@ def read_sealed(path):
 
 def decode_float(x):
     if type(x) in (int, float):
-        return float(x)
+        try:
+            return float(x)
+        except OverflowError:
+            raise Unsupported("a number that is not finite") from None
     need(type(x) is str)
     if x in ("inf", "-inf", "nan"):
         return float(x)
@@ -124,19 +146,20 @@ def decode_float(x):
     return number
 
 
-def decode_big(x):
-    need(type(x) is str and re.fullmatch(r"-?0x[1-9a-f][0-9a-f]*", x))
-    need(abs(number := int(x, 16)) > LIMIT)
-    return number
+def decode_big(x, digits=math.inf):
+    need(type(x) is str and (match := HEX.fullmatch(x)) and len(match[1]) <= digits)
+    result = int(x, 16)
+    need(abs(result) > LIMIT)
+    return result
 
 
 def decode_bytes(x):
-    need(type(x) is str and x.isascii())
+    need(type(x) is str)
     try:
-        data = base64.b64decode(x, validate=True)
+        data = base64.b64decode(x)
     except ValueError as error:
         raise Unsupported(str(error)) from None
-    need(base64.b64encode(data).decode() == x, "base64 with unused bits")
+    need(base64.b64encode(data).decode() == x, "base64 with other characters or unused bits")
     return data
 
 
@@ -159,37 +182,37 @@ def decode_plain(kind, x):
     return x
 
 
-def decode_state(state, depth=1):
-    need(depth <= 100 and type(state) is list and len(state) == 2 and type(state[0]) is str)
+def decode_state(state, around=0, in_key=False):
+    need(around <= 100, "more than 100 containers")
+    need(type(state) is list and len(state) == 2 and type(state[0]) is str)
     kind, x = state
     if kind not in ("dict", "list", "tuple", "array"):
         return decode_plain(kind, x)
-    need(type(x) is list)
+    need(type(x) is list and (kind == "tuple" or not in_key))
     if kind == "array":
-        need(len(x) == 4 and type(x[0]) is bool and type(x[1]) is str and is_shape(x[2]) and (x[0] or not x[2]))
-        size, data = stored_as(x[1])[2], decode_bytes(x[3])
-        need(math.prod(x[2]) * size == len(data), "an array of another size")
-        try:
-            array = to_numpy(normalised(data, x[1]), x[1], x[2])
-        except ValueError as error:  # a shape without elements that NumPy cannot have
-            raise Unsupported(str(error)) from None
-        return array if x[0] else array[()]
+        return decode_array(x)
     if kind != "dict":
-        return (list if kind == "list" else tuple)(decode_state(y, depth + 1) for y in x)
+        return (list if kind == "list" else tuple)(decode_state(y, around + 1, in_key) for y in x)
     result = {}
     for pair in x:
         need(type(pair) is list and len(pair) == 2)
-        key, value = decode_state(pair[0], depth + 1), decode_state(pair[1], depth + 1)
-        need(may_be_key(pair[0]) and key not in result)
-        result[key] = value
+        key = decode_state(pair[0], around + 1, True)
+        need(key not in result, "equal keys")
+        result[key] = decode_state(pair[1], around + 1)
     return result
 
 
-def may_be_key(state):
-    kind, x = state
-    if kind == "tuple":
-        return all(may_be_key(y) for y in x)
-    return kind not in ("dict", "list") and not (kind == "array" and x[0])
+def decode_array(x):
+    need(len(x) == 4 and type(x[0]) is bool and (x[0] or x[2] == []))
+    is_array, dtype, shape, data = x
+    check_shape(dtype, shape)
+    data = decode_bytes(data)
+    need(math.prod(shape) * stored_as(dtype)[2] == len(data), "an array of another size")
+    array = to_numpy(normalised(data, dtype), dtype, shape)
+    try:
+        return array if is_array else array[()]
+    except (ValueError, SystemError):  # code points that Python cannot have
+        return array
 
 
 def decode_value(kind, x):
@@ -222,18 +245,9 @@ def stored_as(dtype):
     return "U8", numpy_dtype.itemsize, numpy_dtype.itemsize, numpy_dtype
 
 
-def count(shape, limit):
-    """The product of the lengths, each 0 counted as 1; None when the limit is reached."""
-    product = 1
-    for n in shape:
-        product *= n or 1
-        if product >= limit:
-            return None
-    return product
-
-
-def is_shape(x):
-    return type(x) is list and len(x) <= 64 and all(is_int(n) for n in x) and count(x, 1 << 58) is not None
+def check_shape(dtype, shape):
+    need(type(dtype) is str and type(shape) is list and len(shape) <= 64 and all(is_int(n) for n in shape))
+    need(math.prod(n or 1 for n in shape) * stored_as(dtype)[2] < 1 << 63, "too large a shape")
 
 
 def normalised(data, dtype):
@@ -266,15 +280,11 @@ class ArrayFile:
     def __init__(self, directory, entry):
         self.path, self.size, self.start = os.path.join(directory, entry["name"]), entry["size"], entry.get("header")
         self.tensors, self.dtypes, self.sums, self.known = {}, {}, "", {}
-        self.state, self.missing = "valid", False
+        self.state = "valid"
         try:
             self.open(entry)
-        except FileNotFoundError:
-            self.state, self.missing = "damaged", True
-        except (Damaged, OSError):
-            self.state = "damaged"
-        except Unsupported:
-            self.state = "unsupported"
+        except (Damaged, Unsupported, OSError) as error:
+            self.state = getattr(error, "verdict", "damaged")
 
     def open(self, entry):
         with open_regular(self.path) as file:
@@ -293,13 +303,10 @@ class ArrayFile:
         blocks = -(-(self.size - self.start) // BLOCK)
         need(len(meta.get("xxh3", "?")) == blocks * 16 and not set(meta["xxh3"]) - set("0123456789abcdef"))
         for tensor in tensors.values():
-            need(type(tensor) is dict and type(tensor.get("dtype")) is str)
+            need(type(tensor) is dict and type(tensor.get("dtype")) is str and tensor["dtype"])
             shape, place = tensor.get("shape"), tensor.get("data_offsets")
             need(type(shape) is list and all(is_int(n) for n in shape))
             need(type(place) is list and len(place) == 2 and is_int(place[0]) and is_int(place[1], place[0]))
-            if width := WIDTH.get(tensor["dtype"]):
-                elements = 0 if 0 in shape else count(shape, 1 << 64)
-                need(elements is not None and elements * width == place[1] - place[0])
         places = sorted(tensor["data_offsets"] for tensor in tensors.values())
         begins, ends = [begin for begin, _ in places], [end for _, end in places]
         need([*begins, self.size - self.start] == [0, *ends], "overlaps or holes")
@@ -307,21 +314,22 @@ class ArrayFile:
         self.dtypes = {key[6:]: value for key, value in meta.items() if key.startswith("dtype:")}
 
     def bytes(self, begin, end):
-        with open(self.path, "rb") as file:
-            file.seek(begin)
-            return file.read(end - begin)
+        try:
+            with open_regular(self.path) as file:
+                file.seek(begin)
+                return file.read(end - begin)
+        except OSError as error:
+            raise Damaged(str(error)) from None
 
     def good(self, block):
         if block not in self.known:
             begin = self.start + block * BLOCK
-            checksum = xxhash.xxh3_64_hexdigest(self.bytes(begin, min(begin + BLOCK, self.size)))
+            try:
+                checksum = xxhash.xxh3_64_hexdigest(self.bytes(begin, min(begin + BLOCK, self.size)))
+            except Damaged:
+                checksum = None
             self.known[block] = checksum == self.sums[block * 16 : block * 16 + 16]
         return self.known[block]
-
-    @cached_property
-    def undamaged(self):
-        blocks = range(len(self.sums) // 16)
-        return self.state == "unsupported" or (self.state == "valid" and all(map(self.good, blocks)))
 
     def verdict(self, name, dtype, shape):
         """Of one tensor."""
@@ -329,14 +337,14 @@ class ArrayFile:
             return self.state
         if name not in self.tensors:
             return "unsupported"
-        tensor = self.tensors[name]
+        tensor, (kind, last, size, _) = self.tensors[name], stored_as(dtype)
         begin, end = tensor["data_offsets"]
-        if begin < end and not all(self.good(i) for i in range(begin // BLOCK, (end - 1) // BLOCK + 1)):
-            return "damaged"
-        kind, last, _, _ = stored_as(dtype)
         right = tensor["dtype"] == kind and tensor["shape"] == (shape if last is None else [*shape, last])
-        named = self.dtypes.get(name) == (dtype if kind == "U8" and dtype != "uint8" else None)
-        return "valid" if right and named else "unsupported"
+        right = right and end - begin == math.prod(shape) * size
+        if not right or self.dtypes.get(name) != (dtype if kind == "U8" and dtype != "uint8" else None):
+            return "unsupported"
+        blocks = range(begin // BLOCK, -(-end // BLOCK)) if begin < end else ()
+        return "valid" if all(self.good(block) for block in blocks) else "damaged"
 
     def data(self, name):
         begin, end = self.tensors[name]["data_offsets"]
@@ -346,98 +354,121 @@ class ArrayFile:
 # The manifest
 
 
-def decode_key(x):
+def decode_key(x, in_tuple=False):
     if type(x) in (str, bool) or is_int(x, -LIMIT, LIMIT):
         return x
-    need(type(x) is list and len(x) == 2 and x[0] in ("int", "float", "bytes"), "a key")
-    return {"int": decode_big, "float": decode_float, "bytes": decode_bytes}[x[0]](x[1])
+    need(type(x) is list and len(x) == 2, "a key")
+    kind, value = x
+    if kind == "int":
+        return decode_big(value, 3000)
+    if kind == "float":
+        return decode_float(value)
+    need(not in_tuple and kind in ("bytes", "tuple"), "a key")
+    if kind == "bytes":
+        return decode_bytes(value)
+    need(type(value) is list, "a key")
+    return tuple(decode_key(y, True) for y in value)
+
+
+def decode_keys(container):
+    """The keys of a container, or the numbers of its children."""
+    need(type(container) is list and len(container) == 3 and type(container[1]) is str, "a container")
+    kind, _, keys = container
+    if kind in ("list", "tuple", "positional"):
+        need(is_int(keys))
+        return range(keys)
+    need(kind in ("dict", "namedtuple", "object") and type(keys) is list)
+    need(kind != "namedtuple" or is_texts(keys))
+    keys = [decode_key(key) for key in keys]
+    need(len(set(keys)) == len(keys), "equal keys")
+    return keys
+
+
+def text_of(key, in_tuple=False):
+    if type(key) is tuple:
+        texts = [text_of(x, True) for x in key]
+        return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+    if type(key) is bytes:
+        return key.decode("utf-8", "backslashreplace")
+    if type(key) is str and in_tuple:
+        text = key.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{text}'"
+    return str(key)
 
 
 def name_of(key):
-    if type(key) is bytes:
-        key = key.decode("utf-8", "backslashreplace")
-    elif type(key) is int and abs(key) > LIMIT:
-        need(key.bit_length() < 1 << 20, "an integer of absurd size")
-        key = decimal.Decimal(key)  # str(int) refuses more than 4300 digits
-    return str(key).replace("~", "~0").replace("/", "~1")
+    return text_of(key).replace("~", "~0").replace("/", "~1")
 
 
-def build_tree(nodes, leaves, values):
-    """The containers with the values; compares the paths of the leaves."""
+def paths_of(nodes):
+    """The paths of the leaves of the tree."""
     need(type(nodes) is list)
-    values, used, open_, names, done = iter(values), 0, [], [], []
+    names, coming = [""], [iter([""])]  # from the root down: the name of the child, the names of those that follow
     for node in nodes:
-        need(not done, "nodes after the end of the tree")
-        if open_:
-            _, keys, children = open_[-1]
-            names[-1] = name_of(len(children) if type(keys) is int else keys[len(children)])
-        if type(node) is int and node == 0:
-            need(used < len(leaves) and leaves[used] == "/".join(names), "another path")
-            result, used = next(values), used + 1
-        else:
-            need(type(node) is list and len(node) == 3 and type(node[1]) is str, "a container")
-            kind, _, keys = node
-            if kind in ("list", "tuple", "positional"):
-                need(is_int(keys))
-            else:
-                need(kind in ("dict", "namedtuple", "object") and type(keys) is list)
-                need(kind != "namedtuple" or is_texts(keys))
-                keys = [decode_key(key) for key in keys]
-                need(len(set(keys)) == len(keys), "equal keys")
-            open_.append((kind, keys, []))
-            names.append("")
-            result = MISSING
-        while True:
-            if result is not MISSING:
-                if not open_:
-                    done.append(result)
-                    break
-                open_[-1][2].append(result)
-            kind, keys, children = open_[-1]
-            if len(children) < (keys if type(keys) is int else len(keys)):
-                break
-            if type(keys) is int:
-                result = tuple(children) if kind == "tuple" else children
-            else:
-                result = dict(zip(keys, children, strict=True))
-            open_.pop()
+        while coming and (name := next(coming[-1], None)) is None:
+            coming.pop()
             names.pop()
-    need(done and used == len(leaves), "the tree has another number of nodes or leaves")
-    return done[0]
+        need(coming, "nodes after the end of the tree")
+        names[-1] = name
+        if type(node) is int and node == 0:
+            yield "/".join(names[1:])
+        else:
+            coming.append(map(name_of, decode_keys(node)))
+            names.append("")
+    need(all(next(rest, None) is None for rest in coming), "the tree is not complete")
+
+
+def build_tree(nodes, values):
+    """The containers with the values."""
+    values, built = list(values), []
+    for node in reversed(nodes):
+        if node == 0:
+            built.append(values.pop())
+            continue
+        keys = decode_keys(node)
+        children = [built.pop() for _ in keys]
+        if type(keys) is list:
+            children = dict(zip(keys, children, strict=True))
+        built.append(tuple(children) if node[0] == "tuple" else children)
+    return built[0]
 
 
 def check_file(entry):
     need(type(entry) is dict and is_texts(entry.get("requires", [])))
     name = entry.get("name")
-    need(type(name) is str and 1 <= len(name) <= 255 and not set(name) & set("/\\\0") and name not in (".", ".."))
+    need(type(name) is str and 1 <= len(name.encode()) <= 255 and not set(name) & set("/\\\0"))
+    need(name not in (".", "..", "treering.json"))
     need(is_int(entry.get("size")))
     if entry.get("requires"):
-        need(type(entry.get("header", 0)) is int and type(entry.get("xxh3", "")) is str)
+        need(is_int(entry.get("header", 0), -LIMIT) and type(entry.get("xxh3", "")) is str)
     else:
         need(is_int(entry.get("header"), 8, min(entry["size"], 100_000_008)) and is_hex16(entry.get("xxh3")))
 
 
 def check_layout(layout, holders):
     need(type(layout) is dict and type(layout.get("cuts")) is list)
+    need(is_int(layout.get("holders"), 0, len(holders) - 1))
+    cells, holder = 1, holders[layout["holders"]]
     for cut in layout["cuts"]:
         need(type(cut) is list and len(cut) >= 2 and all(is_int(n) for n in cut) and cut[0] == 0)
         need(cut == [0, 0] or all(a < b for a, b in itertools.pairwise(cut)))
-    need(is_int(layout.get("holders"), 0, len(holders) - 1))
-    cells = count([len(cut) - 1 for cut in layout["cuts"]], 1 << 58)
-    need(cells == len(holders[layout["holders"]]), "another number of cells")
-    if "sharding" in layout:
-        sharding = layout["sharding"]
-        need(type(sharding) is dict and type(sharding.get("mesh")) is dict and type(sharding.get("spec")) is list)
-        need(all(is_int(n) for n in sharding["mesh"].values()))
-        need(all(x is None or type(x) is str or is_texts(x) for x in sharding["spec"]))
+        cells *= len(cut) - 1
+        need(cells <= len(holder))
+    need(cells == len(holder), "another number of cells")
+    # Of arrays that have the layout; one that no array has could be that of single bytes.
+    need(len(layout["cuts"]) <= 64 and math.prod(cut[-1] or 1 for cut in layout["cuts"]) < 1 << 63, "too large a shape")
+    sharding = layout.get("sharding", {"mesh": {}, "spec": []})
+    need(type(sharding) is dict and type(sharding.get("mesh")) is dict and type(sharding.get("spec")) is list)
+    need(all(is_int(n, 1) for n in sharding["mesh"].values()))
+    need(all(x is None or type(x) is str or is_texts(x) for x in sharding["spec"]))
 
 
 def check_array(leaf, earlier, files, layouts):
     need(len(leaf) == 7)
     _, _, kind, dtype, shape, impl, where = leaf
     need(kind in ("jax", "jax-weak", "numpy", "numpy-scalar", "key"))
-    need(type(dtype) is str and is_shape(shape) and type(impl) is str)
-    stored_as(dtype)
+    need(type(impl) is str and (kind != "numpy-scalar" or shape == []))
+    check_shape(dtype, shape)
     need((kind == "key") == (impl != "") and (kind != "key" or (dtype == "uint32" and shape)))
     if type(where) is list:
         need(len(where) == 2 and is_int(where[0], 0, len(layouts) - 1) and is_int(where[1]))
@@ -452,41 +483,33 @@ def check_array(leaf, earlier, files, layouts):
         need(is_int(where, 0, len(files) - 1))
 
 
-def check_metadata(x):
-    stack = [x]
-    while stack:
-        x = stack.pop()
-        if type(x) in (list, dict):
-            stack.extend(x if type(x) is list else x.values())
-        need(type(x) is not int or -(1 << 63) <= x < 1 << 64, "an integer of more than 64 bits")
-
-
 class Checkpoint:
     def __init__(self, directory):
         while True:
             self.directory, self.path = directory, os.path.join(directory, "treering.json")
-            if not os.path.lexists(self.path):
+            if not os.path.isfile(self.path):
                 raise ValueError(f"{directory} is no checkpoint")
             raw = read_sealed(self.path)
             self.checksum, self.manifest = xxhash.xxh3_64_hexdigest(raw), parse_object(raw)
             self.check(self.manifest)
             self.files = [ArrayFile(directory, entry) for entry in self.manifest["files"]]
-            if not any(file.missing for file in self.files):
+            if all(os.path.exists(file.path) for file in self.files):
                 break
-            if os.path.lexists(self.path) and read_sealed(self.path) == raw:  # else replaced or deleted
+            if os.path.isfile(self.path) and read_sealed(self.path) == raw:  # else replaced or deleted
                 break
 
     def check(self, m):
         need(m.get("format") == "treering" and is_int(m.get("version"), 1, 1) and m.get("requires", []) == [])
-        need(type(m.get("created")) is str and CREATED.fullmatch(m["created"]), "created")
+        need(type(m.get("created")) is str and (created := CREATED.fullmatch(m["created"])), "created")
         try:
-            datetime.datetime.fromisoformat(m["created"])
+            need(1970 <= datetime.date.fromisoformat(created[1]).year <= 9998)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         need(type(m.get("software")) is dict and is_texts(list(m["software"].values())), "software")
-        need("step" not in m or is_int(m["step"], 0, LIMIT), "step")
+        need(is_int(m.get("step", 0)), "step")
         self.metrics = decode_metrics(m.get("metrics", {}))
-        check_metadata(m.get("metadata"))
+        check_json(m.get("metadata"), -(1 << 63), (1 << 64) - 1)
+        check_unknown(m, FIELDS)
         need(type(m.get("files")) is list, "files")
         for entry in m["files"]:
             check_file(entry)
@@ -494,7 +517,7 @@ class Checkpoint:
         self.holders, self.layouts = m.get("holders", []), m.get("layouts", [])
         need(type(self.holders) is list and type(self.layouts) is list)
         for lists in self.holders:
-            need(type(lists) is list and all(type(holder) is list and holder for holder in lists))
+            need(type(lists) is list and lists and all(type(holder) is list and holder for holder in lists))
             need(all(is_int(f, 0, len(m["files"]) - 1) for holder in lists for f in holder))
         for layout in self.layouts:
             check_layout(layout, self.holders)
@@ -509,7 +532,8 @@ class Checkpoint:
                 need(leaf[0] == "value" and len(leaf) == 4 and type(leaf[2]) is str)
                 self.values[leaf[1]] = decode_value(leaf[2], leaf[3])
             self.leaves[leaf[1]] = leaf
-        build_tree(m.get("tree"), list(self.leaves), itertools.repeat(None))
+        for path, of_tree in itertools.zip_longest(self.leaves, paths_of(m.get("tree"))):
+            need(path == of_tree, "another path")
 
     def late(self):
         """({file name: verdict}, all metrics)"""
@@ -521,16 +545,16 @@ class Checkpoint:
                 m = parse_object(read_sealed(os.path.join(self.directory, name)))
                 need(m.get("format", "treering-metrics") == "treering-metrics" and is_int(m.get("version", 1), 1, 1))
                 need(m.get("requires", []) == [])
+                check_unknown(m, {"format", "version", "requires", "metrics", "xxh3"})
                 metrics |= decode_metrics(m.get("metrics"))
                 verdicts[name] = "valid"
-            except Damaged:
-                verdicts[name] = "damaged"
-            except Unsupported:
-                verdicts[name] = "unsupported"
+            except (Damaged, Unsupported) as error:
+                verdicts[name] = error.verdict
         return verdicts, metrics
 
-    def pieces(self, path, shape, where):
+    def pieces(self, leaf):
         """(file, name of the tensor, begin, shape) of each piece"""
+        _, path, _, _, shape, _, where = leaf
         name = "__metadata__~@" if path == "__metadata__" else path
         if type(where) is int:
             yield self.files[where], name, [0] * len(shape), shape
@@ -543,53 +567,54 @@ class Checkpoint:
             yield self.files[holder[where[1] % len(holder)]], full, begin, [b - a for a, b in cell]
 
     def verdict(self, leaf):
-        _, path, _, dtype, shape, _, where = leaf
-        if type(where) is str:
-            return self.verdict(self.leaves[where])
-        if type(where) is dict:
+        if type(leaf[6]) is dict:
             return "unsupported"
-        result = "valid"
-        for file, name, _, piece in self.pieces(path, shape, where):
-            verdict = file.verdict(name, dtype, piece)
-            if verdict == "damaged":
-                return verdict
-            if verdict == "unsupported" and result == "valid":
-                result = verdict
-                if all(f.undamaged for f in self.files):
-                    return result  # nothing could be damaged in the other pieces
-        return result
+        verdicts = (file.verdict(name, leaf[3], piece) for file, name, _, piece in self.pieces(leaf))
+        return next((verdict for verdict in verdicts if verdict != "valid"), "valid")
 
     def data(self, leaf):
-        """All elements in C order, normalised."""
-        _, path, _, dtype, shape, _, where = leaf
-        if type(where) is str:
-            return self.data(self.leaves[where])
+        """All elements of an array that is valid, in C order, normalised."""
+        dtype, shape = leaf[3:5]
         if 0 in shape:
             return b""
-        pieces = list(self.pieces(path, shape, where))
-        if len(pieces) == 1:
-            return normalised(pieces[0][0].data(pieces[0][1]), dtype)
         element = f"V{stored_as(dtype)[2]}"
         whole = np.empty(shape, element)
-        for file, name, begin, piece in pieces:
+        for file, name, begin, piece in self.pieces(leaf):
             place = tuple(slice(a, a + n) for a, n in zip(begin, piece, strict=True))
             whole[place] = np.frombuffer(file.data(name), element).reshape(piece)
         return normalised(whole.tobytes(), dtype)
+
+    def contents(self):
+        """path -> value or array"""
+        result = {}
+        for path, leaf in self.leaves.items():
+            if leaf[0] == "value":
+                result[path] = self.values[path]
+            elif type(leaf[6]) is str:
+                result[path] = result[leaf[6]]
+            elif (verdict := self.verdict(leaf)) == "valid":
+                result[path] = to_numpy(self.data(leaf), leaf[3], leaf[4])
+            else:
+                raise (Damaged if verdict == "damaged" else Unsupported)(f"{path!r} is {verdict}")
+        return result
 
 
 # What others call
 
 
 def examine(directory):
+    """What a reader finds: verdicts of the checkpoint, its leaves (contents, where they are valid) and late metrics."""
     result = {"checkpoint": "valid", "leaves": {}, "metrics": {}, "late": {}}
     try:
         checkpoint = Checkpoint(directory)
     except (Damaged, Unsupported) as error:
-        return result | {"checkpoint": "damaged" if isinstance(error, Damaged) else "unsupported"}
+        return result | {"checkpoint": error.verdict}
     result["late"], result["metrics"] = checkpoint.late()
     for path, leaf in checkpoint.leaves.items():
         if leaf[0] == "value":
             found = {"type": leaf[2], "value": leaf[3]}
+        elif type(leaf[6]) is str:
+            found = result["leaves"][leaf[6]]
         elif (found := checkpoint.verdict(leaf)) == "valid":
             checksum = xxhash.xxh3_64_hexdigest(checkpoint.data(leaf))
             found = dict(zip(("type", "dtype", "shape", "impl"), leaf[2:6], strict=True)) | {"xxh3": checksum}
@@ -597,31 +622,24 @@ def examine(directory):
     return result
 
 
-def contents(checkpoint):
-    for path, leaf in checkpoint.leaves.items():
-        if leaf[0] == "value":
-            yield checkpoint.values[path]
-            continue
-        if (verdict := checkpoint.verdict(leaf)) != "valid":
-            raise {"damaged": Damaged, "unsupported": Unsupported}[verdict](f"{path!r} is {verdict}")
-        yield to_numpy(checkpoint.data(leaf), leaf[3], leaf[4])
-
-
 def read(directory):
-    checkpoint = Checkpoint(directory)
-    return dict(zip(checkpoint.leaves, contents(checkpoint), strict=True))
+    """path -> value or array; raises for what is damaged or unsupported."""
+    return Checkpoint(directory).contents()
 
 
 def tree(directory):
+    """The same as containers: classes are lists or dicts."""
     checkpoint = Checkpoint(directory)
-    return build_tree(checkpoint.manifest["tree"], list(checkpoint.leaves), contents(checkpoint))
+    return build_tree(checkpoint.manifest["tree"], checkpoint.contents().values())
 
 
 def metrics(directory):
+    """name -> float, those that were found later included."""
     return Checkpoint(directory).late()[1]
 
 
 def steps(directory, prefix=None):
+    """The numbers of the steps of a run, in order."""
     names = [n for n in os.listdir(directory) if os.path.isfile(os.path.join(directory, n, "treering.json"))]
 
     def found(prefix):
@@ -630,8 +648,8 @@ def steps(directory, prefix=None):
 
     result = found("step-" if prefix is None else prefix)
     if prefix is None and not result:
-        matches = [re.fullmatch(r"(.*?)([0-9]{8,})", n, re.DOTALL) for n in names]
-        prefixes = sorted({m[1] for m in matches if m and int(m[2]) <= LIMIT})
+        matches = [re.fullmatch(r"(.*?)[0-9]{8,}", n, re.DOTALL) for n in names]
+        prefixes = sorted({m[1] for m in matches if m})
         if len(prefixes) > 1:
             raise ValueError(f"several prefixes: {prefixes}")
         result = found(prefixes[0]) if prefixes else []

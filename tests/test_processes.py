@@ -509,12 +509,12 @@ report([last, [[n, *e] for n, e in enumerate(log, 1) if e]])
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess
-from treering import _checkpoint
+from treering import _open
 where = NamedSharding(Mesh(devices, ("x",)), P("x"))
 template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
 with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
     ckpts.save(1, {"w": put(np.zeros(8, np.float32), P("x"))})
-usual, calls = _checkpoint.open_one, []
+usual, calls = _open.open_one, []
 def late(path):
     if INDEX == 1 and not calls:
         calls.append(1)
@@ -522,7 +522,7 @@ def late(path):
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'w': np.ones(8, 'f4')}, overwrite=True)"
         subprocess.run([sys.executable, "-c", code, str(tmp / "run/step-00000001")], check=True)
     return usual(path)
-_checkpoint.open_one = late
+_open.open_one = late
 back = ckpts.restore(template)
 report([np.asarray(shard.data).tolist() for shard in back["w"].addressable_shards])
 sync("done")

@@ -334,7 +334,9 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
             ckpts.close()
     assert (tmp_path / "writer.lock").exists()
     go.set()
-    upkeep.join(30)
+    for thread in threading.enumerate():
+        if thread.name == "treering-upkeep":
+            thread.join(30)
     assert not (tmp_path / "writer.lock").exists() and save_steps(tmp_path, [2]) == [1, 2]
 
 

@@ -10,6 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+import spec_reader
 import treering as tr
 from treering import _dtypes, stores
 from treering._catalogue import ArrayEntry
@@ -76,7 +77,7 @@ def is_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return bits == written and json.dumps(parts[0], sort_keys=True) == json.dumps(parts[1], sort_keys=True)
 
 
-@pytest.mark.parametrize("examine", [examined], ids=["library"])
+@pytest.mark.parametrize("examine", [examined, spec_reader.examine], ids=["library", "independent"])
 def test_readers_find_what_there_is(examine: Callable[[pathlib.Path], dict[str, Any]]) -> None:
     found = {name: examine(GOLDEN / name) for name in VERDICTS}
     assert {name: one for name, one in found.items() if not is_same(one, VERDICTS[name])} == {}

@@ -8,13 +8,14 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import formats, keep, rules
-    from ._checkpoint import Checkpoint, open_checkpoint, restore
+    from ._checkpoint import Checkpoint
     from ._checkpointer import Checkpointer
     from ._convert import convert
     from ._diff import Diff, diff
     from ._follow import follow
     from ._lazy import LazyArray
     from ._metrics import record
+    from ._open import open_checkpoint, restore
     from ._pending import PendingSave, SaveReport
     from ._run import steps
     from ._save import save, save_async
@@ -36,9 +37,9 @@ _HOMES = {
     "follow": "_follow",
     "formats": "formats",
     "keep": "keep",
-    "open": "_checkpoint",
+    "open": "_open",
     "record": "_metrics",
-    "restore": "_checkpoint",
+    "restore": "_open",
     "rules": "rules",
     "save": "_save",
     "save_async": "_save",

@@ -11,12 +11,13 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from . import _options, _processes, _resume, _save
 from ._catalogue import step_number
-from ._checkpoint import Checkpoint, latest_good, listed_again, open_one
+from ._checkpoint import Checkpoint
 from ._collective import Collective
 from ._directory import Directory
 from ._history import History
 from ._last_state import LastState, SaveOptions
 from ._metadata import plain
+from ._open import latest_good, listed_again, open_one
 from ._options import ReadOptions, RestoreOptions
 from ._paths import absolute, few
 from ._pending import PendingSave, SaveReport, as_save_error, wait_for_all_in

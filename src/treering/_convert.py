@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from ._checkpoint import open_checkpoint
+from ._open import open_checkpoint
 from ._options import FormatOptions
 from ._pending import SaveReport
 from ._save import save

@@ -10,8 +10,9 @@ import numpy as np
 
 from . import _box_levels, _contents, _dtypes, _flax, _leaves, _transfers, _tree
 from ._catalogue import ArrayEntry, Entry, ValueEntry
-from ._checkpoint import Checkpoint, open_checkpoint
+from ._checkpoint import Checkpoint
 from ._differences import describe
+from ._open import open_checkpoint
 from ._tracebacks import at_the_caller
 
 _SLICE = 64 << 20  # bytes of one array that are compared at a time

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from . import _run, stores
 from ._catalogue import step_number
-from ._checkpoint import Checkpoint, open_one
+from ._checkpoint import Checkpoint
+from ._open import open_one
 from ._paths import absolute
 from .errors import CorruptError, MismatchError, NotFoundError
 from .formats.treering.read import Reader

@@ -7,14 +7,14 @@ import threading
 import time
 from typing import Literal
 
-from . import _checkpoint, _run, _tensorboard, formats, stores
+from . import _open, _run, _tensorboard, formats, stores
 from ._metrics import recorded
 from .errors import CorruptError, TreeringError, UnsupportedError
 from .formats.treering import manifest, validity
 from .keep import Saved
-from .stores.disk import read_file
 from .stores.local import MANIFEST
 from .stores.looks import warn_of_closed
+from .stores.on_disk import read_file
 from .stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
@@ -80,7 +80,7 @@ class History:
     def _foreign(self, step: int, path: str) -> Saved | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, _checkpoint.open_one(path).metrics)
+                self._others[path] = Saved(step, _open.open_one(path).metrics)
             except TreeringError as error:
                 _log.warning("step %d does not count: %s", step, error)
                 self._others[path] = None

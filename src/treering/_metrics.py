@@ -13,8 +13,9 @@ from ._paths import absolute
 from ._tracebacks import at_the_caller
 from .errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from .formats.treering import manifest, metrics
-from .stores.disk import Disk, read_file
+from .stores.disk import Disk
 from .stores.local import MANIFEST
+from .stores.on_disk import read_file
 from .stores.reading import reading
 
 _log = logging.getLogger("treering")

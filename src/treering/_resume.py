@@ -7,9 +7,10 @@ from typing import Any
 
 from . import _agreement, _run, stores
 from ._catalogue import step_number
-from ._checkpoint import Checkpoint, latest_good, listed_again
+from ._checkpoint import Checkpoint
 from ._directory import Directory
 from ._match import Policy
+from ._open import latest_good, listed_again
 from ._processes import Call
 from .stores.local import MANIFEST
 from .stores.looks import look_anew

@@ -13,7 +13,7 @@ from ._directory import Directory
 from ._latch import Latch
 from ._paths import closest, few
 from ._pending import PendingSave, SaveReport
-from .errors import SaveError, UnsupportedError
+from .errors import CorruptError, SaveError, UnsupportedError
 from .formats.treering import removal
 from .keep import Policy, Saved
 from .stores import local
@@ -105,7 +105,7 @@ class Upkeep:
                     self._delete(path)
                 except UnsupportedError as error:
                     self._history.mark_unsupported(one.step, path, error)
-                except OSError as error:  # and the others can go all the same
+                except (OSError, CorruptError) as error:  # and the others can go all the same
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:

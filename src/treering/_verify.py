@@ -5,7 +5,7 @@ import errno
 import os
 
 from . import formats, stores
-from ._checkpoint import check_known
+from ._open import check_known
 from ._paths import absolute
 from ._run import directories
 from ._tracebacks import at_the_caller
@@ -13,9 +13,9 @@ from .errors import CorruptError, NotFoundError, UnsupportedError
 from .formats import Problem
 from .formats.treering import manifest
 from .formats.treering.read import ReplacedError
-from .stores.disk import read_file
 from .stores.local import MANIFEST
 from .stores.looks import look_anew
+from .stores.on_disk import read_file
 from .stores.reading import UnreadableError, reading
 
 _TRIES = 5  # at checking a checkpoint that is replaced meanwhile

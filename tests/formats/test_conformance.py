@@ -22,7 +22,8 @@ from treering.formats import ArrayEntry, Box, Reader
 from treering.formats.foreign import ForeignReader
 from treering.formats.runs import check_shape
 from treering.formats.tensorflow_table import crc32c, masked
-from treering.stores.disk import Disk, read_file
+from treering.stores.disk import Disk
+from treering.stores.on_disk import read_file
 from treering.stores.whole import Appended, new_directory
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
 

@@ -15,6 +15,7 @@ import pytest
 
 import treering as tr
 from treering.stores import disk as module
+from treering.stores import on_disk
 from treering.stores.buffers import adoptable, aligned
 from treering.stores.disk import Disk
 
@@ -57,7 +58,7 @@ def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path
     disk.make_read_only(fd)
     disk.sync(fd)
     disk.close(fd)
-    assert module.read_file(disk, path) == b"abc"
+    assert on_disk.read_file(disk, path) == b"abc"
     assert os.stat(path).st_mode & 0o777 == 0o444
     with pytest.raises(FileExistsError):
         disk.create(path)
@@ -195,10 +196,10 @@ def test_file_systems_without_hard_links(tmp_path: pathlib.Path, monkeypatch: py
 
 
 def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
-    with module.opened(Disk(), "/proc/self/maps") as fd:
+    with on_disk.opened(Disk(), "/proc/self/maps") as fd:
         assert not Disk().is_local(fd)
     (tmp_path / "x").write_text("x")
-    with module.opened(Disk(), str(tmp_path / "x")) as fd:
+    with on_disk.opened(Disk(), str(tmp_path / "x")) as fd:
         assert Disk().is_local(fd)
 
 

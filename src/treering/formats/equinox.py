@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import MismatchError
-from ..stores.disk import Disk, opened
+from ..stores.disk import Disk
+from ..stores.on_disk import opened
 from ..stores.reading import reading, refusal
 from . import Reader
 

@@ -21,7 +21,8 @@ from .._catalogue import lost
 from .._collector import paused
 from .._paths import few, key_text, split
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, is_file, read_file
+from ..stores.disk import Disk
+from ..stores.on_disk import is_file, read_file
 from ..stores.reading import refusal
 from ..stores.whole import new_file
 from . import Reader, accepts, may_be_file

@@ -4,7 +4,8 @@ import os
 import unicodedata
 
 from ..errors import UnsupportedError
-from ..stores.disk import Disk, make_dirs
+from ..stores.disk import Disk
+from ..stores.on_disk import make_dirs
 
 
 class Folders:

@@ -3,7 +3,8 @@
 import os
 import stat
 
-from ..stores.disk import Disk, opened
+from ..stores.disk import Disk
+from ..stores.on_disk import opened
 
 _TORCH = (
     "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from ..errors import CorruptError
-from ..stores.disk import Disk, opened
+from ..stores.disk import Disk
+from ..stores.on_disk import opened
 from ..stores.reading import UnreadableError, reading, refusal
 from . import Reader
 from .orbax import CHECKPOINT, TREE

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, opened
+from ..stores.disk import Disk
+from ..stores.on_disk import opened
 from ..stores.reading import reading
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, read_file
+from ..stores.disk import Disk
+from ..stores.on_disk import read_file
 from ..stores.reading import refusal
 from . import Reader, get, is_step
 from .msgpack import MAP, STR, beginning, tokens

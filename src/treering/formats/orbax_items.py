@@ -10,7 +10,8 @@ from .._catalogue import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, 
 from .._paths import join, key_text
 from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ..stores.disk import Disk, is_file
+from ..stores.disk import Disk
+from ..stores.on_disk import is_file
 from .orbax import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
 from .orbax_state import read_state
 from .orbax_tree import LEVELS, Tree, read_remnant, read_tree

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import TreeringError
-from ..stores.disk import Disk, is_file
+from ..stores.disk import Disk
+from ..stores.on_disk import is_file
 from ..stores.replaced import files_in, is_dir
 from .msgpack import MAP, beginning, tokens
 from .orbax import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, STEP, TREE, read_about, read_json

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from .._catalogue import ArrayEntry
 from .._collector import paused
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, is_file
+from ..stores.disk import Disk
+from ..stores.on_disk import is_file
 from . import Problem, zarr
 from .orbax import CHECKPOINT, SHARDINGS, read_about, read_json
 from .orbax_items import Items, numbers, read_items, read_tree_of

@@ -14,7 +14,8 @@ from .._catalogue import ArrayEntry, Entry, ValueEntry, encode, lost
 from .._paths import few, join, key_text
 from .._tree import LEAF, Node
 from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ..stores.disk import Disk, is_file
+from ..stores.disk import Disk
+from ..stores.on_disk import is_file
 from . import zarr
 from .foreign import Stored
 from .orbax import ABOUT_ARRAYS, STATE, TREE, read_json

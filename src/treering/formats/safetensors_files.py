@@ -15,7 +15,8 @@ import msgspec
 from .._catalogue import decode_float
 from .._paths import few
 from ..errors import CorruptError, UnsupportedError
-from ..stores.disk import Disk, opened
+from ..stores.disk import Disk
+from ..stores.on_disk import opened
 from ..stores.reading import UnreadableError, reading, refusal
 from . import ABOUT, Reader
 from .safetensors import header_size

@@ -10,7 +10,8 @@ import msgspec
 
 from .._paths import few
 from ..errors import CorruptError, UnsafeError
-from ..stores.disk import Disk, read_file
+from ..stores.disk import Disk
+from ..stores.on_disk import read_file
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"

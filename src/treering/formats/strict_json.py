@@ -4,6 +4,13 @@ import json
 import math
 from typing import Any, NoReturn
 
+import msgspec
+
+MALFORMED = (
+    ValueError,
+    RecursionError,
+    msgspec.MsgspecError,
+)  # what parsing and converting raise; `msgspec` 0.19 its own
 _MINUS_ZERO = (b"-0,", b"-0]", b"-0}", b"-0 ", b"-0\n", b"-0\r", b"-0\t")  # where one may be; parsing is slower then
 
 

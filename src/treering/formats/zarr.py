@@ -21,7 +21,7 @@ from .._sharding import Box, extent, slices
 from ..errors import CorruptError, UnsafeError, UnsupportedError
 from ..stores import lfs
 from ..stores.buffers import adoptable
-from ..stores.disk import opened, read_file
+from ..stores.on_disk import opened, read_file
 from ..stores.reading import reading
 from . import zarr_metadata
 from .futures import Waiting, errors

@@ -13,7 +13,8 @@ from .. import _dtypes
 from .._catalogue import ArrayEntry, Entry
 from .._sharding import Box, extent, in_slices, whole
 from ..errors import CorruptError, ExistsError, TreeringError, UnsafeError
-from ..stores.disk import Disk, read_file
+from ..stores.disk import Disk
+from ..stores.on_disk import read_file
 from ..stores.reading import reading
 from ..stores.replaced import files_in, is_dir
 from . import Reader, zarr, zarr_metadata

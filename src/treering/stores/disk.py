@@ -14,12 +14,10 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..errors import CorruptError, UnsafeError
-from . import lfs
-from .reading import reading
+from ..errors import CorruptError
 
 try:
     import fcntl
@@ -32,7 +30,7 @@ PAGE = 4096
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _FUSE = 0x65735546
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getattr(errno, "ESTALE", 0)}
-_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
 _POPULATE_READ = 22  # MADV_POPULATE_READ
 _PIECE = 256 << 10  # bytes that are read at a time only to see that they can be; what the processor's cache holds
@@ -41,8 +39,6 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is f
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 _TRIES = 5  # at looking up a name that another host gives to something else
-_MOST = 2 << 30
-_FEW = 16 << 20  # bytes that are read whatever they are
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
 
 T = TypeVar("T")
@@ -65,7 +61,7 @@ class Disk:
     def stat(self, path: str) -> os.stat_result | None:
         """What is at a path, None when nothing is."""
         try:
-            return _looked_up_again(lambda: os.stat(path))
+            return looked_up_again(lambda: os.stat(path))
         except OSError as error:
             if error.errno not in _NOTHING:
                 raise
@@ -74,7 +70,7 @@ class Disk:
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; none when it does not exist."""
         try:
-            return sorted(_looked_up_again(lambda: os.listdir(path)))
+            return sorted(looked_up_again(lambda: os.listdir(path)))
         except OSError as error:
             if error.errno not in _NOTHING:
                 raise
@@ -147,7 +143,7 @@ class Disk:
             try:
                 return os.open(path, flags | direct, mode)
             except OSError as error:
-                if error.errno not in _UNSUPPORTED:
+                if error.errno not in UNSUPPORTED:
                     raise
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # some kernels create the file before they refuse the flag
@@ -189,7 +185,7 @@ class Disk:
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
-                if error.errno not in _UNSUPPORTED:
+                if error.errno not in UNSUPPORTED:
                     raise
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
@@ -207,7 +203,7 @@ class Disk:
             try:
                 return os.pwrite(fd, data, offset)
             except OSError as error:
-                if error.errno not in _UNSUPPORTED:
+                if error.errno not in UNSUPPORTED:
                     raise
                 self._leave_direct(fd)  # which another thread may have done since
                 return os.pwrite(fd, data, offset)
@@ -244,7 +240,7 @@ class Disk:
         no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
         try:
             flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-            fd = _looked_up_again(lambda: os.open(path, flags))
+            fd = looked_up_again(lambda: os.open(path, flags))
         except OSError as error:
             if error.errno in _NO_FILE:
                 raise no_file from None
@@ -327,7 +323,7 @@ def _kind(place: int | str) -> int | None:
     return None if failed else int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
-def _looked_up_again(find: Callable[[], T]) -> T:
+def looked_up_again(find: Callable[[], T]) -> T:
     """What is found by a name. Raises `FileNotFoundError` where another host removes it again and again."""
     path: Any = None
     for _ in range(_TRIES):
@@ -358,7 +354,7 @@ def _hard_link(old: str, new: str) -> bool:
             old
         ):  # of a disk, or the word of some mounts for "no links here"
             return os.path.lexists(new) and os.path.samestat(os.lstat(old), os.lstat(new))
-        if error.errno not in {*_UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
+        if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
             raise
         return False
     return True
@@ -372,7 +368,7 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _UNSUPPORTED:
+    if number in UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), new)
 
@@ -380,60 +376,3 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
-    """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
-
-    The name of the one that is there already is made durable, too: who made it may have been killed before that.
-    """
-    parent = os.path.dirname(path)
-    if there := disk.stat(path):
-        above = disk.stat(parent)
-        if above and above.st_dev == there.st_dev:  # or else something is mounted here, which nobody has to sync
-            try:
-                disk.sync_dir(parent)
-            except OSError as error:  # where names cannot be synced, or we may not look, we have made none
-                if error.errno not in {*_UNSUPPORTED, errno.EACCES, errno.EPERM}:
-                    raise
-        return
-    make_dirs(disk, parent, made)
-    with contextlib.suppress(FileExistsError):
-        disk.make_dir(path)
-        made.append(path)
-    disk.sync_dir(parent)
-
-
-def read_file(disk: Disk, path: str) -> bytes:
-    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none.
-
-    Raises `CorruptError` for what cannot be read any more, and for pointers of git-lfs.
-    """
-    with reading(path):
-        return _looked_up_again(lambda: _read_file(disk, path))  # for it may also be replaced while it is open
-
-
-def _read_file(disk: Disk, path: str) -> bytes:
-    with opened(disk, path) as fd:
-        if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
-            raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
-        buffer = bytearray(disk.size(fd))
-        data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
-        lfs.check(path, data)
-        return data
-
-
-def is_file(disk: Disk, path: str) -> bool:
-    """Whether there is a file at a path."""
-    there = disk.stat(path)
-    return there is not None and stat.S_ISREG(there.st_mode)
-
-
-@contextlib.contextmanager
-def opened(disk: Disk, path: str) -> Iterator[int]:
-    """A file open for reading within a `with` block."""
-    fd = disk.open(path)
-    try:
-        yield fd
-    finally:
-        disk.close(fd)

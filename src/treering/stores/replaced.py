@@ -15,7 +15,8 @@ from typing import NamedTuple
 from .._paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
 from .appended import Appended
-from .disk import Disk, opened
+from .disk import Disk
+from .on_disk import opened
 
 _BUFFER = 4 << 20
 # The files in a directory, by their paths within it, that are part of a checkpoint of some format.

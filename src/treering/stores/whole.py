@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..errors import ExistsError, SaveError
 from .appended import Appended, lock
-from .disk import Disk, make_dirs
+from .disk import Disk
+from .on_disk import make_dirs
 from .replaced import Beside, Owned, Replaced, is_dir, look, survey
 
 _TRIES = 50  # at making a file or directory, while others tidy up

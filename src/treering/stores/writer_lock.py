@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
-from .disk import Disk, make_dirs
+from .disk import Disk
+from .on_disk import make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1

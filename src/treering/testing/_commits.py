@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from .. import stores
-from .._checkpoint import Checkpoint, open_checkpoint
+from .._checkpoint import Checkpoint
+from .._open import open_checkpoint
 from .._save import save
 from ..errors import ExistsError, TreeringError
 from ..formats import Reader

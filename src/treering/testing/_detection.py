@@ -13,7 +13,7 @@ import pytest
 
 from .. import formats, stores
 from .._catalogue import ArrayEntry
-from .._checkpoint import open_checkpoint
+from .._open import open_checkpoint
 from .._run import steps
 from .._save import save
 from .._verify import verify

@@ -24,7 +24,7 @@ HARMLESS = {
     "unlink before write.write: disk.sync_dir(job.path)": (
         "only after a kill does a removal follow it, and then what is removed is left over"
     ),
-    "unlink before disk.make_dirs: disk.sync_dir(parent)": (
+    "unlink before on_disk.make_dirs: disk.sync_dir(parent)": (
         "what goes is the mark of a finished run, whose directory is durable by then"
     ),
 }

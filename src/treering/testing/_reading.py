@@ -12,9 +12,9 @@ import pytest
 
 from .. import _dtypes, rules
 from .._catalogue import ArrayEntry, ValueEntry
-from .._checkpoint import open_checkpoint, restore
 from .._diff import diff
 from .._lazy import LazyArray
+from .._open import open_checkpoint, restore
 from .._save import save
 from .._tree import build
 from .._verify import verify

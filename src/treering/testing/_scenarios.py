@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._checkpoint import restore
+from .._open import restore
 from .._verify import verify
 from ._recording import RecordingDisk, View
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import keep, stores
-from .._checkpoint import open_checkpoint
 from .._checkpointer import Checkpointer
 from .._metrics import record as record_metrics
+from .._open import open_checkpoint
 from .._run import FINISHED, steps
 from ..errors import NotFoundError, TreeringError
 from ..formats.treering import manifest, metrics

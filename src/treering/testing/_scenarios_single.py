@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from .. import stores
-from .._checkpoint import open_checkpoint
+from .._open import open_checkpoint
 from .._save import save
 from ..errors import NotFoundError, TreeringError
 from ..formats.treering import layout, manifest, metrics, removal, write

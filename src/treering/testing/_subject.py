@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from .. import _tree, formats, stores
-from .._checkpoint import Checkpoint, open_checkpoint, restore
+from .._checkpoint import Checkpoint
 from .._leaves import is_function
+from .._open import open_checkpoint, restore
 from .._save import save
 from ..formats import Format, Reader
 from ._doubles import QuickDisk

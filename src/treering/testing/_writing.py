@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from .. import _dtypes, stores
-from .._checkpoint import Checkpoint, open_checkpoint
+from .._checkpoint import Checkpoint
 from .._convert import convert
 from .._diff import diff
+from .._open import open_checkpoint
 from .._save import save, save_async
 from ..errors import MismatchError, UnsupportedError
 from ._doubles import BottomlessDisk, memory_bounded, ones

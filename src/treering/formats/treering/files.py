@@ -17,8 +17,9 @@ from ..._paths import few
 from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.disk import Disk, opened
+from ...stores.disk import Disk
 from ...stores.file import File, merge
+from ...stores.on_disk import opened
 from ...stores.reading import reading
 from .. import safetensors
 from . import manifest

@@ -199,7 +199,7 @@ def decode(data: bytes, name: str) -> Manifest:
         top = strict_json.parse(data)
         manifest = msgspec.convert(top, Manifest)
         validity.check(manifest, top)
-    except (ValueError, OverflowError, RecursionError, TreeringError) as error:
+    except (*strict_json.MALFORMED, OverflowError, TreeringError) as error:
         raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None
     return manifest
 
@@ -211,7 +211,7 @@ def summarize(data: bytes, name: str) -> Summary:
     try:
         summary = msgspec.json.decode(data, type=Summary)
         validity.check_summary(summary)
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (*strict_json.MALFORMED, OverflowError) as error:
         raise invalid(f"{name}: {error}") from None
     return summary
 

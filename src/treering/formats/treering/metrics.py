@@ -13,8 +13,9 @@ import msgspec
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.disk import Disk, read_file
+from ...stores.disk import Disk
 from ...stores.local import Files
+from ...stores.on_disk import read_file
 from ...stores.reading import reading
 from .. import strict_json
 from . import manifest, validity
@@ -75,5 +76,5 @@ def read(
             continue  # deleted with its checkpoint meanwhile
         except (CorruptError, UnsupportedError) as error:
             yield name, error
-        except (ValueError, RecursionError) as error:
+        except strict_json.MALFORMED as error:
             yield name, manifest.invalid(f"{file}: {error}")

@@ -19,9 +19,10 @@ from ..._tree import Skeleton
 from ...errors import CorruptError, UnsupportedError
 from ...stores import lfs
 from ...stores.buffers import adoptable
-from ...stores.disk import Disk, read_file
+from ...stores.disk import Disk
 from ...stores.file import merge
 from ...stores.local import MANIFEST
+from ...stores.on_disk import read_file
 from ...stores.reading import ReplacedError
 from .. import Problem
 from . import manifest, metrics, validity

@@ -5,8 +5,9 @@ import os
 
 from ..._collector import paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.disk import Disk, read_file
+from ...stores.disk import Disk
 from ...stores.local import MANIFEST
+from ...stores.on_disk import read_file
 from ...stores.reading import UnreadableError
 from . import files, manifest, metrics
 from .manifest import file_names

@@ -1,0 +1,72 @@
+"""What takes several operations of a disk: files read as a whole, directories made with their parents."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+from ..errors import UnsafeError
+from . import lfs
+from .disk import UNSUPPORTED, Disk, looked_up_again
+from .reading import reading
+
+_MOST = 2 << 30
+_FEW = 16 << 20  # bytes that are read whatever they are
+
+
+def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
+    """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
+
+    The name of the one that is there already is made durable, too: who made it may have been killed before that.
+    """
+    parent = os.path.dirname(path)
+    if there := disk.stat(path):
+        above = disk.stat(parent)
+        if above and above.st_dev == there.st_dev:  # or else something is mounted here, which nobody has to sync
+            try:
+                disk.sync_dir(parent)
+            except OSError as error:  # where names cannot be synced, or we may not look, we have made none
+                if error.errno not in {*UNSUPPORTED, errno.EACCES, errno.EPERM}:
+                    raise
+        return
+    make_dirs(disk, parent, made)
+    with contextlib.suppress(FileExistsError):
+        disk.make_dir(path)
+        made.append(path)
+    disk.sync_dir(parent)
+
+
+def read_file(disk: Disk, path: str) -> bytes:
+    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none.
+
+    Raises `CorruptError` for what cannot be read any more, and for pointers of git-lfs.
+    """
+    with reading(path):
+        return looked_up_again(lambda: _read_file(disk, path))  # for it may also be replaced while it is open
+
+
+def _read_file(disk: Disk, path: str) -> bytes:
+    with opened(disk, path) as fd:
+        if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
+            raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
+        buffer = bytearray(disk.size(fd))
+        data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
+        lfs.check(path, data)
+        return data
+
+
+def is_file(disk: Disk, path: str) -> bool:
+    """Whether there is a file at a path."""
+    there = disk.stat(path)
+    return there is not None and stat.S_ISREG(there.st_mode)
+
+
+@contextlib.contextmanager
+def opened(disk: Disk, path: str) -> Iterator[int]:
+    """A file open for reading within a `with` block."""
+    fd = disk.open(path)
+    try:
+        yield fd
+    finally:
+        disk.close(fd)
