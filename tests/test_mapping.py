@@ -55,6 +55,25 @@ def test_what_is_written_into_one_array_shows_in_no_other(path: pathlib.Path) ->
     np.testing.assert_array_equal(ckpt.restore()["a"], tree["a"])
 
 
+def test_what_is_written_into_an_array_that_was_not_verified_is_no_damage(tmp_path: pathlib.Path) -> None:
+    tree = {"a": np.arange(200_000.0), "b": np.arange(200_000.0)}  # both lie in the second block
+    tr.save(tmp_path / "c", tree)
+    ckpt = tr.open(tmp_path / "c")
+    written = ckpt.restore({"a": tree["a"], "b": ...}, verify=False)["a"]
+    written[:] = -1
+    np.testing.assert_array_equal(np.asarray(ckpt["b"]), tree["b"])
+    (file,) = (tmp_path / "c").glob("arrays-*")
+    file.chmod(0o644)
+    with file.open("r+b") as damaged:
+        damaged.seek(file.stat().st_size - 1)
+        damaged.write(b"\1")
+    ckpt = tr.open(tmp_path / "c")
+    written = ckpt.restore({"a": tree["a"], "b": ...}, verify=False)["a"]
+    written[:] = -1
+    with pytest.raises(tr.errors.CorruptError, match="damaged leaves: b"):
+        np.asarray(ckpt["b"])
+
+
 class Unmapped(Disk):
     """A disk that maps nothing, be it for want of addresses, of descriptors, or because it never does."""
 

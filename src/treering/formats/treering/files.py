@@ -155,7 +155,9 @@ class ArrayFile(File):
             if not verify:
                 self.bring_all_in(mapped, within)
             elif bad := self.bad_blocks(ranges, mapped):
-                self._raise_damaged(bad)
+                # Who has other bytes of a block, not verified then, may have written into them since.
+                if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in bad]):
+                    self._raise_damaged(bad)
             return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
         again, self._last = self._last, None
