@@ -20,7 +20,6 @@ NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1
 _OWN = 4096  # bytes that no file of this version has
 _MOST = 1 << 20  # bytes of it that are read
-_log = logging.getLogger("treering")
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 _log = logging.getLogger("treering")
 _taking = threading.RLock()  # within this process one lock is taken, or taken over, at a time

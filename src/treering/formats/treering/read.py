@@ -67,7 +67,7 @@ class Reader:
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()  # the handler of a signal may read in the middle of it
 
     @property
     def created(self) -> datetime.datetime:
