@@ -154,10 +154,9 @@ class ArrayFile(File):
         if self.maps(wish) and (mapped := self.mapped(within)) is not None:
             if not verify:
                 self.bring_all_in(mapped, within)
-            elif bad := self.bad_blocks(ranges, mapped):
-                # Who has other bytes of a block, not verified then, may have written into them since.
-                if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in bad]):
-                    self._raise_damaged(bad)
+            # Who has other bytes of a block, not verified then, may have written into them since: so the file decides.
+            elif (odd := self.bad_blocks(ranges, mapped)) and (bad := self.bad_blocks([_begin(n) for n in odd])):
+                self._raise_damaged(bad)
             return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
         again, self._last = self._last, None
@@ -250,6 +249,10 @@ class ArrayFile(File):
 
 def _is_checksums(text: str, count: int) -> bool:
     return len(text) == 16 * count and not text.strip("0123456789abcdef")
+
+
+def _begin(block: int) -> tuple[int, int]:
+    return block * BLOCK, block * BLOCK + 1
 
 
 def _chunks(first: int, last: int) -> list[tuple[int, int]]:
