@@ -263,3 +263,15 @@ def test_no_suggestion_is_wrong_whatever_the_trees(tmp_path: pathlib.Path, seed:
 
 
 LENIENT = {"missing": "template", "extra": "ignore"}
+
+
+def test_names_that_no_suggestion_was_made_for_hide_no_error(tmp_path: pathlib.Path) -> None:
+    deep: Any = {"kernel": {"w": np.ones(2)}}
+    other: Any = {"weight": np.ones(2)}
+    for _ in range(9):
+        deep, other = [deep], [other]
+    many = {"a" + "_1" * 97: np.ones(2)}, {"b" + "_1" * 97: np.ones(2)}
+    for n, (saved, template) in enumerate([(deep, other), many]):
+        tr.save(tmp_path / str(n), saved)
+        with pytest.raises(MismatchError, match="found nothing"):
+            tr.restore(tmp_path / str(n), template)

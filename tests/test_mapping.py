@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,47 @@ def test_what_is_written_into_an_array_that_was_not_verified_is_no_damage(tmp_pa
     written[:] = -1
     with pytest.raises(tr.errors.CorruptError, match="damaged leaves: b"):
         np.asarray(ckpt["b"])
+
+
+def test_damage_that_comes_between_two_reads_is_seen(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"a": np.zeros(65_544), "b": np.ones(393_216)})  # both lie in the first block
+    ckpt = tr.open(tmp_path / "c")
+    first = ckpt.select("a").restore(mmap=True)["a"]
+    (file,) = (tmp_path / "c").glob("arrays-*")
+    file.chmod(0o644)
+    with file.open("r+b") as damaged:
+        damaged.seek(4096 + 600_000)
+        damaged.write(b"\xee")
+    with pytest.raises(tr.errors.CorruptError, match=r"damaged leaves: .*b"):
+        ckpt.select("b").restore(mmap=True)
+    assert not first.any()
+
+
+def test_who_maps_in_the_middle_of_mapping_gets_memory_of_its_own(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    tr.save(tmp_path / "c", {"a": np.arange(100_000.0), "b": np.arange(100.0)})
+
+    class Interrupted(Disk):
+        """A disk whose mapping is interrupted by the handler of a signal that reads the same."""
+
+        handler: Callable[[], None] | None = None
+
+        def map(self, fd: int, size: int) -> mmap.mmap:
+            handler, self.handler = self.handler, None
+            if handler:
+                handler()
+            return super().map(fd, size)
+
+    disk = use_disk(Interrupted())
+    ckpt = tr.open(tmp_path / "c")
+    found: list[np.ndarray] = []
+    disk.handler = lambda: found.append(ckpt.select("a").restore(mmap=True)["a"])
+    found.append(ckpt.select("a").restore(mmap=True)["a"])
+    assert len(found) == 2 and not np.shares_memory(*found)
+    for n, array in enumerate(found):
+        array[:] = -1 - n
+    for name, size in (("a", 100_000), ("b", 100)):
+        np.testing.assert_array_equal(ckpt.select(name).restore(mmap=True)[name], np.arange(float(size)))
+    assert [array[0] for array in found] == [-1, -2]
 
 
 class Unmapped(Disk):

@@ -150,6 +150,19 @@ def test_the_traceback_of_a_mistake_ends_at_the_users_line(tmp_path: pathlib.Pat
     ckpts.close()
 
 
+def test_a_mistake_within_a_function_that_was_handed_over_keeps_its_frames(tmp_path: pathlib.Path) -> None:
+    def init() -> object:
+        return load_pretrained()
+
+    def load_pretrained() -> object:
+        return tr.restore(tmp_path / "backbone")
+
+    with pytest.raises(tr.errors.NotFoundError) as caught:
+        tr.Checkpointer(tmp_path / "run").restore_or_init(init)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "init" in names and "load_pretrained" in names
+
+
 def test_what_the_users_own_code_raises_keeps_its_frames(tmp_path: pathlib.Path) -> None:
     def broken() -> object:
         raise ValueError("of mine")

@@ -4,8 +4,12 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
+
+import treering as tr
 
 # A real SIGTERM comes at one operation of the disk after the other, of the call `OUTER`, and its handler makes the call
 # `INNER`. Operations in the background send it as well: then it finds the main thread where that waits.
@@ -149,3 +153,41 @@ print(ckpts.steps)
     assert done.returncode == 0, done.stderr[-3000:]
     error, steps = done.stdout.splitlines()
     assert error.startswith("save(2): called by the handler of a signal") and steps == "[3]"
+
+
+class Calls:
+    """A data iterator whose state is told, and set, by way of other calls."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+
+    def get_state(self) -> dict[str, int]:
+        call, self.call = self.call, None
+        if call:
+            call()
+        return {"n": 1}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.get_state()
+
+
+def test_iterators_may_make_calls_of_their_own(tmp_path: pathlib.Path) -> None:
+    data = Calls()
+    with tr.Checkpointer(tmp_path / "run") as ckpts, tr.Checkpointer(tmp_path / "other") as other:
+        calls = {
+            "tr.save": lambda: tr.save(tmp_path / f"{len(list(tmp_path.iterdir()))}", {"n": 1}),
+            "restore": lambda: tr.restore(tmp_path / "other"),
+            "wait": ckpts.wait,
+            "other": lambda: other.save(len(other.steps), {"n": 2}),
+        }
+        other.save(0, {"n": 0})
+        other.wait()
+        for step, call in enumerate(calls.values(), 1):
+            data.call = call
+            ckpts.save(step, {"data": data, "x": np.arange(3)})
+        ckpts.wait()
+        for call in (*calls.values(), ckpts.open, lambda: ckpts.pin(1)):
+            data.call = call
+            ckpts.restore({"data": data, "x": np.arange(3)})
+        assert ckpts.steps == [1, 2, 3, 4] and ckpts.pinned == [1]
+    assert len(tr.steps(tmp_path / "other")) == 3

@@ -6,6 +6,7 @@ is compared with the template again.
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -241,7 +242,7 @@ def _change(kind: str, *said: str, ruled: bool) -> _Cause:
         call = _Call.of("rename", f"/{re.escape(old)}$", "") if old else _Call.of("rename", "$", f"/{_literal(new)}")
         return _Cause(text, rules=(call,))
     if kind == "numbered":
-        pattern, groups = re.escape(old).replace(r"\#", r"(\d+)"), iter(range(2, 99))
+        pattern, groups = re.escape(old).replace(r"\#", r"(\d+)"), itertools.count(2)
         name = re.sub("#", lambda _: rf"\g<{next(groups)}>", _literal(new))
         call = _Call.of("rename", rf"(^|/){pattern}(/|$)", rf"\1{name}\g<{next(groups)}>")
     elif kind == "last":
@@ -249,7 +250,7 @@ def _change(kind: str, *said: str, ruled: bool) -> _Cause:
     elif kind == "anywhere":
         call = _Call.of("rename", rf"(^|/){re.escape(old)}/", rf"\1{_literal(new)}/" if new else r"\1")
     else:
-        groups = iter(range(1, 9))
+        groups = itertools.count(1)
         heads = [name for name in place[0].split("/") if name]
         pattern = "".join(r"(\d+)/" if name == "#" else f"{re.escape(name)}/" for name in heads)
         kept = "".join(rf"\{next(groups)}/" if name == "#" else f"{_literal(name)}/" for name in heads)

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import _dtypes
 from ._catalogue import ValueEntry, decode, encode, from_base64, is_shape
+from ._reentry import calls_back
 from .errors import CorruptError, MismatchError, UnsupportedError
 
 _log = logging.getLogger("treering")
@@ -57,6 +58,7 @@ def why_not(leaf_type: type) -> str:
     return ""
 
 
+@calls_back
 def state_of(leaf: Any) -> Any:
     """The state of an iterator as JSON. Raises `UnsupportedError` for what no manifest can hold."""
     methods = _methods(type(leaf))
@@ -107,6 +109,7 @@ def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
     return _decode(states[index], 0) if len(states) == count else None, len(states)
 
 
+@calls_back
 def put_back(path: str, leaf: Any, state: Any) -> None:
     """Sets an iterator to a state. Raises `MismatchError` when it does not take it."""
     methods = _methods(type(leaf))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from ._targets import Differs, Target, check_width, missing_target, target_of
 from ._tree import Node, Skeleton, Walk, containers
 from .errors import Difference, MismatchError
 
+_log = logging.getLogger("treering")
 _ARRAYS = ("numpy", "numpy-scalar", "jax")
 
 
@@ -95,7 +97,11 @@ def match(
     if differences or (filled and not found):
         from ._causes import likely  # here, for it makes rules, which nobody else needs
 
-        cause = likely(walked, as_written, skeleton, policy, differences, compare)
+        try:
+            cause = likely(walked, as_written, skeleton, policy, differences, compare)
+        except Exception:  # what is wrong is said in any case
+            _log.debug("%s: the likely cause could not be told", name, exc_info=True)
+            cause = ""
         if differences:
             raise mismatch(name, differences, walked.paths, entries, cause)
         raise _nothing_found(name, filled, entries, cause)

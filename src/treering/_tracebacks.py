@@ -1,8 +1,11 @@
 """Tracebacks of mistakes end where the mistake is: at the call of the user's."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import TypeVar
 
 from .errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
@@ -17,11 +20,21 @@ class _WithoutFrames:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, _MISTAKES):
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, _MISTAKES) and all(frame in _OURS for frame in _folders(traceback)):
             error.__traceback__ = None  # Python adds the frames from here on
 
 
+def _folders(traceback: TracebackType | None) -> Iterator[str]:
+    """Where the code of each frame lies, the library's own named by its top."""
+    while traceback:
+        file = traceback.tb_frame.f_code.co_filename
+        yield _HERE if file.startswith(_HERE) else file
+        traceback = traceback.tb_next
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+_OURS = {_HERE, contextlib.__file__}  # others are the user's: a function that was handed to us
 _without_frames = _WithoutFrames()
 
 

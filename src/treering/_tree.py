@@ -13,6 +13,7 @@ import msgspec
 from . import _flax
 from ._catalogue import EXACT, decode, encode
 from ._paths import join, key_text, split
+from ._reentry import calls_back
 from .errors import CorruptError, UnsupportedError
 
 LEAF = 0
@@ -76,6 +77,7 @@ _known: dict[Any, _Names] = {}
 _knowing = threading.Lock()
 
 
+@calls_back
 def walk(tree: Any) -> Walk:
     """Flattens a pytree. None is a leaf here: it keeps its place.
 
@@ -111,6 +113,7 @@ def walk(tree: Any) -> Walk:
     return Walk(names.paths, leaves, names.skeleton, names.boxes)
 
 
+@calls_back
 def _walk(tree: Any) -> Walk:
     import jax
 
@@ -166,6 +169,7 @@ def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
     return [(path[0], child) for path, child in pairs], treedef
 
 
+@calls_back
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """`jax.tree.flatten` with None as a leaf: the order of `walk`."""
     import jax

@@ -30,9 +30,8 @@ class File:
             self.size = disk.size(self._fd)
             self.local = disk.is_local(self._fd)
             lfs.check_open(disk, self._fd, path)
-        self._mapping: weakref.ref[mmap.mmap] | None = None
-        self._taken: list[Range] = []  # of that mapping, ascending
-        self._taking = threading.Lock()
+        self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # what of it is taken, ascending
+        self._taking, self._busy = threading.RLock(), False
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` when the file ends before, or cannot be read."""
@@ -59,14 +58,29 @@ class File:
             if self._disk.size(self._fd) < self.size:
                 raise self._cut_short(self.size)
         with self._taking:
-            found = self._mapping and self._mapping()
-            if found is None or not all(_take(self._taken, begin, end) for begin, end in ranges):
-                try:
-                    found = self._disk.map(self._fd, self.size)
-                except (OSError, ValueError, OverflowError, MemoryError):
-                    return None  # no room for addresses, no descriptor, or a file system without; there are other ways
-                self._mapping, self._taken = weakref.ref(found), list(ranges)
-            return found
+            nested = self._busy  # the handler of a signal came in the middle: its bytes come from a mapping of its own
+            try:
+                self._busy = True
+                if not nested and (shared := self._share(ranges)):
+                    return shared
+                found = self._disk.map(self._fd, self.size)
+                if not nested:
+                    self._shared = weakref.ref(found), list(ranges)
+                return found
+            except (OSError, ValueError, OverflowError, MemoryError):
+                return None  # no room for addresses, no descriptor, or a file system without; there are other ways
+            finally:
+                self._busy = nested
+
+    def _share(self, ranges: Sequence[Range]) -> mmap.mmap | None:
+        """The mapping that others have, if none of them has a byte of these ranges."""
+        mapping, taken = self._shared or (None, [])
+        found = mapping and mapping()
+        taken = list(taken)
+        if found is None or not all(_take(taken, begin, end) for begin, end in ranges):
+            return None
+        self._shared = mapping, taken  # at once, for an interrupt must not leave half of it
+        return found
 
     def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
         """Reads a range of a mapping once. Raises `CorruptError` for what would be a signal when it is looked at."""

@@ -154,10 +154,15 @@ class ArrayFile(File):
         if self.maps(wish) and (mapped := self.mapped(within)) is not None:
             if not verify:
                 self.bring_all_in(mapped, within)
-            # Who has other bytes of a block, not verified then, may have written into them since: so the file decides.
-            elif (odd := self.bad_blocks(ranges, mapped)) and (bad := self.bad_blocks([_begin(n) for n in odd])):
+                return Memory([(-self.header.size, mapped)])
+            if not (odd := self.bad_blocks(ranges, mapped)):
+                return Memory([(-self.header.size, mapped)])
+            # Who has other bytes of a block, not verified then, may have written into them since. So the file decides,
+            # and it is read into memory of its own.
+            for block in odd:
+                self._good[block] = 0
+            if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in odd]):
                 self._raise_damaged(bad)
-            return Memory([(-self.header.size, mapped)])
         runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
         again, self._last = self._last, None
         bad: list[int] = []
@@ -188,11 +193,13 @@ class ArrayFile(File):
         return Memory(runs)
 
     def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:
-        """The damaged ones among the blocks that hold any of the bytes. Each is read once, in parallel.
+        """The damaged ones among the blocks that hold any of the bytes. Each is checked once, in parallel.
 
         With `mapped`, the blocks are checked in that mapping of the file, whose pages they then are.
         """
-        jobs = [chunk for run in _blocks(ranges) for chunk in _chunks(*run) if not all(self._good[slice(*chunk)])]
+        jobs = [chunk for run in _blocks(ranges) for chunk in _chunks(*run)]
+        if mapped is None:
+            jobs = [chunk for chunk in jobs if not all(self._good[slice(*chunk)])]
         bad: list[int] = []
         scratch = threading.local()
 
@@ -201,6 +208,8 @@ class ArrayFile(File):
             if mapped is not None:
                 begin = self.header.size + job[0] * BLOCK
                 self.bring_in(mapped, begin, begin + length)
+                if all(self._good[slice(*job)]):
+                    return
                 target = memoryview(mapped)[begin : begin + length]
             else:
                 if not hasattr(scratch, "buffer"):
@@ -249,10 +258,6 @@ class ArrayFile(File):
 
 def _is_checksums(text: str, count: int) -> bool:
     return len(text) == 16 * count and not text.strip("0123456789abcdef")
-
-
-def _begin(block: int) -> tuple[int, int]:
-    return block * BLOCK, block * BLOCK + 1
 
 
 def _chunks(first: int, last: int) -> list[tuple[int, int]]:
