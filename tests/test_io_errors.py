@@ -90,7 +90,9 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
             assert found != "old", where
         else:
             errors += 1
-            assert os.strerror(disk.code) in str(error), where
+            # A step that cannot be looked into is none: the log says why.
+            closed = disk.code == errno.EACCES and disk.failed[0] == "stat"
+            assert closed or os.strerror(disk.code) in str(error), where
             # What is only looked at by the caller of a run passes through, as it does while reading.
             assert isinstance(error, tr.errors.SaveError) or "run" in os.listdir(place) or not before[0], where
             if found == "old":
@@ -98,7 +100,8 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
             else:
                 assert "in place" in str(error) or name == "delete", where
         if "sync" in disk.failed:  # what the kernel could not write, it has forgotten
-            after = [operation for operation, _ in disk.log[disk.at :]]
+            since = [operation for operation, _ in disk.log[disk.at - 1 :]]  # the first that failed
+            after = since[since.index("sync") + 1 :]
             assert not {"sync", "link", "rename"} & set(after), where
         assert_no_more_descriptors(before[1])
         scenario.go_on(place)

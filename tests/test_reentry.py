@@ -14,7 +14,7 @@ import treering as tr
 # A real SIGTERM comes at one operation of the disk after the other, of the call `OUTER`, and its handler makes the call
 # `INNER`. Operations in the background send it as well: then it finds the main thread where that waits.
 BODY = """
-import faulthandler, os, signal, sys, threading
+import faulthandler, os, shutil, signal, sys, threading
 faulthandler.dump_traceback_later(100, exit=True)
 import json, pathlib, numpy as np, treering as tr
 from treering import stores
@@ -97,6 +97,8 @@ while True:
     ckpts.save(number + 9, tree)  # and nothing is left behind that stands in the way
     ckpts.close()
     assert tr.steps(tmp / f"run-{at}")[-1] == number + 9 and tr.verify(tmp / f"run-{at}").ok
+    for left in tmp.iterdir():  # or all of this takes gigabytes
+        shutil.rmtree(left)
 print(json.dumps([at, found]))
 """
 OUTER = ["tr.save", "tr.save_async", "save", "restore", "close", "delete", "pin", "rewind"]
@@ -107,7 +109,10 @@ INNER = ["tr.save", "tr.save_async", "save", "wait", "close", "delete", "restore
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: pathlib.Path, outer: str) -> None:
     refused = 0
-    for inner in INNER:
+    first = OUTER.index(outer)
+    for n, inner in enumerate(INNER):
+        if (first + n) % 3 and inner not in ("save", outer):  # all pairs take a quarter of an hour
+            continue
         at = tmp_path / inner
         at.mkdir()
         done = subprocess.run(

@@ -115,6 +115,7 @@ SCENARIOS = {
     "step and retention": _of_run(
         lambda ckpts: ckpts.save(4, tree(4)),
         *({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2, 3: 3, 4: 4}, {2: 2, 3: 3, 4: 4}, {3: 3, 4: 4}),
+        {1: 1, 3: 3, 4: 4},  # a step that cannot be looked into, or deleted, stops no other
     ),
     "step again": _of_run(
         lambda ckpts: ckpts.save(2, tree(4), on_exists="overwrite"), {1: 1, 2: 2}, {1: 1, 2: 4}, before=2
