@@ -586,7 +586,7 @@ def transformer() -> dict[str, Any]:
         add(f"{path}/mlp/bias", (4 * width,), P("y"))
         add(f"{path}/norm1", (width,), P())
         add(f"{path}/norm2", (width,), P())
-    return dict(list(leaves.items())[:LEAVES])
+    return dict(sorted(leaves.items())[:LEAVES])  # as in a tree, where the leaves of a container lie together
 
 
 def alike(

@@ -281,10 +281,12 @@ def _remove_leftovers(disk: Disk, path: str, removal: Removal) -> None:
             file = os.path.join(path, name)
             with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
                 # Asked again under the lock: now no living writer can commit this file any more.
-                free = disk.lock_shared(fd)
+                free = disk.lock(fd)
+                if free is None:  # over NFS nobody who only reads gets that; two who clean up may share the other
+                    free = disk.lock_shared(fd)
                 if free is None:
                     warn_of_no_locks(path)
-                if free and name in left_over():
+                if free and name in left_over() and disk.same_file(fd, file):  # not a new one in its place
                     if not synced:  # the manifest that no longer names it must outlive a power cut
                         disk.sync_dir(path)
                         synced = True
