@@ -114,8 +114,9 @@ SCENARIOS = {
     "first step": _of_run(lambda ckpts: ckpts.save(4, tree(4)), {}, {4: 4}, before=0),
     "step and retention": _of_run(
         lambda ckpts: ckpts.save(4, tree(4)),
-        *({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2, 3: 3, 4: 4}, {2: 2, 3: 3, 4: 4}, {3: 3, 4: 4}),
+        *({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2, 3: 3, 4: 4}, {2: 2, 3: 3, 4: 4}),
         {1: 1, 3: 3, 4: 4},  # a step that cannot be looked into, or deleted, stops no other
+        {3: 3, 4: 4},
     ),
     "step again": _of_run(
         lambda ckpts: ckpts.save(2, tree(4), on_exists="overwrite"), {1: 1, 2: 2}, {1: 1, 2: 4}, before=2
