@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
-from treering import _views, _views_groups, _views_reshaped, rules
+from treering import _paths, _views, _views_groups, _views_reshaped, rules
 from treering.errors import CorruptError, MismatchError
 
 
@@ -563,6 +563,15 @@ def test_rules_and_shardings(layers: pathlib.Path) -> None:
     for shard in found["layers"]["kernel"].addressable_shards:
         assert (np.asarray(shard.data) == expected[shard.index]).all()
     assert found["layers"]["kernel"].sharding == where
+
+
+@pytest.mark.parametrize("name", ["a~b", "~", "a~2/b", "a~1b/~0", "x/~/y"])
+@pytest.mark.parametrize("rule", [rules.rename, rules.copy])
+def test_a_new_name_may_be_given_as_people_write_it(tmp_path: pathlib.Path, rule: Any, name: str) -> None:
+    tr.save(tmp_path / "a", {"w": 1, "v": 2}, rules=[rule("w", name)])
+    (found,) = set(tr.open(tmp_path / "a")) - {"w", "v"}
+    assert _paths.split(found) == _paths.split(name) and found == "/".join(map(_paths.key_text, _paths.split(name)))
+    assert tr.open(tmp_path / "a")[name] == 1 == tr.open(tmp_path / "a").apply([rules.rename(found, "w2")])["w2"]
 
 
 def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:

@@ -84,3 +84,12 @@ def test_what_cannot_go_where_it_was_is_refused(
     _place._on_devices.cache_clear()
     with pytest.raises(MismatchError, match=r"expected 8 devices, for a mesh of {'x': 4, 'y': 2}, found 4"):
         tr.restore(path, sharding="saved")
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (("a", 1), "b"), ("a", 1)])
+def test_meshes_whose_axes_have_other_names_than_text_are_not_recorded(tmp_path: pathlib.Path, axes: Any) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), axes)
+    for spec in (PartitionSpec(), PartitionSpec(axes[1])):
+        x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
+        tr.save(tmp_path / "c", {"x": x}, overwrite=True)
+        assert (tr.restore(tmp_path / "c")["x"] == np.asarray(x)).all()

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 import pytest
 
+import treering
 from treering import _paths, _tree
 from treering.errors import CorruptError, UnsupportedError
 
@@ -126,6 +128,38 @@ jax.tree_util.register_pytree_with_keys(
 def test_two_leaves_with_one_path_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"inner/1: two leaves have this path"):
         _tree.walk({"inner": Two(1, 2)})
+
+
+class Equal:
+    """A container whose keys are equal to one another, though their texts need not be."""
+
+    def __init__(self, keys: Any, *parts: Any):
+        self.keys, self.parts = keys, parts
+
+
+jax.tree_util.register_pytree_with_keys(
+    Equal,
+    lambda equal: (tuple(zip(equal.keys, equal.parts, strict=True)), equal.keys),
+    lambda keys, parts: Equal(keys, *parts),
+)
+
+
+@pytest.mark.parametrize("keys", [("a", "a"), (1, True), (0, 0.0)])
+def test_two_children_with_one_key_are_refused_by_name(keys: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"inner: two children of this Equal have one key"):
+        _tree.walk({"inner": Equal(keys, {}, 1), "x": 1})
+
+
+class Slashes(tuple[Any, ...]):
+    """A tuple whose fields no `namedtuple` would allow."""
+
+    _fields = ("a/b", "c~d")
+
+
+def test_fields_are_escaped_like_other_keys(tmp_path: pathlib.Path) -> None:
+    assert _tree.walk({"n": Slashes([1, 2])}).paths == ["n/a~1b", "n/c~0d"]
+    treering.save(tmp_path / "c", {"n": Slashes([1, 2])})
+    assert treering.restore(tmp_path / "c") == {"n": {"a/b": 1, "c~d": 2}}
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:

@@ -29,7 +29,7 @@ def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     if depth > _DEEPEST:
         raise UnsupportedError(f"{where[:100]}…: nested more than {_DEEPEST} levels deep, or within itself")
     if kind is int:
-        if abs(value) >= 2**64:
+        if not -(2**63) <= value < 2**64:
             raise UnsupportedError(f"{where}: an integer beyond 64 bits; write it as text")
         return value
     if kind is float:

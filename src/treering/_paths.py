@@ -98,6 +98,11 @@ def written(path: str) -> str:
     return "/".join(split(path)) if "~" in path else path
 
 
+def canonical(path: str) -> str:
+    """A path in its one form, from a text in which ``~`` may stand for itself: ``a~b`` is ``a~0b``."""
+    return "/".join(map(key_text, split(path))) if "~" in path else path
+
+
 def matches(path: str, globs: str | Iterable[str]) -> bool:
     """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number.
 

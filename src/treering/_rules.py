@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._catalogue import ArrayEntry, check_whole, fits, is_lost_tree, lost
-from ._paths import all_meant
+from ._paths import all_meant, canonical
 from ._views import Leaf
 from .errors import MismatchError, UnsupportedError
 
@@ -51,8 +51,10 @@ def replaced(
 
 
 def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
+    """Leaves by their new paths. Raises `MismatchError` for two with one path."""
     out: Leaves = {}
     for path, leaf in pairs:
+        path = canonical(path)
         if path in out:
             raise MismatchError(
                 f"{text}: two leaves would be called {path!r}: {out[path].entry.path}, {leaf.entry.path}"

@@ -201,11 +201,17 @@ def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
 
 
 def describe(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
-    """A `NamedSharding` as JSON: axis sizes and the spec. Others are not described; their boxes suffice."""
+    """A `NamedSharding` as JSON: axis sizes and the spec. Others are not described; their boxes suffice.
+
+    Nor are those whose axes have other names than text, which JSON cannot tell apart.
+    """
     mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
     if mesh is None or spec is None:
         return None
     axes = [list(part) if isinstance(part, tuple) else part for part in spec]
     if not all(part is None or isinstance(part, str | list) for part in axes):
+        return None
+    names = [*mesh.shape, *(name for part in axes if isinstance(part, list) for name in part)]
+    if not all(type(name) is str for name in names):
         return None
     return {"mesh": dict(mesh.shape), "spec": axes}

@@ -12,7 +12,7 @@ import msgspec
 
 from . import _flax
 from ._catalogue import EXACT, decode, encode
-from ._paths import join, key_text, split
+from ._paths import join, key_text, key_texts, split
 from ._reentry import calls_back
 from .errors import CorruptError, UnsupportedError
 
@@ -143,6 +143,8 @@ def _walk(tree: Any) -> Walk:
                 stack.append((path, pairs[0][1], root))
                 continue
             node, names = _describe(value, [key for key, _ in pairs])
+            if not isinstance(node.keys, int) and len(set(node.children())) != len(pairs):
+                raise UnsupportedError(f"two children of this {type(value).__name__} have one key: {node.keys!r:.200}")
             skeleton.append(node)
             for (_, child), name in zip(reversed(pairs), reversed(names), strict=True):
                 stack.append((join(path, name, root=root), child, False))
@@ -187,7 +189,7 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
     name = "" if kind is dict else kind.__name__
     fields = getattr(value, "_fields", None)
     if isinstance(value, tuple) and fields is not None and _are_fields(keys, fields):
-        return Node("namedtuple", name, list(fields)), fields
+        return Node("namedtuple", name, list(fields)), key_texts(fields)
     if keys and all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys):
         return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
     plain = [_plain_key(key) for key in keys]
