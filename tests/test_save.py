@@ -25,6 +25,7 @@ import pytest
 
 import treering as tr
 from treering import _work, stores
+from treering.formats.treering import layout
 from treering.stores.disk import Disk
 
 
@@ -355,7 +356,8 @@ LOOP.append(LOOP)
         ({"metadata": _CONFIG}, "metadata: None value found in required reference"),
         ({"metadata": ml_collections.ConfigDict({"a": {1: 2}})}, r"metadata\['a'\]: the key 1 is a int"),
         ({"metadata": "\ud800"}, "valid Unicode"),
-        ({"metadata": 2**70}, "beyond 64 bits"),
+        ({"metadata": 2**64}, "beyond 64 bits"),
+        ({"metadata": -(2**63) - 1}, "beyond 64 bits"),
         ({"metrics": {"loss": None}}, "real scalar"),
         ({"metrics": {"loss": "0.5"}}, "real scalar"),
         ({"metrics": {"loss": 1j}}, "real scalar"),
@@ -631,6 +633,19 @@ def test_an_array_file_that_vanishes_fails_the_save(tmp_path: pathlib.Path, use_
     with pytest.raises(tr.errors.SaveError, match="removed by somebody else"):
         tr.save(tmp_path / "c", {"x": np.ones(3)})
     assert tr.steps(tmp_path) == [] and everything(tmp_path) == []
+
+
+def test_what_no_reader_would_take_is_not_committed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tr.save(tmp_path / "c", {"x": jnp.ones(8)})
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a")))
+    # a mock: a mistake of the writer that no other check knows
+    monkeypatch.setattr(layout, "describe", lambda sharding: {"mesh": {"a": 0}, "spec": []})
+    for path in (tmp_path / "c", tmp_path / "new"):
+        with pytest.raises(tr.errors.UnsupportedError, match=rf"{path}: expected a tree that can be read back, .*mesh"):
+            tr.save(path, {"x": x}, overwrite=True)
+    monkeypatch.undo()
+    assert everything(tmp_path) == sorted(["c", *(f"c/{name}" for name in os.listdir(tmp_path / "c"))])
+    assert len(os.listdir(tmp_path / "c")) == 2 and (tr.restore(tmp_path / "c")["x"] == np.ones(8)).all()
 
 
 def test_a_commit_whose_answer_was_lost_is_a_commit(tmp_path: pathlib.Path, use_disk: Any) -> None:

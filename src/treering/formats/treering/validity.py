@@ -46,8 +46,7 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
     _check_depth("the metadata", manifest.metadata, integers=True)
     for name in top.keys() - {*manifest.__struct_fields__, "xxh3"}:
         _check_depth(f"the field {name!r:.100}", top[name], integers=False)
-    for n, layout in enumerate(manifest.layouts):
-        _check_layout(layout, n, manifest.holders)
+    shapes = [_check_layout(layout, n, manifest.holders) for n, layout in enumerate(manifest.layouts)]
     for n, listed in enumerate(manifest.holders):
         if not listed or not all(listed):
             raise ValueError(f"holders {n} have a cell without a file")
@@ -59,7 +58,7 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
         raise ValueError(f"two leaves have the path {twice!r:.100}")
     if leaf_paths(manifest.tree, len(paths)) != paths:
         raise ValueError("the leaves are not those of the tree, in its order")
-    _check_leaves(manifest, [Cells(layout.cuts).shape for layout in manifest.layouts])
+    _check_leaves(manifest, shapes)
 
 
 def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
@@ -127,7 +126,8 @@ def _check_file(file: "File") -> None:
         raise ValueError(f"the file {file.name!r:.100} has {about}")
 
 
-def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]]) -> None:
+def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """The shape that a layout cuts."""
     cells = Cells(layout.cuts)
     if not is_shape(cells.shape, 1):
         raise ValueError(f"layout {number} cuts an array of {len(cells.shape)} axes that cannot be")
@@ -135,6 +135,7 @@ def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]
         msgspec.convert(layout.sharding, _Sharding)
     if not 0 <= layout.holders < len(holders) or len(holders[layout.holders]) != len(cells):
         raise ValueError(f"layout {number} does not have one list of files for each cell")
+    return cells.shape
 
 
 def _check_array(row: ArrayEntry) -> None:

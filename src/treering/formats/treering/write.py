@@ -22,7 +22,7 @@ from ..._sharding import Box
 from ..._shares import Piece, Share
 from ..._snapshot import Feed
 from ..._tree import Skeleton
-from ...errors import SaveError
+from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.disk import Disk
 from ...stores.local import Files, Transaction
@@ -158,7 +158,7 @@ def _manifest(
     with paused():
         by_leaf = _shares.unshared(job.content.shardings, pieces) if everyone is None else everyone
         rows = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
-    return manifest.seal(
+    data = manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
@@ -174,6 +174,30 @@ def _manifest(
             leaves=rows.leaves,
         )
     )
+    _check_readable(data, job, rows.layouts)
+    return data
+
+
+_read_back: tuple[Any, ...] = ()  # tree, layouts and metadata of the last manifest that was read
+
+
+def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -> None:
+    """Reads a manifest before it is committed. Raises `UnsupportedError` where no reader would take it.
+
+    A loop that saves one structure again and again pays for it once; what differs from step to step then are values.
+    """
+    global _read_back
+    structure = (job.tree, layouts, job.info.metadata)
+    if _read_back and job.tree is _read_back[0] and structure[1:] == _read_back[1:]:
+        return
+    try:
+        manifest.decode(data, "manifest")
+    except TreeringError as error:
+        raise UnsupportedError(
+            f"{job.path}: expected a tree that can be read back, found one that makes an invalid manifest ({error}); "
+            "nothing is written; please report this"
+        ) from error
+    _read_back = structure
 
 
 def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
