@@ -17,13 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from treering import _shares, _tree
-from treering._catalogue import ArrayEntry, Entry
-from treering._collector import paused
-from treering._leaves import Content, Source
-from treering._sharding import Box, extent
-from treering._shares import Layout, Share
-from treering._tree import Walk
+from treering._core.boxes import Box, extent
+from treering._core.entries import ArrayEntry, Entry
+from treering._processes import assignment
+from treering._processes.assignment import Layout, Share
+from treering._pytree import walk
+from treering._pytree.leaves import Content, Source
+from treering._pytree.walk import Walk
+from treering._threads.gc import paused
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.layout import ArrayFile
 
@@ -101,7 +102,7 @@ def _child(kind: str) -> None:
     """What process 0 does; the others do all of it but the manifest."""
     devices = [Device(n, n // _DEVICES) for n in range(_PROCESSES * _DEVICES)]
     mesh = Mesh(np.array(devices).reshape(_PROCESSES, _DEVICES), ("fsdp", "tensor"))
-    walked = _tree.walk(_hundred_shapes(mesh) if kind == "shapes" else _transformer(mesh))
+    walked = walk.walk(_hundred_shapes(mesh) if kind == "shapes" else _transformer(mesh))
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
     shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
@@ -109,10 +110,10 @@ def _child(kind: str) -> None:
     before = _forget_peak()
     begun = time.perf_counter()
     with paused():  # as in a save
-        shares = _shares.plan(content, _PROCESSES)
+        shares = assignment.plan(content, _PROCESSES)
         content.sources.extend(_sources(content, shares))
-        sources = _shares.handed_over(content, shares, 0)
-        pieces = _shares.pieces(entries, sources, shares, 0)
+        sources = assignment.handed_over(content, shares, 0)
+        pieces = assignment.pieces(entries, sources, shares, 0)
         (file,) = layout.plan(entries, pieces, "0123456789ab", 0, _PROCESSES)
         encoded = _manifest(walked, content, shares, file)
     taken = time.perf_counter() - begun
@@ -126,7 +127,7 @@ def _sources(content: Content, shares: Mapping[int, Share]) -> list[Source]:
     found: list[Source] = []
     for leaf in shares:
         entry: Any = content.entries[leaf]
-        for box in _own(_shares.layout_of(content.shardings[leaf], entry.shape)):
+        for box in _own(assignment.layout_of(content.shardings[leaf], entry.shape)):
             data = np.broadcast_to(np.float32(0), extent(box))
             found.append(Source(leaf, box, data, data.dtype, data.nbytes, False))
     return found

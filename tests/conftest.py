@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from treering import _pending, stores
-from treering.stores.disk import Disk
+from treering import stores
+from treering._save import pending
+from treering.stores.posix import Disk
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -36,9 +37,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and nobody was left untold of a failure."""
     yield
-    if _pending.last is not None:
-        assert _pending.last.wait(30)
-    unseen, _pending.unseen[:] = list(_pending.unseen), []
+    if pending.last is not None:
+        assert pending.last.wait(30)
+    unseen, pending.unseen[:] = list(pending.unseen), []
     assert not unseen
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]
     for thread in threading.enumerate():

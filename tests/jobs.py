@@ -57,8 +57,8 @@ def die_at(operation, name=""):
         paths = [os.readlink(f"/proc/self/fd/{a}") if isinstance(a, int) else str(a) for a in args[:2] if a is not None]
         if any(name in path for path in paths):
             os.kill(os.getpid(), signal.SIGKILL)
-        return getattr(stores.disk.Disk, operation)(self, *args)
-    stores.DISK = type("Deadly", (stores.disk.Disk,), {operation: dead})()
+        return getattr(stores.posix.Disk, operation)(self, *args)
+    stores.DISK = type("Deadly", (stores.posix.Disk,), {operation: dead})()
 
 def sync(name):
     '''Waits for the other processes of the test, without the library that is tested.'''

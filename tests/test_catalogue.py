@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from treering import _catalogue
+from treering._core import values as _values
 from treering.errors import CorruptError, UnsupportedError
 
 values = st.one_of(
@@ -36,9 +36,9 @@ def bits(value: Any) -> Any:
 @example(10**6000)
 @example(-(2**53) - 1)
 def test_values_survive_json_bit_for_bit(value: Any) -> None:
-    kind, encoded = _catalogue.encode(value)
+    kind, encoded = _values.encode(value)
     text = json.dumps(encoded, allow_nan=False)
-    found = _catalogue.decode(kind, json.loads(text))
+    found = _values.decode(kind, json.loads(text))
     assert type(found) is type(value)
     assert bits(found) == bits(value)
 
@@ -50,7 +50,7 @@ class Colour(int):
 @pytest.mark.parametrize("value", [Colour(1), "\ud800", object(), [1]])
 def test_what_would_not_come_back_is_refused(value: Any) -> None:
     with pytest.raises(UnsupportedError):
-        _catalogue.encode(value)
+        _values.encode(value)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_what_would_not_come_back_is_refused(value: Any) -> None:
 )
 def test_a_value_of_another_type_is_corrupt(kind: str, value: Any) -> None:
     with pytest.raises(CorruptError):
-        _catalogue.decode(kind, value)
+        _values.decode(kind, value)

@@ -13,7 +13,7 @@ import pytest
 
 import treering as tr
 from treering import Checkpoint
-from treering._catalogue import ValueEntry
+from treering._core.entries import ValueEntry
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 TREE = {

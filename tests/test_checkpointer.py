@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from helpers import assert_same
-from treering import _history, stores
+from treering import stores
+from treering._run import steps as _history
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 def damage(run: pathlib.Path, step: int, what: str) -> None:

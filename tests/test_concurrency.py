@@ -16,7 +16,7 @@ from torture.scenarios import assert_tidy
 from treering import stores
 from treering.formats.treering import removal
 from treering.stores import local
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 # A version is consistent when all of its leaves are the same number.
 PRELUDE = """

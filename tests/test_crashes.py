@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering import _run, stores
+from treering import stores
+from treering._run import run as _run
 from treering.formats.treering import removal
-from treering.stores import local, whole
-from treering.stores.disk import Disk
+from treering.stores import atomic, local
+from treering.stores.posix import Disk
 from treering.testing import crashes
 from treering.testing._crashes import KEPT, LOST, Fate, Model, fates_of
 from treering.testing._recording import RecordingDisk, Tree
@@ -80,14 +81,14 @@ def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
         ("killed, then saved, first save", lambda patch: patch.setattr(local, "clean", lambda *args, **options: None)),
         (
             "safetensors: killed, then saved, first save",
-            lambda patch: patch.setattr(whole, "_clean", lambda *args: None),
+            lambda patch: patch.setattr(atomic, "_clean", lambda *args: None),
         ),
         ("first save", lambda patch: patch.setattr(RecordingDisk, "sync", Disk.sync)),
         ("overwriting", lambda patch: patch.setattr(RecordingDisk, "sync_dir", Disk.sync_dir)),
         ("deleting", lambda patch: patch.setattr(local, "delete", _arrays_first)),
         pytest.param(
             "orbax: overwriting",
-            lambda patch: patch.setattr(whole, "_change_places", _remove_first),
+            lambda patch: patch.setattr(atomic, "_change_places", _remove_first),
             marks=pytest.mark.slow,
         ),
         (
@@ -112,7 +113,7 @@ def _arrays_first(disk: Disk, path: str, named: Any) -> None:
 
 
 def _remove_first(disk: Disk, new: str, old: str) -> None:
-    whole.remove_tree(disk, old)
+    atomic.remove_tree(disk, old)
     disk.rename_new(new, old)
 
 
@@ -349,7 +350,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
     (tmp_path / ".c.safetensors.0a1b2d.tmp").mkdir()
     (tmp_path / ".c.safetensors.0a1b2d.tmp" / "inside").write_bytes(b"left over")
     kept = {mine.name, ".d.safetensors.0a1b2c.tmp"}
-    with whole.new_file(stores.DISK, str(path), overwrite=True) as file:
+    with atomic.new_file(stores.DISK, str(path), overwrite=True) as file:
         file.write(b"slow")
         tr.save(path, tree("new"))
         assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name, os.path.basename(file.path)}
@@ -361,7 +362,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
 def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c"
     options: Any = {"format": "safetensors", "max_shard_size": 100}
-    with whole.new_directory(
+    with atomic.new_directory(
         stores.DISK, str(path), overwrite=True, owned=lambda disk, path: disk.list(path)
     ) as folder:
         tr.save(path, tree("new"), **options)
@@ -382,7 +383,7 @@ def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Pat
                 self.taken += 1
                 with contextlib.suppress(OSError):
                     for name in self.list(str(tmp_path)):
-                        whole._remove(self, str(tmp_path / name))
+                        atomic._remove(self, str(tmp_path / name))
                 return self.taken == 1 and super().lock(fd)
             return super().lock(fd)
 
@@ -391,7 +392,7 @@ def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Pat
         tr.save(tmp_path / name, tree("new"), format=format)
         assert disk.taken == 2
         assert [one.name for one in tmp_path.iterdir()] == [name]
-        whole._remove(disk, str(tmp_path / name))
+        atomic._remove(disk, str(tmp_path / name))
 
 
 def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> None:

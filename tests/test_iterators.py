@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treering as tr
-from treering import _iterators
+from treering._core import states as _states
+from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 
 from .helpers import assert_same
@@ -309,7 +310,7 @@ def test_every_plain_state_comes_back(state: Any) -> None:
         def state_dict(self) -> Any:
             return state
 
-    entry = _iterators.together("x", [_iterators.state_of(Fixed())])
+    entry = iterators.together("x", [iterators.state_of(Fixed())])
     (found,) = entry.decode()
     assert found == state and repr(found) == repr(state)
 
@@ -318,7 +319,7 @@ def test_every_plain_state_comes_back(state: Any) -> None:
 def test_hostile_states_are_corrupt_and_nothing_else(value: Any) -> None:
     for entry in (value, ["each", value], ["all", [value]], ["each", [["array", value]]], ["each", [["dict", value]]]):
         try:
-            _iterators.decoded(entry)
+            _states.decoded(entry)
         except (CorruptError, UnsupportedError):
             pass
 
@@ -366,7 +367,7 @@ report([expected, problem])
 def test_small_integers_in_states_are_encoded_as_in_array_files(dtype: str, expected: bytes) -> None:
     """Every bit of their bytes is defined: they are sign-extended."""
     array = np.array([1, -1 if dtype[0] == "i" else 3], np.int8).astype(dtype)
-    kind, (_, text, shape, data) = _iterators._encode(array, "", 0)
+    kind, (_, text, shape, data) = _states.encode_state(array, "", 0)
     assert (kind, text, shape, base64.b64decode(data)) == ("array", dtype, [2], expected)
-    back = _iterators._decode([kind, [True, text, shape, data]], 0)
+    back = _states._decode([kind, [True, text, shape, data]], 0)
     assert back.dtype == dtype and back.tolist() == array.tolist()

@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from jobs import run_job
-from treering import _preemption, _processes, _tree
+from treering._processes import coordinator, preemption
+from treering._pytree import walk
 from treering.errors import MismatchError, UnsupportedError
 
 Point = collections.namedtuple("Point", "x y")
@@ -81,19 +82,19 @@ TREES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = _tree._walk(TREES[name])
+    quick = walk._walk(TREES[name])
     assert jax.tree_util.default_registry.flatten_one_level_with_keys({"a": 1}), "the quick way is there"
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
-    public = _tree._walk(TREES[name])
+    public = walk._walk(TREES[name])
     assert public.paths == quick.paths and public.skeleton == quick.skeleton
     assert all(a is b or a == b for a, b in zip(public.leaves, quick.leaves, strict=True))
-    assert list(map(id, public.leaves)) == list(map(id, _tree.walk(TREES[name]).leaves))
+    assert list(map(id, public.leaves)) == list(map(id, walk.walk(TREES[name]).leaves))
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
     with pytest.raises(UnsupportedError, match="bad: JAX cannot flatten this dict"):
-        _tree.walk({"bad": {1: 2, "a": 3}})
+        walk.walk({"bad": {1: 2, "a": 3}})
 
 
 @pytest.fixture
@@ -102,11 +103,11 @@ def no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("jax.experimental.multihost_utils")
     monkeypatch.delattr("jax._src.distributed")
     monkeypatch.setitem(sys.modules, "jax._src.distributed", None)  # type: ignore[arg-type]
-    assert _processes.state() is None
+    assert coordinator.state() is None
 
 
 def test_what_jax_knows_of_a_job_is_where_it_was() -> None:
-    assert _processes.state() is not None
+    assert coordinator.state() is not None
 
 
 def test_a_process_alone_saves_with_any_jax(tmp_path: pathlib.Path, no_state: None) -> None:
@@ -116,8 +117,8 @@ def test_a_process_alone_saves_with_any_jax(tmp_path: pathlib.Path, no_state: No
         ckpts.save(1, state)
     assert_same(tr.restore(tmp_path / "a", like=state), state)
     assert_same(tr.restore(tmp_path / "run", like=state), state)
-    assert not _processes.several() and _processes.position() == (0, 1)
-    _processes.forget_after_fork()
+    assert not coordinator.several() and coordinator.position() == (0, 1)
+    coordinator.forget_after_fork()
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -126,10 +127,10 @@ def test_whether_there_is_a_preemption_service(
 ) -> None:
     if hidden:
         request.getfixturevalue("no_state")
-        _preemption._check_service()  # what is asked for is all that can be known
-        monkeypatch.setattr(_preemption.jax, "config", type("Config", (), {"jax_enable_preemption_service": False}))
+        preemption._check_service()  # what is asked for is all that can be known
+        monkeypatch.setattr(preemption.jax, "config", type("Config", (), {"jax_enable_preemption_service": False}))
     with pytest.raises(MismatchError, match="set jax_enable_preemption_service"):
-        _preemption._check_service()
+        preemption._check_service()
 
 
 def test_several_processes_are_told_that_this_jax_hides_its_store(tmp_path: pathlib.Path) -> None:

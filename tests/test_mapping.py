@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering.stores import disk as module
-from treering.stores.disk import Disk
+from treering.stores import posix as module
+from treering.stores.posix import Disk
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells and limits")
 NAMES = {"treering": "c", "safetensors": "c.safetensors"}

@@ -14,7 +14,7 @@ import pytest
 import treering as tr
 from treering import stores
 from treering.errors import ExistsError, MismatchError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 class Notebook:

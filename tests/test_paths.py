@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 
 import treering as tr
-from treering import _paths
-from treering._catalogue import covered, lost
-from treering._catalogue import fits as fits_entry
+from treering._core import paths as _paths
+from treering._core.entries import covered, lost
+from treering._core.entries import fits as fits_entry
 from treering.errors import MismatchError, UnsupportedError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))

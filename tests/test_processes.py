@@ -9,7 +9,7 @@ from jax._src import distributed
 
 import treering as tr
 from jobs import run_job
-from treering import _processes
+from treering._processes import coordinator
 
 KILLED = -signal.SIGKILL
 
@@ -164,7 +164,7 @@ sync("after")
 @pytest.mark.slow
 def test_a_file_system_that_is_not_shared_is_found_out(tmp_path: pathlib.Path) -> None:
     body = """
-class Elsewhere(stores.disk.Disk):  # process 1 sees other files under the same names
+class Elsewhere(stores.posix.Disk):  # process 1 sees other files under the same names
     def stat(self, path):
         return super().stat(path.replace("/c", "/other"))
 if INDEX == 1:
@@ -181,7 +181,7 @@ report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")
 def test_what_a_network_takes_for_missing_for_a_while_is_looked_at_anew(tmp_path: pathlib.Path) -> None:
     """As over NFS for as long as attributes are cached; a double, for that takes two hosts."""
     body = """
-class Caching(stores.disk.Disk):  # what was once missing stays so, until its directory is listed
+class Caching(stores.posix.Disk):  # what was once missing stays so, until its directory is listed
     def __init__(self):
         self.missing = set()
     def stat(self, path):
@@ -222,7 +222,7 @@ def test_an_error_in_one_process_is_everybodys(tmp_path: pathlib.Path) -> None:
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.ones(3)}
 tr.save(tmp / "c", tree)
-class Full(stores.disk.Disk):
+class Full(stores.posix.Disk):
     def preallocate(self, fd, size):
         raise OSError(28, "No space left on device")
 usual = stores.DISK
@@ -250,7 +250,7 @@ report(found)
 def test_who_finds_the_directory_gone_waits_for_the_reason(tmp_path: pathlib.Path) -> None:
     """Process 0 removes what it began before it tells the others why."""
     body = """
-class Full(stores.disk.Disk):
+class Full(stores.posix.Disk):
     def create(self, path, *mode):
         if "arrays-" in path:
             time.sleep(1)  # the other is about to make its file
@@ -259,7 +259,7 @@ class Full(stores.disk.Disk):
     def remove_dir(self, path):
         super().remove_dir(path)
         time.sleep(1)
-class Late(stores.disk.Disk):
+class Late(stores.posix.Disk):
     def create(self, path, *mode):
         while os.path.exists(tmp / "c"):
             time.sleep(0.01)
@@ -273,8 +273,8 @@ report(caught(tr.save, tmp / "c", {"x": put(np.ones(1 << 18, np.float32), P("x")
 
 
 POINTS = {
-    "planning": ("_shares", "plan", ""),
-    "comparing": ("_agreement", "_digests", ""),
+    "planning": ("_processes.assignment", "plan", ""),
+    "comparing": ("_processes.consistency", "_digests", ""),
     "creating": ("disk", "create", "arrays-"),
     "writing": ("disk", "write", "arrays-"),
     "syncing": ("disk", "sync", "arrays-"),
@@ -285,9 +285,9 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [*POINTS, "before the commit"])
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
-    module, name, file = POINTS.get(point, ("_processes", "Together.agree", ""))
+    module, name, file = POINTS.get(point, ("_processes.coordinator", "Together.agree", ""))
     body = """
-import treering._agreement, treering._processes, treering._shares
+import importlib
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
 tr.save(tmp / "b", tree)
 sync("saved")
@@ -295,7 +295,7 @@ if INDEX == 2:
     if MODULE == "disk":
         die_at(NAME, FILE)
     else:
-        owner = getattr(tr, MODULE)
+        owner = importlib.import_module(f"treering.{MODULE}")
         *path, last = NAME.split(".")
         for part in path:
             owner = getattr(owner, part)
@@ -356,17 +356,17 @@ tr.save(tmp / "c", tree, timeout=3)
 
 def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it has joined a job of its own since, as those of `torture.peers` do."""
-    monkeypatch.setattr(_processes, "_inherited", None)
+    monkeypatch.setattr(coordinator, "_inherited", None)
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 0)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(_processes.begin("save"), _processes.Together)
-    _processes.forget_after_fork()
+    assert isinstance(coordinator.begin("save"), coordinator.Together)
+    coordinator.forget_after_fork()
     with pytest.raises(tr.errors.UnsupportedError, match="forked child"):
-        _processes.begin("save")
-    assert isinstance(_processes.begin("save", processes="this"), _processes.Alone)
+        coordinator.begin("save")
+    assert isinstance(coordinator.begin("save", processes="this"), coordinator.Alone)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(_processes.begin("save"), _processes.Together)
+    assert isinstance(coordinator.begin("save"), coordinator.Together)
 
 
 @pytest.mark.slow
@@ -466,7 +466,7 @@ def stand_still():
         still.append(1)
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}; sleep 14; kill -CONT {os.getpid()}"])
         time.sleep(1)
-class Standing(stores.disk.Disk):
+class Standing(stores.posix.Disk):
     def sync(self, fd):
         if at == 4 and INDEX == STOPPED and WHERE == "while it writes":
             stand_still()
@@ -509,7 +509,7 @@ report([last, [[n, *e] for n, e in enumerate(log, 1) if e]])
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess
-from treering import _open
+from treering._run import open as _open
 where = NamedSharding(Mesh(devices, ("x",)), P("x"))
 template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
 with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
@@ -537,7 +537,7 @@ def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp
 from treering import _processes
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
-class Failing(stores.disk.Disk):
+class Failing(stores.posix.Disk):
     renamed = False
     def rename(self, old, new):
         super().rename(old, new)
@@ -563,7 +563,7 @@ sync("done")
 @pytest.mark.slow
 def test_files_stay_when_nobody_knows_whether_the_word_arrived(tmp_path: pathlib.Path) -> None:
     body = """
-from treering import _processes
+from treering._processes import coordinator as _processes
 from treering.errors import PeerError
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
@@ -589,7 +589,7 @@ def test_nobody_cleans_up_what_a_process_that_stands_still_is_about_to_commit(tm
 import subprocess
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
-class Standing(stores.disk.Disk):
+class Standing(stores.posix.Disk):
     def rename(self, old, new):
         os.kill(OTHER, signal.SIGKILL)  # so nobody but this process holds a lock
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'x': np.ones(4)}, overwrite=True)"

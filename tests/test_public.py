@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import treering as tr
-from treering import _options
+from treering._save import options as _options
 
 NAMES = [name for name in dir(tr) if name not in ("__version__", "errors", "keep")]
 

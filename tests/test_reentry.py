@@ -131,7 +131,7 @@ import faulthandler, os, signal, sys, time
 faulthandler.dump_traceback_later(20, exit=True)
 import numpy as np, treering as tr
 from treering import stores
-class Slow(stores.disk.Disk):
+class Slow(stores.posix.Disk):
     def write(self, fd, data, offset):
         if not signalled:
             signalled.append(1)

@@ -14,9 +14,11 @@ import pytest
 
 import treering as tr
 from helpers import assert_same
-from treering import _differences, _place, stores
+from treering import stores
+from treering._core import text as _differences
+from treering._restore import place
 from treering.errors import CorruptError, MismatchError, NotFoundError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 @pytest.fixture
@@ -493,9 +495,9 @@ def test_arrays_are_the_same_by_the_public_way_of_making_them(
         raise ImportError
 
     if public:
-        monkeypatch.setattr(_place, "_put_quickly", missing)
+        monkeypatch.setattr(place, "_put_quickly", missing)
     else:  # the quick way must not have been given up for the other without a word
-        monkeypatch.setattr(_place, "_put_publicly", missing)
+        monkeypatch.setattr(place, "_put_publicly", missing)
     mesh = mesh_of(2, 4)
     state = {
         "free": jnp.arange(100.0),

@@ -18,7 +18,9 @@ from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
-from treering import _paths, _views, _views_groups, _views_reshaped, rules
+from treering import rules
+from treering._core import paths, views, views_groups, views_reshaped
+from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, MismatchError
 
 
@@ -145,7 +147,7 @@ def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
 def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
     array = numbers(*shape)
-    entry = tr._catalogue.ArrayEntry("x", "numpy", "float32", shape)
+    entry = ArrayEntry("x", "numpy", "float32", shape)
     looks: list[int] = []
 
     class Memory:
@@ -154,17 +156,17 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
             looks.extend(part.size for part in found)
             return found
 
-    leaf, expected = _views.leaves_of({"x": entry})["x"], array
+    leaf, expected = views.leaves_of({"x": entry})["x"], array
     for _ in range(data.draw(st.integers(1, 3))):
         if data.draw(st.booleans()):
             axes = data.draw(st.permutations(range(expected.ndim)))
-            leaf, expected = _views.transposed(leaf, axes), expected.transpose(axes)
+            leaf, expected = views.transposed(leaf, axes), expected.transpose(axes)
         else:
             factors = data.draw(st.permutations([*expected.shape, 1]))
             merged = list(factors)
             if len(merged) > 1 and data.draw(st.booleans()):
                 merged = [merged[0] * merged[1], *merged[2:]]
-            leaf, expected = _views_reshaped.reshaped(leaf, tuple(merged)), expected.reshape(merged)
+            leaf, expected = views_reshaped.reshaped(leaf, tuple(merged)), expected.reshape(merged)
     box = tuple((a, data.draw(st.integers(a, n))) for n in expected.shape for a in [data.draw(st.integers(0, n))])
     plan = leaf.plan_of(box)
     found = plan.make(Memory().read(plan.needs))
@@ -173,9 +175,9 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
 
 
 def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
-    found = _views.leaves_of({f"{n}": tr._catalogue.ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
-    stacked = _views.transposed(_views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
-    split = _views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
+    found = views.leaves_of({f"{n}": ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
+    stacked = views.transposed(views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
+    split = views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
         ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): ((3, 9), (0, 8)),  # an axis that was split, along its first
         ((0, 3), (1, 2), (0, 4), (0, 4), (0, 1), (0, 3)): ((0, 12), (4, 8)),  # and another, transposed
@@ -192,14 +194,14 @@ class Memory:
     def __init__(self, **arrays: np.ndarray):
         self.arrays, self.looks = arrays, dict.fromkeys(arrays, 0)
 
-    def leaves(self) -> dict[str, _views.Leaf]:
+    def leaves(self) -> dict[str, views.Leaf]:
         entries = {
-            name: tr._catalogue.ArrayEntry(name, "numpy", tr._dtypes.to_text(array.dtype), array.shape)
+            name: ArrayEntry(name, "numpy", tr._core.dtypes.to_text(array.dtype), array.shape)
             for name, array in self.arrays.items()
         }
-        return _views.leaves_of(entries)
+        return views.leaves_of(entries)
 
-    def read(self, leaf: _views.Leaf, box: Any) -> np.ndarray:
+    def read(self, leaf: views.Leaf, box: Any) -> np.ndarray:
         plan = leaf.plan_of(box)
         found: list[np.ndarray] = []
         for entry, own in plan.needs:
@@ -279,7 +281,7 @@ def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
     ],
 )
 def test_arrays_are_padded_with_values_that_they_can_hold(dtype: str, taken: list[Any], refused: list[Any]) -> None:
-    memory = Memory(x=np.zeros(1, tr._dtypes.to_numpy(dtype)))
+    memory = Memory(x=np.zeros(1, tr._core.dtypes.to_numpy(dtype)))
     for value in taken:
         found = memory.read(rules.pad("x", [(0, 1)], value).apply(memory.leaves())["x"], ((1, 2),))
         assert found.dtype == memory.arrays["x"].dtype
@@ -322,7 +324,7 @@ def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
 
     def bits(shape: tuple[int, ...], name: str) -> np.ndarray:
-        dtype = tr._dtypes.to_numpy(name)
+        dtype = tr._core.dtypes.to_numpy(name)
         raw = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
         return (raw[..., 0] & 15).astype(dtype) if name == "int4" else raw.view(dtype).reshape(shape)
 
@@ -341,7 +343,7 @@ def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     made = rule.apply(memory.leaves())
     with np.errstate(all="ignore"):
         factors = expanded(scales.astype(np.float32), shape, block)
-        expected = (weight.astype(np.float32) * factors).astype(tr._dtypes.to_numpy(dtype))
+        expected = (weight.astype(np.float32) * factors).astype(tr._core.dtypes.to_numpy(dtype))
     assert list(made) == ["w"]
     assert (made["w"].array.dtype, made["w"].array.shape) == (dtype, shape)
     box = drawn_box(data, shape)
@@ -429,7 +431,7 @@ def test_each_of_eight_devices_reads_its_part(
     read = ckpt._reader.read
 
     def counted(wanted: Any, **options: Any) -> Any:
-        reads.extend((entry.path, int(np.prod(tr._sharding.extent(box), dtype=int))) for entry, box in wanted)
+        reads.extend((entry.path, int(np.prod(tr._core.boxes.extent(box), dtype=int))) for entry, box in wanted)
         return read(wanted, **options)
 
     monkeypatch.setattr(ckpt._reader, "read", counted)
@@ -570,7 +572,7 @@ def test_rules_and_shardings(layers: pathlib.Path) -> None:
 def test_a_new_name_may_be_given_as_people_write_it(tmp_path: pathlib.Path, rule: Any, name: str) -> None:
     tr.save(tmp_path / "a", {"w": 1, "v": 2}, rules=[rule("w", name)])
     (found,) = set(tr.open(tmp_path / "a")) - {"w", "v"}
-    assert _paths.split(found) == _paths.split(name) and found == "/".join(map(_paths.key_text, _paths.split(name)))
+    assert paths.split(found) == paths.split(name) and found == "/".join(map(paths.key_text, paths.split(name)))
     assert tr.open(tmp_path / "a")[name] == 1 == tr.open(tmp_path / "a").apply([rules.rename(found, "w2")])["w2"]
 
 
@@ -721,7 +723,7 @@ def test_rules_say_what_cannot_be_read(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_view_is_printed_without_reading(layers: pathlib.Path, use_disk: Any) -> None:
-    class Unread(tr.stores.disk.Disk):
+    class Unread(tr.stores.posix.Disk):
         def map(self, fd: int, size: int) -> Any:
             raise AssertionError("an array was read")
 

@@ -18,9 +18,9 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._pending import PendingSave
+from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 from .jobs import run_job
 
@@ -436,7 +436,7 @@ def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_jo
     code = f"""
 import os, numpy as np, treering as tr
 from treering import stores
-class Deadly(stores.disk.Disk):
+class Deadly(stores.posix.Disk):
     def unlink(self, path):
         if path.endswith(".safetensors"):
             os._exit(9)
@@ -958,7 +958,7 @@ second.save(6, tree(6)); second.wait()
 refused = caught(lambda: (first.save(7, tree(7)), first.wait()))
 second.finish()
 finished = [ckpt.step for ckpt in tr.follow(tmp / "run", timeout=0)]
-class Slow(stores.disk.Disk):
+class Slow(stores.posix.Disk):
     def preallocate(self, fd, size):
         time.sleep(1.5 if INDEX else 0)
         super().preallocate(fd, size)

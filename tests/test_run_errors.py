@@ -17,7 +17,7 @@ import pytest
 
 import treering as tr
 from treering.errors import UnsupportedError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 from .jobs import run_job
 from .test_checkpointer import Full
@@ -99,7 +99,7 @@ def test_all_that_a_call_says_is_remembered(tmp_path: pathlib.Path) -> None:
         raise ZeroDivisionError
     ckpt = tr.open(tmp_path)
     assert list(ckpt) == ["a"] and ckpt["a"].dtype == "bfloat16" and ckpt.metadata == {"x": 1}
-    from treering._last_state import SaveOptions
+    from treering._run.last_state import SaveOptions
 
     assert {*SaveOptions._fields, "step", "tree", "force"} == set(inspect.signature(ckpts.save).parameters)
 
@@ -330,7 +330,7 @@ def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
         first = {"a": jnp.ones(2), "data": Counter()}
         ckpts.save(1, first)
         with monkeypatch.context() as patch:
-            patch.setattr("treering._iterators.frozen", interrupt)
+            patch.setattr("treering._pytree.iterators.frozen", interrupt)
             ckpts.save(2, {"a": jnp.ones(2) + 1, "data": Counter()})
     assert tr.steps(tmp_path) == [1] and (tr.restore(tmp_path, {"a": first["a"], "data": ...})["a"] == 1).all()
 

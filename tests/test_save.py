@@ -24,9 +24,10 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering import _work, stores
+from treering import stores
+from treering._save import work
 from treering.formats.treering import layout
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 class HeldDisk(Disk):
@@ -125,10 +126,10 @@ def test_the_accelerator_path_copies_before_it_returns(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No accelerator here: CPU arrays are taken for device arrays, so that they are copied through pinned host memory.
-    from treering import _leaves, _snapshot
+    from treering._pytree import leaves, live_tree
 
-    monkeypatch.setattr(_leaves, "_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(_snapshot, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    monkeypatch.setattr(leaves, "_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(live_tree, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     disk = use_disk(HeldDisk())
     mesh = jax.make_mesh((8,), ("x",), devices=jax.devices())
     spread = jax.device_put(np.arange(64.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
@@ -289,13 +290,13 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     watcher = use_disk(Watcher())
-    make = _work.Feed
+    make = work.Feed
 
     def feed(*args: Any) -> Any:
         watcher.feed = make(*args)
         return watcher.feed
 
-    monkeypatch.setattr(_work, "Feed", feed)
+    monkeypatch.setattr(work, "Feed", feed)
     sizes = [3_000_000, 5_000_000, 100, 9_000_000, 12_345_677, 8, 0, 4_000_000]
     tree = {str(n): np.full(size, n, np.uint8) for n, size in enumerate(sizes)}
     tr.save_async(tmp_path / "c", tree, memory_limit=limit).result()
@@ -852,9 +853,9 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
 def test_a_failed_save_lets_go_of_what_was_never_handed_over(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-    from treering import _leaves
+    from treering._pytree import leaves
 
-    monkeypatch.setattr(_leaves, "_on_cpu", lambda sharding: False)  # so that each array needs room
+    monkeypatch.setattr(leaves, "_on_cpu", lambda sharding: False)  # so that each array needs room
     use_disk(FailingDisk("preallocate", errno.ENOSPC))
     state = [jnp.full(300, n) for n in range(8)]
     alive = [weakref.ref(array) for array in state]

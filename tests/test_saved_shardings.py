@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from treering import _place
+from treering._restore import place
 from treering.errors import MismatchError
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_go_where_it_was_is_refused(
     with pytest.raises(MismatchError, match="expected arrays of which the sharding is recorded, found none"):
         tr.restore(tmp_path / "plain", sharding="saved")
     monkeypatch.setattr(jax, "device_count", lambda: 4)  # a mock: a machine with fewer devices
-    _place._on_devices.cache_clear()
+    place._on_devices.cache_clear()
     with pytest.raises(MismatchError, match=r"expected 8 devices, for a mesh of {'x': 4, 'y': 2}, found 4"):
         tr.restore(path, sharding="saved")
 

@@ -7,23 +7,23 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from treering import _sharding
+from treering._core import boxes
 
 
 @st.composite
-def arrays_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], _sharding.Box, int]:
+def arrays_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], boxes.Box, int]:
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     box = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for n in shape)
     return shape, box, draw(st.integers(0, 300))  # type: ignore[return-value]
 
 
 @given(arrays_and_boxes())
-def test_byte_ranges_cover_a_box_with_small_gaps_only(case: tuple[tuple[int, ...], _sharding.Box, int]) -> None:
+def test_byte_ranges_cover_a_box_with_small_gaps_only(case: tuple[tuple[int, ...], boxes.Box, int]) -> None:
     shape, box, gap = case
     itemsize = 4
     index = np.arange(math.prod(shape) * itemsize).reshape((*shape, itemsize))
-    needed = set(index[_sharding.slices(box, _sharding.whole(shape))].ravel().tolist())
-    ranges = list(_sharding.byte_ranges(shape, box, itemsize, gap))
+    needed = set(index[boxes.slices(box, boxes.whole(shape))].ravel().tolist())
+    ranges = list(boxes.byte_ranges(shape, box, itemsize, gap))
     covered = [byte for begin, end in ranges for byte in range(begin, end)]
     assert len(covered) == len(set(covered))
     assert needed <= set(covered)
@@ -41,5 +41,5 @@ def test_intersections(first: tuple, second: tuple) -> None:
     space = np.zeros((8,) * n, int)
     space[tuple(slice(*r) for r in a)] += 1
     space[tuple(slice(*r) for r in b)] += 1
-    both = _sharding.intersect(a, b)
-    assert (space == 2).sum() == (0 if both is None else math.prod(_sharding.extent(both)))
+    both = boxes.intersect(a, b)
+    assert (space == 2).sum() == (0 if both is None else math.prod(boxes.extent(both)))

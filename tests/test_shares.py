@@ -14,12 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from jax.sharding import Mesh, NamedSharding
 
-from treering import _dtypes, _sharding, _shares, _tree
-from treering._catalogue import ArrayEntry, Entry, ValueEntry
-from treering._leaves import Content, Source
-from treering._sharding import Box, Cells, extent, slices, whole
-from treering._shares import Layout, Share
-from treering.formats import safetensors
+from treering._core import boxes as _sharding
+from treering._core import dtypes, skeleton
+from treering._core.boxes import Box, Cells, extent, slices, whole
+from treering._core.entries import ArrayEntry, Entry, ValueEntry
+from treering._processes import assignment
+from treering._processes.assignment import Layout, Share
+from treering._pytree.leaves import Content, Source
+from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.manifest import ArrayRow, piece_key
 
@@ -55,8 +57,8 @@ def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None 
     total = sum(one.nbytes(itemsize) for one, itemsize in arrays)
     with pytest.MonkeyPatch.context() as patch:
         if least is not None:
-            patch.setattr(_shares, "_LEAST", least)
-        return _shares.share_out(arrays, loads, total // count), loads
+            patch.setattr(assignment, "_LEAST", least)
+        return assignment.share_out(arrays, loads, total // count), loads
 
 
 def written_bytes(shares: Sequence[tuple[Share, int]], count: int) -> np.ndarray:
@@ -128,7 +130,7 @@ def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int,
         for box in share.boxes:
             outer = next(outer for outer in one.boxes if within(box, outer))
             at = np.arange(math.prod(extent(outer))).reshape(extent(outer))[slices(box, outer)].ravel()
-            assert at.tolist() == list(range(_shares._offset(box, outer), _shares._offset(box, outer) + at.size))
+            assert at.tolist() == list(range(assignment._offset(box, outer), assignment._offset(box, outer) + at.size))
 
 
 @unhurried
@@ -162,10 +164,10 @@ def test_nothing_below_two_mebibytes_is_cut_and_more_is() -> None:
 @given(st.integers(1, 40_000), st.sampled_from([1, 3, 16, 64]), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 40))
 def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, itemsize: int, parts: int) -> None:
     box = ((0, rows), (0, columns))
-    cuts = _shares._cuts(Layout([box], [[0]]), itemsize, parts)
-    cells = list(_shares.cells(box, cuts))
+    cuts = assignment._cuts(Layout([box], [[0]]), itemsize, parts)
+    cells = list(assignment.cells(box, cuts))
     if rows >= 8 * 8 * 64 * parts or (columns * itemsize % 64 == 0 and rows >= 8 * parts):
-        assert not any(_shares._offset(cell, box) * itemsize % 64 for cell in cells)
+        assert not any(assignment._offset(cell, box) * itemsize % 64 for cell in cells)
     assert len(cells) <= max(parts, 8 * parts + rows)
 
 
@@ -173,7 +175,7 @@ def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, i
 
 
 def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
-    return _shares.layout_of(NamedSharding(mesh, spec), tuple(shape))
+    return assignment.layout_of(NamedSharding(mesh, spec), tuple(shape))
 
 
 @st.composite
@@ -198,8 +200,8 @@ def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedShar
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_sharding.box_of(index, shape), set()).add(device.process_index)
-    layout = _shares.layout_of(sharding, shape)
-    assert _shares._of_mesh(sharding, shape) is not None
+    layout = assignment.layout_of(sharding, shape)
+    assert assignment._of_mesh(sharding, shape) is not None
     assert dict(zip(layout.boxes, map(set, layout.holders), strict=True)) == holders
     assert layout.elements.tolist() == [math.prod(extent(box)) for box in layout.boxes]
     assert list(layout.boxes) == [layout.boxes[n] for n in range(len(layout.boxes))]
@@ -270,7 +272,7 @@ def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
 def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[int]], before: list[int]) -> None:
     one = Layout([((n, n + 1),) for n in range(len(holders))], [sorted(own) for own in holders])
     loads = np.array(before, np.int64)
-    (share,) = _shares.share_out([(one, 1)], loads, 1000)
+    (share,) = assignment.share_out([(one, 1)], loads, 1000)
     turns = [[own[turn % len(own)] for own in one.holders] for turn in range(max(map(len, holders)))]
     assert max(before[own] for own in turns[share.turn]) == min(max(before[own] for own in turn) for turn in turns)
     assert (loads - before).tolist() == [turns[share.turn].count(process) for process in range(10)]
@@ -361,9 +363,9 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
     seen = [np.zeros(value.shape, int) for value in state.values]
     for process in range(state.count):
         content = state.content(process, copies)
-        handed = _shares.handed_over(content, shares, process)
-        found = _shares.pieces(content.entries, handed, shares, process)
-        assert [(p.leaf, p.box, p.nbytes) for p in found] == _shares.written(content.entries, shares, process)
+        handed = assignment.handed_over(content, shares, process)
+        found = assignment.pieces(content.entries, handed, shares, process)
+        assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.written(content.entries, shares, process)
         for piece in found:
             value, source = state.values[piece.leaf], handed[piece.source]
             data = handed_bytes(source)[piece.begin : piece.begin + piece.nbytes]
@@ -389,9 +391,9 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 @given(states())
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
     content = state.content(0, False)
-    handed = _shares.handed_over(content, None, 0)
+    handed = assignment.handed_over(content, None, 0)
     assert sorted(map(id, handed)) == sorted(map(id, content.sources))
-    found = _shares.pieces(content.entries, handed, None, 0)
+    found = assignment.pieces(content.entries, handed, None, 0)
     assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
     falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
     assert falling == sorted(falling, reverse=True)
@@ -407,8 +409,8 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     firsts: list[list[int]] = []
     for process in range(state.count):
         content = state.content(process, False)
-        handed = _shares.handed_over(content, shares, process)
-        found = _shares.pieces(entries, handed, shares, process)
+        handed = assignment.handed_over(content, shares, process)
+        found = assignment.pieces(entries, handed, shares, process)
         files = layout.plan(entries, found, "token", process, state.count, header_limit)
         firsts.append([file.first for file in files])
         for n, file in enumerate(files):
@@ -420,7 +422,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     assert len(set(names)) == len(names)
 
     def order(process: int) -> Iterator[tuple[int, Box]]:
-        return ((leaf, box) for leaf, box, _ in _shares.written(entries, shares, process))
+        return ((leaf, box) for leaf, box, _ in assignment.written(entries, shares, process))
 
     rows = layout.rows(state.content(0, False), shares, layout.Numbers(firsts, order))
     again = manifest.decode(encoded(rows, names), "here")
@@ -444,8 +446,8 @@ def located(row: ArrayRow, listed: manifest.Manifest) -> Iterator[tuple[int, Box
         yield files[turn % len(files)], box, piece_key(row.path, None if box == whole(row.shape) else box)
 
 
-def unsorted(at: str, names: list[str]) -> tuple[_tree.Node, list[str]]:
-    return _tree.inferred(at, names, lists=False, sort=False)
+def unsorted(at: str, names: list[str]) -> tuple[skeleton.Node, list[str]]:
+    return skeleton.inferred(at, names, lists=False, sort=False)
 
 
 def encoded(rows: layout.Rows, names: Sequence[str]) -> bytes:
@@ -458,7 +460,7 @@ def encoded(rows: layout.Rows, names: Sequence[str]) -> bytes:
             files=[manifest.File(name, 1 << 33, 1 << 16, "0123456789abcdef") for name in names],
             layouts=rows.layouts,
             holders=rows.holders,
-            tree=_tree.assemble([row.path for row in rows.leaves], unsorted)[1],
+            tree=skeleton.assemble([row.path for row in rows.leaves], unsorted)[1],
             leaves=rows.leaves,
         )
     )
@@ -479,13 +481,13 @@ def boxes_in_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
 @given(boxes_in_boxes())
 def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
     shape, outer, inner = case
-    assert _shares._offset((), ()) == 0
+    assert assignment._offset((), ()) == 0
     value = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     data = value[slices(outer, whole(shape))].copy()
     wanted = value[slices(inner, whole(shape))]
-    assert data.ravel()[_shares._offset(inner, outer)] == wanted.ravel()[0]
+    assert data.ravel()[assignment._offset(inner, outer)] == wanted.ravel()[0]
     for copies in (False, True):
-        part = _shares._part(Source(3, outer, data, data.dtype, data.nbytes, copies), inner)
+        part = assignment._part(Source(3, outer, data, data.dtype, data.nbytes, copies), inner)
         assert (part.leaf, part.box, part.dtype, part.nbytes, part.copies) == (
             *(3, inner, data.dtype, wanted.nbytes, copies),
         )
@@ -500,7 +502,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
 )
 def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int, int]]) -> None:
     box = tuple((start, start + size) for start, size in axes)
-    found = list(_shares.cells(box, [_shares.Cut(*cut) for cut in cuts[: len(box)]]))
+    found = list(assignment.cells(box, [assignment.Cut(*cut) for cut in cuts[: len(box)]]))
     covered = np.zeros(extent(box), int)
     for cell in found:
         assert all(start < stop for start, stop in cell)
@@ -542,7 +544,7 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
         content.entries.extend([content.entries[0].at("tied"), ValueEntry("step", "int", 7)])
         content.tied[len(leaves)] = 0
     assert [sorted(content.global_leaves) for content in contents] == [[0, 1, 2, 4, 5, 6]] * 3 + [[0, 1, 2, 4, 5]]
-    plans = [_shares.plan(content, 4, single) for content in contents for single in (None, {6: 3})]
+    plans = [assignment.plan(content, 4, single) for content in contents for single in (None, {6: 3})]
     plain = [{n: (s.boxes, np.asarray(s.writers).tolist(), s.turn) for n, s in plan.items()} for plan in plans]
     assert all(sorted(one) == list(range(len(leaves))) for one in plain)
     assert all(one == plain[0] for one in plain[::2]) and all(one == plain[1] for one in plain[1::2])
@@ -551,9 +553,9 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
     boxes, writers, _ = plain[1][6]
     assert len(boxes) == 2 and set(writers) == {3}
     assert len(set(plain[0][3][1])) > 1  # what all have, all write
-    sizes = [(share, _dtypes.itemsize(contents[0].entries[n].dtype)) for n, share in plans[0].items()]
+    sizes = [(share, dtypes.itemsize(contents[0].entries[n].dtype)) for n, share in plans[0].items()]
     assert written_bytes(sizes, 4).sum() == sum(
-        math.prod(shape) * _dtypes.itemsize(dtype) for shape, dtype, _ in leaves.values()
+        math.prod(shape) * dtypes.itemsize(dtype) for shape, dtype, _ in leaves.values()
     )
 
 
@@ -629,16 +631,16 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
     """Plans twice, for measuring memory takes most of the time."""
     seconds: list[float] = []
     for traced in (True, False):
-        _shares.layout_of.cache_clear()
-        _shares.held_by.cache_clear()
+        assignment.layout_of.cache_clear()
+        assignment.held_by.cache_clear()
         leaves = make()
         content = content_of(leaves, process)
         if traced:
             tracemalloc.start()
         try:
             begun = time.perf_counter()
-            shares = _shares.plan(content, PROCESSES)
-            mine = _shares.written(content.entries, shares, process)
+            shares = assignment.plan(content, PROCESSES)
+            mine = assignment.written(content.entries, shares, process)
             seconds.append(time.perf_counter() - begun)
             if traced:
                 peak = tracemalloc.get_traced_memory()[1]
@@ -652,7 +654,7 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
 
 def itemsize_of(content: Content, leaf: int) -> int:
     entry: Any = content.entries[leaf]
-    return _dtypes.itemsize(entry.dtype)
+    return dtypes.itemsize(entry.dtype)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 import treering as tr
 from treering.errors import MismatchError
 from treering.formats.treering.read import Reader
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 P = jax.P
 MIB = 1 << 20

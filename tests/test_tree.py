@@ -9,7 +9,9 @@ import jax
 import pytest
 
 import treering
-from treering import _paths, _tree
+from treering._core import paths as _paths
+from treering._core import skeleton as _skeleton
+from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
 
 Point = collections.namedtuple("Point", "x y")
@@ -52,20 +54,20 @@ TREE = {
 
 
 def test_the_order_is_that_of_jax() -> None:
-    walked = _tree.walk(TREE)
-    assert list(walked.leaves) == _tree.flatten(TREE)[0]
+    walked = walk.walk(TREE)
+    assert list(walked.leaves) == walk.flatten(TREE)[0]
     by_jax = jax.tree_util.tree_flatten_with_path(TREE, is_leaf=lambda x: x is None)[0]
     assert len(by_jax) == len(walked.paths)
 
 
 def test_paths_read_the_same_for_keys_attributes_and_indices() -> None:
-    paths = set(_tree.walk(TREE).paths)
+    paths = set(walk.walk(TREE).paths)
     assert {"dict/a", "ints/10", "list/1/0", "point/x", "point/y/z", "record/b/0", "unnamed/1/1", "none/0"} <= paths
 
 
 def test_the_skeleton_builds_nested_containers() -> None:
-    walked = _tree.walk(TREE)
-    built = _tree.build(walked.skeleton, walked.leaves)
+    walked = walk.walk(TREE)
+    built = _skeleton.build(walked.skeleton, walked.leaves)
     assert built == {
         **TREE,
         "point": {"x": 1, "y": {"z": 2}},
@@ -78,37 +80,37 @@ def test_the_skeleton_builds_nested_containers() -> None:
 
 @pytest.mark.parametrize("at", ["dict", "list/1", "tuple/1", "point/y", "none", "unnamed", "record/b/0", ""])
 def test_a_subtree_of_the_skeleton_builds_that_part(at: str) -> None:
-    walked = _tree.walk(TREE)
-    part = _tree.subtree(walked.skeleton, at)
+    walked = walk.walk(TREE)
+    part = _skeleton.subtree(walked.skeleton, at)
     assert part is not None
-    whole: Any = _tree.build(walked.skeleton, walked.leaves)
+    whole: Any = _skeleton.build(walked.skeleton, walked.leaves)
     for key in at.split("/") if at else ():
         whole = whole[int(key)] if isinstance(whole, list | tuple) else whole[key]
     below = [leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _paths.below(path, at) is not None]
-    assert _tree.build(part, below) == whole
+    assert _skeleton.build(part, below) == whole
 
 
 def test_no_such_place_in_the_skeleton() -> None:
-    assert _tree.subtree(_tree.walk(TREE).skeleton, "dict/c") is None
+    assert _skeleton.subtree(walk.walk(TREE).skeleton, "dict/c") is None
 
 
 def test_the_same_structure_is_named_once() -> None:
-    first, second = _tree.walk(TREE), _tree.walk(jax.tree.map(lambda x: x + 1, TREE))
+    first, second = walk.walk(TREE), walk.walk(jax.tree.map(lambda x: x + 1, TREE))
     assert first.paths is second.paths
     assert list(second.leaves) != list(first.leaves)
 
 
 def test_keys_with_dots_stay_apart() -> None:
-    assert set(_tree.walk({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
+    assert set(walk.walk({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
 
 
 def test_depth_is_no_limit() -> None:
     tree: Any = 7
     for _ in range(200):
         tree = {"a": [tree]}
-    walked = _tree.walk(tree)
+    walked = walk.walk(tree)
     assert walked.paths == ["/".join(["a/0"] * 200)]
-    assert _tree.build(walked.skeleton, walked.leaves) == tree
+    assert _skeleton.build(walked.skeleton, walked.leaves) == tree
 
 
 class Two:
@@ -127,7 +129,7 @@ jax.tree_util.register_pytree_with_keys(
 
 def test_two_leaves_with_one_path_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"inner/1: two leaves have this path"):
-        _tree.walk({"inner": Two(1, 2)})
+        walk.walk({"inner": Two(1, 2)})
 
 
 class Equal:
@@ -147,7 +149,7 @@ jax.tree_util.register_pytree_with_keys(
 @pytest.mark.parametrize("keys", [("a", "a"), (1, True), (0, 0.0)])
 def test_two_children_with_one_key_are_refused_by_name(keys: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"inner: two children of this Equal have one key"):
-        _tree.walk({"inner": Equal(keys, {}, 1), "x": 1})
+        walk.walk({"inner": Equal(keys, {}, 1), "x": 1})
 
 
 class Slashes(tuple[Any, ...]):
@@ -157,21 +159,21 @@ class Slashes(tuple[Any, ...]):
 
 
 def test_fields_are_escaped_like_other_keys(tmp_path: pathlib.Path) -> None:
-    assert _tree.walk({"n": Slashes([1, 2])}).paths == ["n/a~1b", "n/c~0d"]
+    assert walk.walk({"n": Slashes([1, 2])}).paths == ["n/a~1b", "n/c~0d"]
     treering.save(tmp_path / "c", {"n": Slashes([1, 2])})
     assert treering.restore(tmp_path / "c") == {"n": {"a/b": 1, "c~d": 2}}
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"a/b: JAX cannot flatten this dict"):
-        _tree.walk({"a": {"b": {1: 2, "x": 3}}})
+        walk.walk({"a": {"b": {1: 2, "x": 3}}})
 
 
 def test_keys_of_other_types_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"the key frozenset\(\{1\}\) is a frozenset; keys may be str"):
-        _tree.walk({"a": {frozenset([1]): 3}})
+        walk.walk({"a": {frozenset([1]): 3}})
     with pytest.raises(UnsupportedError, match=r"the key \('a', None\) has a NoneType in it; .* a tuple of"):
-        _tree.walk({"a": {("a", None): 3}})
+        walk.walk({"a": {("a", None): 3}})
 
 
 @pytest.mark.parametrize(
@@ -179,14 +181,14 @@ def test_keys_of_other_types_are_refused_by_name() -> None:
     [
         [],
         [0, 0],
-        [_tree.Node("list", "", 2), 0],
-        [_tree.Node("dict", "", [[1]]), 0],
-        [_tree.Node("dict", "", [["tuple", [["tuple", []]]]]), 0],
+        [_skeleton.Node("list", "", 2), 0],
+        [_skeleton.Node("dict", "", [[1]]), 0],
+        [_skeleton.Node("dict", "", [["tuple", [["tuple", []]]]]), 0],
     ],
 )
 def test_a_skeleton_that_does_not_add_up_is_corrupt(skeleton: Any) -> None:
     with pytest.raises(CorruptError):
-        _tree.build(skeleton, [1])
+        _skeleton.build(skeleton, [1])
 
 
 Swapped = collections.namedtuple("Swapped", "first second")  # children of its own, in an order of its own
@@ -203,12 +205,12 @@ jax.tree_util.register_pytree_node(
 
 def test_namedtuples_may_have_registered_children_of_their_own() -> None:
     tree = {"swapped": Swapped(1, 1), "packed": Packed({"x": 2}, "static"), "plain": Point(3, 4)}
-    walked = _tree.walk(tree)
+    walked = walk.walk(tree)
     assert dict(zip(walked.paths, walked.leaves, strict=True)) == {
         **{"swapped/second": 1, "swapped/first": 1, "packed/0/x": 2},
         **{"plain/x": 3, "plain/y": 4},
     }
-    assert _tree.build(walked.skeleton, walked.leaves) == {
+    assert _skeleton.build(walked.skeleton, walked.leaves) == {
         "swapped": {"second": 1, "first": 1},
         "packed": [{"x": 2}],
         "plain": {"x": 3, "y": 4},

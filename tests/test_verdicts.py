@@ -12,9 +12,10 @@ import pytest
 
 import spec_reader
 import treering as tr
-from treering import _dtypes, stores
-from treering._catalogue import ArrayEntry
-from treering._sharding import whole
+from treering import stores
+from treering._core import dtypes
+from treering._core.boxes import whole
+from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import manifest, metrics
 
@@ -27,7 +28,7 @@ def digest(array: np.ndarray) -> str:
     """Of the elements as array files have them, with every bit defined."""
     if array.dtype.name.startswith(("float4_", "float6_")):
         array = array.view(np.uint8) & ((1 << int(array.dtype.name[5])) - 1)
-    return manifest.xxh3(np.ascontiguousarray(_dtypes.whole_bytes(array)).tobytes())
+    return manifest.xxh3(np.ascontiguousarray(dtypes.whole_bytes(array)).tobytes())
 
 
 def verdict_of(read: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import treering as tr
 from hostile import flip
 from treering.errors import NotFoundError
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 def test_a_report_names_the_file_the_leaves_and_the_block(tmp_path: pathlib.Path) -> None:

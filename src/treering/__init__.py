@@ -8,43 +8,43 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import formats, keep, rules
-    from ._checkpoint import Checkpoint
-    from ._checkpointer import Checkpointer
-    from ._convert import convert
-    from ._diff import Diff, diff
-    from ._follow import follow
-    from ._lazy import LazyArray
-    from ._metrics import record
-    from ._open import open_checkpoint, restore
-    from ._pending import PendingSave, SaveReport
-    from ._run import steps
-    from ._save import save, save_async
-    from ._verify import VerifyReport, verify
+    from ._core.lazy import LazyArray
+    from ._restore.checkpoint import Checkpoint
+    from ._run.checkpointer import Checkpointer
+    from ._run.follow import follow
+    from ._run.metrics import record
+    from ._run.open import open_checkpoint, restore
+    from ._run.run import steps
+    from ._save.pending import PendingSave, SaveReport
+    from ._save.save import save, save_async
+    from ._tools.convert import convert
+    from ._tools.diff import Diff, diff
+    from ._tools.verify import VerifyReport, verify
 
     open = open_checkpoint  # public, though it is not in `__all__`
 
 # JAX and NumPy are imported by what needs them, when it is first used.
 _HOMES = {
-    "Checkpoint": "_checkpoint",
-    "Checkpointer": "_checkpointer",
-    "Diff": "_diff",
-    "LazyArray": "_lazy",
-    "PendingSave": "_pending",
-    "SaveReport": "_pending",
-    "VerifyReport": "_verify",
-    "convert": "_convert",
-    "diff": "_diff",
-    "follow": "_follow",
+    "Checkpoint": "_restore.checkpoint",
+    "Checkpointer": "_run.checkpointer",
+    "Diff": "_tools.diff",
+    "LazyArray": "_core.lazy",
+    "PendingSave": "_save.pending",
+    "SaveReport": "_save.pending",
+    "VerifyReport": "_tools.verify",
+    "convert": "_tools.convert",
+    "diff": "_tools.diff",
+    "follow": "_run.follow",
     "formats": "formats",
     "keep": "keep",
-    "open": "_open",
-    "record": "_metrics",
-    "restore": "_open",
+    "open": "_run.open",
+    "record": "_run.metrics",
+    "restore": "_run.open",
     "rules": "rules",
-    "save": "_save",
-    "save_async": "_save",
-    "steps": "_run",
-    "verify": "_verify",
+    "save": "_save.save",
+    "save_async": "_save.save",
+    "steps": "_run.run",
+    "verify": "_tools.verify",
 }
 
 # Without `open`: `from treering import *` shadows nothing.

@@ -17,14 +17,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _dtypes
-from ._rules import Rule, compiled, dtype_text, filler, whole_numbers
-from ._rules_each import Copy, Drop, Each, Rename
-from ._rules_groups import Combine, Concat, Scale, Split, Stack, Unstack
-from ._views import Leaf, padded, tiled, transposed
-from ._views import cast as _cast
-from ._views_groups import mapped
-from ._views_reshaped import reshaped
+from ._core import dtypes
+from ._core.views import Leaf, padded, tiled, transposed
+from ._core.views import cast as _cast
+from ._core.views_groups import mapped
+from ._core.views_reshaped import reshaped
+from ._rules.common import Rule, compiled, dtype_text, filler, whole_numbers
+from ._rules.each import Copy, Drop, Each, Rename
+from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from .errors import MismatchError
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def scale(pattern: str, scale: str, dtype: Any, block: Sequence[int] | None = No
     """
     text = f"scale({pattern!r}, {scale!r}, …)"
     new = dtype_text(dtype, text)
-    if not _dtypes.is_float(_dtypes.to_numpy(new)):
+    if not dtypes.is_float(dtypes.to_numpy(new)):
         raise MismatchError(f"{text}: expected a floating-point dtype, found {dtype!r}")
     sizes = None if block is None else whole_numbers(block, (), 1, text)
     return Scale(compiled(pattern), scale, new, sizes, optional)

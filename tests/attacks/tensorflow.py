@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from treering.formats.tensorflow_table import crc32c, masked
+from treering.formats.tensorflow.table import crc32c, masked
 
 from . import OUTSIDE, Verdict, add
 from .subjects import SUBJECTS

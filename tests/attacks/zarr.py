@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from treering.formats.tensorflow_table import crc32c
+from treering.formats.tensorflow.table import crc32c
 
 from . import CANARY, OUTSIDE, Verdict, add
 from .subjects import SUBJECTS, write_zarr

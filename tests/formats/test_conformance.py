@@ -16,15 +16,16 @@ import tensorstore
 
 import treering as tr
 from bundles import CODES, Bundle
-from treering import _tree
+from treering._core.source import Reader
+from treering._pytree import walk
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
-from treering.formats import ArrayEntry, Box, Reader
-from treering.formats.foreign import ForeignReader
-from treering.formats.runs import check_shape
-from treering.formats.tensorflow_table import crc32c, masked
-from treering.stores.disk import Disk
+from treering.formats import ArrayEntry, Box
+from treering.formats._shared.extents import check_shape
+from treering.formats._shared.reader import ForeignReader
+from treering.formats.tensorflow.table import crc32c, masked
+from treering.stores.atomic import Appended, new_directory
 from treering.stores.on_disk import read_file
-from treering.stores.whole import Appended, new_directory
+from treering.stores.posix import Disk
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
 
 SAFETENSORS = DTYPES[: DTYPES.index("uint64") + 1]
@@ -153,7 +154,7 @@ class TestTensorFlow(FormatConformance):
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
         bundle = Bundle()
-        walked = _tree.walk(tree)
+        walked = walk.walk(tree)
         for name, leaf in zip(walked.paths, walked.leaves, strict=True):
             array = np.asarray(leaf)
             array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from hostile import damaged, outcome, shuffled
 from treering import formats, rules, stores
-from treering._sharding import whole
+from treering._core.boxes import whole
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
-from treering.formats.equinox_read import EquinoxReader
-from treering.stores.disk import Disk
+from treering.formats.equinox.read import EquinoxReader
+from treering.stores.posix import Disk
 
 REAL = Path(__file__).parent.parent / "real" / "equinox" / "model.eqx"
 KINDS = ["?", *"bBhHiIlLefdFD", "M8[D]", "m8[ns]", "U3", "S5"]
@@ -374,9 +374,9 @@ def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.formats import equinox_write
+    from treering.formats.equinox import write
 
-    monkeypatch.setattr(equinox_write, "_SLICE", 100)
+    monkeypatch.setattr(write, "_SLICE", 100)
     tree = [noise(np.float32, (7, 11, 3)), noise(np.int8, (555,)), noise(np.float64, ())]
     tr.save(tmp_path / "x.eqx", tree)
     assert all(same(x, y) for x, y in zip(eqx.tree_deserialise_leaves(tmp_path / "x.eqx", tree), tree, strict=True))

@@ -29,8 +29,9 @@ from helpers import REAL, assert_described, assert_read_as_by, assert_same, desc
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
-from treering.formats import fjformer, statedict_write
-from treering.stores.disk import Disk
+from treering.formats._shared import state_dict_write
+from treering.formats.fjformer import format as fjformer
+from treering.stores.posix import Disk
 
 FORMAT = formats.get("easylm")
 
@@ -178,7 +179,7 @@ def test_every_dtype_and_odd_keys(tmp_path: Path) -> None:
 
 def test_large_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 100)
-    monkeypatch.setattr(statedict_write, "MAX_CHUNK", 100)
+    monkeypatch.setattr(state_dict_write, "MAX_CHUNK", 100)
     tree = {"a": {"b": np.arange(5), "w": np.random.default_rng(0).random((7, 13))}}
     save(tmp_path / "theirs", tree)
     ckpt = tr.open(tmp_path / "theirs")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 class Folding(Disk):

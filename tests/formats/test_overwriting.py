@@ -19,8 +19,8 @@ import treering as tr
 from helpers import REAL, assert_same
 from treering import stores
 from treering.errors import ExistsError, TreeringError
-from treering.stores import whole
-from treering.stores.disk import Disk
+from treering.stores import atomic
+from treering.stores.posix import Disk
 from treering.testing import crashes
 from treering.testing._doubles import FailingDisk
 from treering.testing._recording import RecordingDisk
@@ -309,7 +309,7 @@ def test_links_are_not_followed_when_something_is_removed(tmp_path: pathlib.Path
         tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
     (tmp_path / "ckpt" / "d").unlink()
     tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
-    whole.remove_tree(stores.DISK, str(tmp_path / ".ckpt.abcdef.tmp"))
+    atomic.remove_tree(stores.DISK, str(tmp_path / ".ckpt.abcdef.tmp"))
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
     assert os.readlink(tmp_path / "ckpt" / "data") == "../mine"
 

@@ -8,7 +8,7 @@ import pytest
 
 import treering as tr
 from treering.errors import CorruptError, TreeringError, UnsafeError
-from treering.formats.safetensors import Tensor, check_side_by_side, decode_header, encode_header, header_size
+from treering.formats.safetensors.header import Tensor, check_side_by_side, decode_header, encode_header, header_size
 
 
 def header(tensors: Any, metadata: Any = None) -> bytes:

@@ -22,9 +22,9 @@ from safetensors import deserialize
 import treering as tr
 from helpers import REAL
 from treering import formats, stores
-from treering._catalogue import ArrayEntry
-from treering._dtypes import SAFETENSORS
-from treering._sharding import whole
+from treering._core.boxes import whole
+from treering._core.dtypes import SAFETENSORS
+from treering._core.entries import ArrayEntry
 from treering.errors import (
     CorruptError,
     ExistsError,
@@ -35,10 +35,10 @@ from treering.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from treering.formats.safetensors_files import key_of, path_of
-from treering.formats.safetensors_folder import written_names
-from treering.formats.safetensors_shards import limit_of
-from treering.stores.disk import Disk
+from treering.formats.safetensors.folder import written_names
+from treering.formats.safetensors.schema import key_of, path_of
+from treering.formats.safetensors.shards import limit_of
+from treering.stores.posix import Disk
 from treering.testing._doubles import FailingDisk
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # dtype, shape and bytes by key
@@ -727,16 +727,16 @@ def test_shards_are_written_as_others_read_them(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.formats import safetensors_write
+    from treering.formats.safetensors import write
 
-    monkeypatch.setattr(safetensors_write, "_SLICE", 1000)
+    monkeypatch.setattr(write, "_SLICE", 1000)
     tree = {"a": noise(np.float32, (7, 11, 13)), "b": noise(np.int8, (5000,)), "c": noise(np.float64, ())}
     tr.save(tmp_path / "x.safetensors", tree)
     assert all(same(array, tree[key]) for key, array in safetensors.numpy.load_file(tmp_path / "x.safetensors").items())
 
 
 def test_a_header_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.formats.safetensors.MAX_HEADER", 1000)
+    monkeypatch.setattr("treering.formats.safetensors.header.MAX_HEADER", 1000)
     tree = {f"leaf-{n}": np.ones(1) for n in range(50)}
     with pytest.raises(UnsupportedError, match="50 arrays in one safetensors file"):
         tr.save(tmp_path / "x.safetensors", tree)

@@ -28,8 +28,8 @@ from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
-from treering.formats import t5x_write
-from treering.formats.t5x_write import chunk_shape
+from treering.formats.t5x import write
+from treering.formats.t5x.write import chunk_shape
 
 FORMAT = formats.get("t5x")
 GZIP = {"id": "gzip", "level": 1}
@@ -407,8 +407,8 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 
 def test_written_for_t5x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(t5x_write, "INLINE", 16)
-    monkeypatch.setattr(t5x_write, "CHUNK", 64)
+    monkeypatch.setattr(write, "INLINE", 16)
+    monkeypatch.setattr(write, "CHUNK", 64)
     state = small_t5()
     tr.save(tmp_path / "live" / "checkpoint_4", state, format="t5x")
     save(tmp_path / "theirs", state)
@@ -469,12 +469,12 @@ def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
     ],
 )
 def test_chunks(monkeypatch: pytest.MonkeyPatch, shape: Any, elements: int, expected: list[int]) -> None:
-    monkeypatch.setattr(t5x_write, "CHUNK", 2 * elements)
+    monkeypatch.setattr(write, "CHUNK", 2 * elements)
     assert chunk_shape(shape, 2) == expected
 
 
 def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(t5x_write, "INLINE", 32)
+    monkeypatch.setattr(write, "INLINE", 32)
     w = np.arange(30, dtype=np.float32)
     tree = {
         "a.b": w,
@@ -497,7 +497,7 @@ def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "none": np.ones((0, 4)),
         "py": [1, 2.5, None, "text", b"\xc1", 1j, {}],
     }
-    monkeypatch.setattr(t5x_write, "CHUNK", 64)
+    monkeypatch.setattr(write, "CHUNK", 64)
     tr.save(tmp_path / "x", tree, format="t5x")
     numbers = [np.array(1), np.array(2.5), None, "text", b"\xc1", np.array(1j), {}]
     expected = serialization.msgpack_restore(serialization.to_bytes({**tree, "py": numbers}))

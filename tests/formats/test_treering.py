@@ -15,7 +15,9 @@ import safetensors.numpy
 import golden_trees
 import spec_reader
 import treering as tr
-from treering import _leaves, _shares, _tree
+from treering._processes import assignment
+from treering._pytree import leaves as _leaves
+from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import layout, manifest
 
@@ -44,7 +46,7 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("name", TREES)
 def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
-    walked = _tree.walk(TREES[name]())
+    walked = walk.walk(TREES[name]())
     found = spec_reader.read(GOLDEN / name)
     assert list(found) == list(walked.paths)
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
@@ -95,7 +97,7 @@ def test_golden_files_of_later_versions_are_no_damage(path: pathlib.Path) -> Non
 def test_what_is_written_now_is_read_by_the_independent_reader(tmp_path: pathlib.Path, name: str) -> None:
     tree = TREES[name]()
     tr.save(tmp_path / "c", tree, step=3, metrics={"loss": math.inf})
-    walked = _tree.walk(tree)
+    walked = walk.walk(tree)
     found = spec_reader.read(tmp_path / "c")
     assert list(found) == list(walked.paths)
     assert all(same(found[p], host(leaf)) for p, leaf in zip(walked.paths, walked.leaves, strict=True))
@@ -148,7 +150,7 @@ def test_the_header_estimate_is_never_too_low() -> None:
     leaves = [np.zeros((3,) * n, np.uint8) for n in (1, 5, 9)] * 50
     paths = [f"{names[n % 3]}{n}" for n in range(150)]
     content = _leaves.collect(paths, leaves)
-    pieces = _shares.pieces(content.entries, content.sources, None, 0)
+    pieces = assignment.pieces(content.entries, content.sources, None, 0)
     for limit in (1000, 5000, 50_000):
         for file in layout.plan(content.entries, pieces, "abcdef", header_limit=limit):
             if len(file.begins) > 1:

@@ -18,14 +18,14 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treering import _dtypes
+from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from treering.formats import zarr
-from treering.formats.zarr import ZarrArray, write
-from treering.formats.zarr_metadata import can_hold
-from treering.stores.disk import Disk
+from treering.formats._zarr import array as zarr
+from treering.formats._zarr.array import ZarrArray, write
+from treering.formats._zarr.metadata import can_hold
+from treering.stores.posix import Disk
 
-DTYPES = [*_dtypes.SAFETENSORS, "int2", "int4", "complex128", "float8_e3m4", "float8_e4m3b11fnuz"]
+DTYPES = [*dtypes.SAFETENSORS, "int2", "int4", "complex128", "float8_e3m4", "float8_e4m3b11fnuz"]
 LATER = ["float8_e8m0fnu", "float4_e2m1fn"]  # which the oldest TensorStore does not have
 DTYPES = [text for text in dict.fromkeys([*DTYPES, *LATER]) if text not in LATER or can_hold(text)]
 
@@ -85,7 +85,7 @@ def whole(array: ZarrArray) -> np.ndarray:
 
 def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Every bit pattern alike, but for bools and the numbers of less than a byte."""
-    kind = _dtypes.to_numpy(dtype)
+    kind = dtypes.to_numpy(dtype)
     data = np.random.default_rng(0).integers(0, 256, (*shape, kind.itemsize), np.uint8)
     if dtype in ("bool", "int2", "int4", "float4_e2m1fn"):
         return (data[..., 0] % 2).astype(kind)

@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 
 from treering import stores
-from treering._sharding import whole
+from treering._core.boxes import whole
 from treering.errors import TreeringError
-from treering.formats import equinox, fjformer, flax, safetensors, tensorflow_table, zarr_metadata
-from treering.formats.runs import File
-from treering.formats.safetensors_files import read_beside
-from treering.formats.safetensors_read import open_files
-from treering.formats.tensorflow_index import read_header, read_tensor
+from treering.formats._shared.extents import File
+from treering.formats._zarr import metadata
+from treering.formats.equinox import format as equinox
+from treering.formats.fjformer import format as fjformer
+from treering.formats.flax import format as flax
+from treering.formats.safetensors import header as safetensors
+from treering.formats.safetensors.read import open_files
+from treering.formats.safetensors.schema import read_sidecar
+from treering.formats.tensorflow import table
+from treering.formats.tensorflow.index import read_header, read_tensor
 from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
 
@@ -53,7 +58,7 @@ def _header(data: bytes, folder: Path) -> None:
     """The header of a safetensors file, with the length that fits."""
     header = safetensors.decode_header(len(data).to_bytes(8, "little") + data, "x")
     safetensors.check_side_by_side(header, header.size + 64, "x")
-    read_beside(header.metadata)
+    read_sidecar(header.metadata)
     path = folder / "x.safetensors"
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
     _all_of(open_files(stores.DISK, str(path), [str(path)]))
@@ -62,20 +67,20 @@ def _header(data: bytes, folder: Path) -> None:
 def _table(data: bytes, folder: Path) -> None:
     path = folder / "x.index"
     path.write_bytes(data)
-    for key, value in tensorflow_table.items(File(stores.DISK, str(path))):
+    for key, value in table.items(File(stores.DISK, str(path))):
         (read_tensor if key else read_header)(value, "x")
 
 
 def _block(data: bytes, folder: Path) -> None:
     """The contents of a block of a table, and of the messages in it, without checksums."""
     half = len(data) // 2
-    for part in (data, tensorflow_table._decompressed(data[:half], "x")):
-        for key, value in tensorflow_table._entries(part, "x"):
+    for part in (data, table._decompressed(data[:half], "x")):
+        for key, value in table._entries(part, "x"):
             (read_tensor if key else read_header)(value, "x")
 
 
 def _zarr(data: bytes, folder: Path) -> None:
-    zarr_metadata.parse(data, "zarr" if b'"zarr_format":2' in data else "zarr3", "x")
+    metadata.parse(data, "zarr" if b'"zarr_format":2' in data else "zarr3", "x")
 
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {

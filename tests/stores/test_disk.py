@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering.stores import disk as module
 from treering.stores import on_disk
+from treering.stores import posix as module
 from treering.stores.buffers import adoptable, aligned
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 @pytest.fixture(params=["native", "portable"])

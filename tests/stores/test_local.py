@@ -13,7 +13,7 @@ import treering as tr
 from treering import stores
 from treering.formats.treering import removal
 from treering.stores import local
-from treering.stores.disk import Disk
+from treering.stores.posix import Disk
 
 
 class Recording(Disk):

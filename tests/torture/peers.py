@@ -27,7 +27,8 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering as tr
-from treering import _processes, stores
+from treering import stores
+from treering._processes import coordinator
 from treering.testing._doubles import SteppedDisk
 
 from . import forks
@@ -318,7 +319,7 @@ def _set_trap(victim: int, point: Point, index: int) -> None:
 
 
 def _trap_word(point: Point, kill: Callable[[], None]) -> None:
-    usual = _processes.Together._set
+    usual = coordinator.Together._set
 
     def deadly(self: Any, key: str, value: Any) -> None:
         if self._doing != point.at:
@@ -328,7 +329,7 @@ def _trap_word(point: Point, kill: Callable[[], None]) -> None:
         usual(self, key, value)
         return kill() if point.when == "after" else None
 
-    _processes.Together._set = deadly
+    coordinator.Together._set = deadly
 
 
 class _DeadlyDisk(SteppedDisk):

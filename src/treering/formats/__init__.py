@@ -4,26 +4,22 @@ A format knows files and what is in them. It never knows about templates, meshes
 catalogue of leaves by path and their contents on request; what it writes is given to it as just that.
 """
 
-import datetime
 import importlib
 import os
 import stat
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Collection, Container, Sequence
+from typing import Any, Protocol
 
-from .._catalogue import ArrayEntry, Entry, ValueEntry
-from .._paths import few
-from .._sharding import Box
-from .._tree import Skeleton
+from .._core.boxes import Box
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.skeleton import Skeleton
+from .._core.source import Problem, Reader
 from ..errors import MismatchError, UnsupportedError
-from ..stores import lfs
-from ..stores.disk import Disk
-from ..stores.looks import warn_of_closed
+from ..stores import git_lfs
+from ..stores.network import warn_of_closed
+from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
-from . import kinds
-
-if TYPE_CHECKING:
-    import numpy as np
+from ._shared import kinds
 
 # What a format of somebody else's is made of.
 __all__ = [
@@ -43,90 +39,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class Problem(NamedTuple):
-    """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
-
-    file: str
-    leaves: tuple[str, ...]
-    block: int | None
-    what: str
-
-    def __str__(self) -> str:
-        place = self.file if self.block is None else f"{self.file}, block {self.block}"
-        return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
-
-
-class Reader(Protocol):
-    """An open checkpoint of some format: a catalogue of entries by path, and their contents on request.
-
-    `skeleton` is None where the format records no tree.
-    """
-
-    @property
-    def format(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def entries(self) -> Mapping[str, Entry]: ...
-    @property
-    def skeleton(self) -> Skeleton | None: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def metadata(self) -> Any: ...
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def created(self) -> datetime.datetime | None:
-        """When the checkpoint was committed, in UTC, where that is known."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """What changes when the checkpoint is replaced by another, where that is known."""
-        ...
-
-    @property
-    def positional(self) -> bool:
-        """Whether leaves have no names, but only numbers: they are those of a template, in order."""
-        ...
-
-    @property
-    def numbers_are_arrays(self) -> bool:
-        """Whether Python's numbers were saved as arrays without axes, so that a template's `float` takes such a one."""
-        ...
-
-    @property
-    def untold(self) -> frozenset[str]:
-        """Paths of arrays of `uint8` whose dtype may be any of that size: only a template knows."""
-        ...
-
-    def check_present(self) -> None:
-        """Raises `CorruptError` unless every file is there in its full size, as far as that can be told at a glance."""
-        ...
-
-    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        """How an array was spread when it was saved, where that is known."""
-        ...
-
-    def maps(self, wish: bool | None) -> bool:
-        """Whether arrays come as views of the mapped files, which take no memory."""
-        ...
-
-    def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
-    ) -> "list[np.ndarray]":
-        """The boxes of the arrays, each in memory that is the caller's to change."""
-        ...
-
-    def problems(self) -> Iterator[Problem]:
-        """Reads every byte and yields all damage."""
-        ...
 
 
 class Format(Protocol):
@@ -173,19 +85,17 @@ class Format(Protocol):
         ...
 
 
-ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree
-
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
 _MODULES = {
-    "treering": "treering.formats.treering",
-    "t5x": "treering.formats.t5x",
-    "fjformer": "treering.formats.fjformer",
-    "safetensors": "treering.formats.safetensors_files",  # of a model in several formats that of most libraries
-    "flax": "treering.formats.flax",
-    "equinox": "treering.formats.equinox",
-    "tensorflow": "treering.formats.tensorflow",
-    "orbax": "treering.formats.orbax",
-    "levanter": "treering.formats.levanter",
+    "treering": "treering.formats.treering.format",
+    "t5x": "treering.formats.t5x.format",
+    "fjformer": "treering.formats.fjformer.format",
+    "safetensors": "treering.formats.safetensors.format",  # of a model in several formats that of most libraries
+    "flax": "treering.formats.flax.format",
+    "equinox": "treering.formats.equinox.format",
+    "tensorflow": "treering.formats.tensorflow.format",
+    "orbax": "treering.formats.orbax.format",
+    "levanter": "treering.formats.levanter.format",
 }
 _registered: dict[str, Format] = {}
 _ALIASES = {"easylm": "fjformer"}
@@ -232,7 +142,7 @@ def detect(disk: Disk, path: str) -> Format:
             return get(name)
         reasons.append(f"  {name}: {reason}")
     for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
-        lfs.check_all(disk, path + ending, levels=2)
+        git_lfs.check_all(disk, path + ending, levels=2)
     what = kinds.described(disk, path)
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))

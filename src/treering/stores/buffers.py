@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .disk import PAGE
+from .posix import PAGE
 
 _HUGE = 2 << 20
 _LINE = 64  # bytes

@@ -7,10 +7,10 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
-from .._crew import in_parallel
+from .._threads.pool import in_parallel
 from ..errors import CorruptError
-from . import lfs
-from .disk import Disk
+from . import git_lfs
+from .posix import Disk
 from .reading import reading
 
 _CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
@@ -29,7 +29,7 @@ class File:
             self._close = weakref.finalize(self, _let_go, disk, self._fd)
             self.size = disk.size(self._fd)
             self.local = disk.is_local(self._fd)
-            lfs.check_open(disk, self._fd, path)
+            git_lfs.check_open(disk, self._fd, path)
         self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # what of it is taken, ascending
         self._taking, self._busy = threading.RLock(), False
 

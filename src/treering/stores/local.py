@@ -20,9 +20,9 @@ import xxhash
 
 from ..errors import CorruptError, ExistsError, NotFoundError, SaveError, UnsupportedError
 from .buffers import aligned
-from .disk import Disk
-from .looks import look_anew, wait_until, warn_of_no_locks
+from .network import look_anew, wait_until, warn_of_no_locks
 from .on_disk import make_dirs, opened, read_file
+from .posix import Disk
 from .reading import reading
 
 MANIFEST = "treering.json"

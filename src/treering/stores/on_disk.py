@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterator
 
 from ..errors import UnsafeError
-from . import lfs
-from .disk import UNSUPPORTED, Disk, looked_up_again
+from . import git_lfs
+from .posix import UNSUPPORTED, Disk, looked_up_again
 from .reading import reading
 
 _MOST = 2 << 30
@@ -52,7 +52,7 @@ def _read_file(disk: Disk, path: str) -> bytes:
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))
         data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
-        lfs.check(path, data)
+        git_lfs.check(path, data)
         return data
 
 

@@ -12,11 +12,11 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from .._paths import few
+from .._core.paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
-from .appended import Appended
-from .disk import Disk
 from .on_disk import opened
+from .posix import Disk
+from .sequential import Appended
 
 _BUFFER = 4 << 20
 # The files in a directory, by their paths within it, that are part of a checkpoint of some format.

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from .. import stores
-from .._checkpoint import Checkpoint
-from .._open import open_checkpoint
-from .._save import save
+from .._core.source import Reader
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from .._save.save import save
 from ..errors import ExistsError, TreeringError
-from ..formats import Reader
 from ._doubles import FailingDisk, LedgerDisk, interrupted
 from ._samples import sample, spread
 from ._subject import Subject, listing, remove

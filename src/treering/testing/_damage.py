@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._lazy import LazyArray
-from .._open import open_checkpoint, restore
+from .._core.lazy import LazyArray
+from .._run.open import open_checkpoint, restore
 from ..errors import TreeringError
 from ._doubles import in_time, memory_bounded
 from ._samples import identity, spread

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from .. import formats, stores
-from .._catalogue import ArrayEntry
-from .._open import open_checkpoint
-from .._run import steps
-from .._save import save
-from .._verify import verify
+from .._core.entries import ArrayEntry
+from .._run.open import open_checkpoint
+from .._run.run import steps
+from .._save.save import save
+from .._tools.verify import verify
 from ..errors import TreeringError, UnsupportedError
 from ._doubles import CountingDisk, ForbiddenDisk, in_time
 from ._samples import sample

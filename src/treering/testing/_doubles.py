@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._catalogue import ArrayEntry
-from .._sharding import Box, extent
-from .._tree import LEAF, Node
-from ..formats import Reader
-from ..formats.foreign import ForeignReader
-from ..stores.disk import PAGE, Disk
+from .._core.boxes import Box, extent
+from .._core.entries import ArrayEntry
+from .._core.skeleton import LEAF, Node
+from .._core.source import Reader
+from ..formats._shared.reader import ForeignReader
+from ..stores.posix import PAGE, Disk
 
 _LOOKING = (
     *("stat", "list", "lock", "lock_shared", "same_file", "close", "open", "open_dir"),

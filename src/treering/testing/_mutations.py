@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..stores import writer_lock
+from ..stores import lease
 from ._recording import Op
 
 _SYNCS = ("sync", "sync_dir")
@@ -15,19 +15,19 @@ HARMLESS = {
     "without write.write: disk.sync_dir(job.path)": (
         "process 0 syncs the same directory after it; this one is for file systems that several machines share"
     ),
-    "rename before whole._sync_tree: disk.sync(fd)": (
+    "rename before atomic._sync_tree: disk.sync(fd)": (
         "the old directory is whole when it is put aside, whatever becomes of the new one"
     ),
-    "rename before whole._sync_tree: disk.sync_dir(path)": "as the line before",
-    "unlink before whole._sync_tree: disk.sync_dir(path)": _UNDONE,
+    "rename before atomic._sync_tree: disk.sync_dir(path)": "as the line before",
+    "unlink before atomic._sync_tree: disk.sync_dir(path)": _UNDONE,
     "unlink before local.Transaction.commit: self.disk.sync_dir(self.path)": _UNDONE,
     "unlink before write.write: disk.sync_dir(job.path)": (
         "only after a kill does a removal follow it, and then what is removed is left over"
     ),
-    "without writer_lock.WriterLock._acquire: self._disk.sync(fd)": (
+    "without lease.WriterLock._acquire: self._disk.sync(fd)": (
         "what is written in a lock is for people on other hosts; after a crash nobody holds it"
     ),
-    "unlink before writer_lock.WriterLock._acquire: self._disk.sync(fd)": "as the line before",
+    "unlink before lease.WriterLock._acquire: self._disk.sync(fd)": "as the line before",
     "unlink before on_disk.make_dirs: disk.sync_dir(parent)": (
         "what goes is the mark of a finished run, whose directory is durable by then"
     ),
@@ -65,4 +65,4 @@ def mutations(log: Sequence[Op], *, broken: bool) -> Iterator[Mutation]:
 
 
 def _removes(op: Op) -> bool:
-    return op.kind == "unlink" and not op.path.endswith((".tmp", writer_lock.NAME))
+    return op.kind == "unlink" and not op.path.endswith((".tmp", lease.NAME))

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from .. import _dtypes, rules
-from .._catalogue import ArrayEntry, ValueEntry
-from .._diff import diff
-from .._lazy import LazyArray
-from .._open import open_checkpoint, restore
-from .._save import save
-from .._tree import build
-from .._verify import verify
+from .. import rules
+from .._core import dtypes
+from .._core.entries import ArrayEntry, ValueEntry
+from .._core.lazy import LazyArray
+from .._core.skeleton import build
+from .._run.open import open_checkpoint, restore
+from .._save.save import save
+from .._tools.diff import diff
+from .._tools.verify import verify
 from ..errors import UnsupportedError
 from ._samples import identity, odd_layouts, sample
 from ._subject import Subject, listing
@@ -66,7 +67,7 @@ class Reading(Subject):
 
     def test_large_arrays_and_odd_layouts(self, tmp_path: Path) -> None:
         """Of a few MiB; and transposed, strided, reversed, broadcast and big-endian ones."""
-        odd = {n: a for n, a in odd_layouts().items() if _dtypes.to_text(a.dtype) in self.dtypes}
+        odd = {n: a for n, a in odd_layouts().items() if dtypes.to_text(a.dtype) in self.dtypes}
         tree = {
             "large": sample("float32", (1031, 1009)),
             "odd": list(odd.values()),
@@ -237,7 +238,7 @@ class Reading(Subject):
         changed = ckpt.apply(
             [rules.transpose(name, (1, 0)), rules.rename(f"^{name}$", "new/w"), rules.cast("new/w", "float64")]
         )
-        expected = _dtypes.cast(tree["deep"]["w"].T, np.dtype(np.float64))
+        expected = dtypes.cast(tree["deep"]["w"].T, np.dtype(np.float64))
         self.assert_same(changed["new/w"], expected, "new/w")
         assert identity(changed.restore(at="new")["w"]) == identity(expected)
         assert identity(changed["new/w"][2:4, 1]) == identity(expected[2:4, 1])

@@ -8,13 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from .. import _dtypes
-from .._catalogue import ArrayEntry, encode
-from .._lazy import LazyArray
-from .._leaves import is_function
+from .._core import dtypes
+from .._core.entries import ArrayEntry
+from .._core.lazy import LazyArray
+from .._core.values import encode
+from .._pytree.leaves import is_function
 
 DTYPES: tuple[str, ...] = (
-    *_dtypes.SAFETENSORS,
+    *dtypes.SAFETENSORS,
     *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
     *("int1", "uint1", "int2", "uint2", "int4", "uint4"),
     *("complex32", "bcomplex32", "complex128"),
@@ -54,7 +55,7 @@ _WIDTH = {"1": 1, "2": 2, "4": 4}
 
 def sample(dtype: str, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> np.ndarray:
     """An array of random bits: NaNs with payloads, signalling ones, negative zeros and whatever else there is."""
-    kind = _dtypes.to_numpy(dtype)
+    kind = dtypes.to_numpy(dtype)
     count = math.prod(shape)
     rng = np.random.default_rng(seed)
     if dtype[:2] == "<U":
@@ -111,7 +112,7 @@ def identity(leaf: Any, *, numbers_as_arrays: bool = False) -> tuple[Any, ...]:
         swapped = array.byteswap().view(native) if array.dtype != native else array  # no NaN is touched on the way
         if swapped.dtype.name.strip("uint") in _WIDTH:
             swapped = swapped.astype(np.int8)  # the upper bits of these belong to no value
-        return "array", _dtypes.to_text(native), array.shape, swapped.tobytes()
+        return "array", dtypes.to_text(native), array.shape, swapped.tobytes()
     return ("none", None) if is_function(leaf) else encode(leaf)
 
 

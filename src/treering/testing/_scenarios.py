@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._open import restore
-from .._verify import verify
+from .._run.open import restore
+from .._tools.verify import verify
 from ._recording import RecordingDisk, View
 
 NOTHING = "nothing"

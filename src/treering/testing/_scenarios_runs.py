@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import keep, stores
-from .._checkpointer import Checkpointer
-from .._metrics import record as record_metrics
-from .._open import open_checkpoint
-from .._run import FINISHED, steps
+from .._run.checkpointer import Checkpointer
+from .._run.metrics import record as record_metrics
+from .._run.open import open_checkpoint
+from .._run.run import FINISHED, steps
 from ..errors import NotFoundError, TreeringError
 from ..formats.treering import manifest, metrics
 from ..stores import local

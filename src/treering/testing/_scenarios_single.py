@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from .. import stores
-from .._open import open_checkpoint
-from .._save import save
+from .._run.open import open_checkpoint
+from .._save.save import save
 from ..errors import NotFoundError, TreeringError
 from ..formats.treering import layout, manifest, metrics, removal, write
 from ..stores import local

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import _save, _work, formats
-from .._crew import Crew
-from .._save import save
+from .. import formats
+from .._save import save as _save
+from .._save import work as _work
+from .._save.save import save
+from .._threads.pool import Crew
 from ..errors import TreeringError
 from ._recording import RecordingDisk
 from ._scenarios import NOTHING, Record, Scenario, tree

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from .. import _tree, formats, stores
-from .._checkpoint import Checkpoint
-from .._leaves import is_function
-from .._open import open_checkpoint, restore
-from .._save import save
-from ..formats import Format, Reader
+from .. import formats, stores
+from .._core.source import Reader
+from .._pytree import walk
+from .._pytree.leaves import is_function
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint, restore
+from .._save.save import save
+from ..formats import Format
 from ._doubles import QuickDisk
 from ._samples import DTYPES, NAMES, VALUES, identity, same_kind, sample
 
@@ -138,7 +140,7 @@ class Subject:
 
     def leaves(self, tree: Any) -> dict[str, Any]:
         """The leaves of a tree that a checkpoint of it has, under their names there."""
-        walked = _tree.walk(tree)
+        walked = walk.walk(tree)
         found = {p: leaf for p, leaf in zip(walked.paths, walked.leaves, strict=True) if not self.is_left_out(leaf)}
         return {str(n): leaf for n, leaf in enumerate(found.values())} if self.positional else found
 

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from .. import _dtypes, stores
-from .._checkpoint import Checkpoint
-from .._convert import convert
-from .._diff import diff
-from .._open import open_checkpoint
-from .._save import save, save_async
+from .. import stores
+from .._core import dtypes
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from .._save.save import save, save_async
+from .._tools.convert import convert
+from .._tools.diff import diff
 from ..errors import MismatchError, UnsupportedError
 from ._doubles import BottomlessDisk, memory_bounded, ones
 from ._samples import DTYPES, NAMES, VALUES, sample
@@ -113,7 +114,7 @@ class Writing(Subject):
         save(tmp_path / "native", tree)
         path = self.place(tmp_path, "part")
         convert(tmp_path / "native", path, format=self.name, at="part", dtype=dtype, **self.options)
-        cast = _dtypes.cast(tree["part"]["a"], _dtypes.to_numpy(dtype))
+        cast = dtypes.cast(tree["part"]["a"], dtypes.to_numpy(dtype))
         self.assert_holds(path, {"a": cast, "b": tree["part"]["b"]})
 
     def test_unknown_options_are_refused(self, tmp_path: Path) -> None:

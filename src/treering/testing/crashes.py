@@ -24,8 +24,8 @@ import xxhash
 
 from .. import stores
 from ..formats.treering import metrics, write
-from ..stores import writer_lock
-from ..stores.disk import Disk
+from ..stores import lease
+from ..stores.posix import Disk
 from ._crashes import Crash, crashes
 from ._doubles import QuickDisk
 from ._mutations import HARMLESS, mutations
@@ -285,7 +285,7 @@ def _repeatable() -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda nbytes: f"{next(drawn):0{2 * nbytes}x}"),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
         mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=lambda: next(drawn))),
-        mock.patch.object(writer_lock, "_word", return_value=b"a process"),
+        mock.patch.object(lease, "_word", return_value=b"a process"),
     ):
         yield
 

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._collector import paused
-from ..._crew import in_parallel
-from ..._paths import few
-from ..._sharding import Box, byte_ranges, extent, rows_apart, slices
+from ..._core.boxes import Box, byte_ranges, extent, rows_apart, slices
+from ..._core.paths import few
+from ..._threads.gc import paused
+from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.disk import Disk
 from ...stores.file import File, merge
 from ...stores.on_disk import opened
+from ...stores.posix import Disk
 from ...stores.reading import reading
-from .. import safetensors
+from ..safetensors import header as safetensors
 from . import manifest
 from .manifest import BLOCK
 

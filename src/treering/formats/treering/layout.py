@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ... import _dtypes
-from ..._catalogue import Entry, ValueEntry
-from ..._leaves import Content
-from ..._sharding import Box, Cells, describe, extent, whole
-from ..._shares import Piece, Share
-from ...stores.disk import PAGE
-from ..safetensors import MAX_HEADER, Tensor, encode_header
+from ..._core import dtypes
+from ..._core.boxes import Box, Cells, describe, extent, whole
+from ..._core.entries import Entry, ValueEntry
+from ..._processes.assignment import Piece, Share
+from ..._pytree.leaves import Content
+from ...stores.posix import PAGE
+from ..safetensors.header import MAX_HEADER, Tensor, encode_header
 from .manifest import BLOCK, ArrayRow, Layout, piece_key
 
 _DIGITS = 16
@@ -71,7 +71,7 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: i
             key, shape = piece_key(entry.path, None), entry.shape
         else:
             key, shape = piece_key(entry.path, piece.box), extent(piece.box)
-        stored, itemsize, widened = _dtypes.stored_as(entry.dtype)
+        stored, itemsize, widened = dtypes.stored_as(entry.dtype)
         if widened:
             shape = (*shape, itemsize)
         first_run = tensors.get(key)

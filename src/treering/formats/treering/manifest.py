@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from ..._catalogue import EXACT, ArrayEntry, ValueEntry
-from ..._sharding import Box
-from ..._tree import Node
+from ..._core.boxes import Box
+from ..._core.entries import ArrayEntry, ValueEntry
+from ..._core.skeleton import Node
+from ..._core.values import EXACT
 from ...errors import CorruptError, TreeringError, UnsupportedError
-from .. import strict_json
+from .._shared import strict_json
 from . import validity
 
 FORMAT = "treering"

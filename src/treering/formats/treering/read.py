@@ -10,21 +10,21 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ... import _dtypes
-from ..._catalogue import ArrayEntry, Entry
-from ..._collector import paused
-from ..._crew import in_parallel
-from ..._sharding import Box, Cells, extent, intersect, whole
-from ..._tree import Skeleton
+from ..._core import dtypes
+from ..._core.boxes import Box, Cells, extent, intersect, whole
+from ..._core.entries import ArrayEntry, Entry
+from ..._core.skeleton import Skeleton
+from ..._core.source import Problem
+from ..._threads.gc import paused
+from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsupportedError
-from ...stores import lfs
+from ...stores import git_lfs
 from ...stores.buffers import adoptable
-from ...stores.disk import Disk
 from ...stores.file import merge
 from ...stores.local import MANIFEST
 from ...stores.on_disk import read_file
+from ...stores.posix import Disk
 from ...stores.reading import ReplacedError
-from .. import Problem
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, parts_of
 from .manifest import ArrayRow, piece_key
@@ -82,7 +82,7 @@ class Reader:
             if found is None:
                 self._raise_missing(file.name)
             if found.st_size != file.size:
-                lfs.check_all(self._disk, path)
+                git_lfs.check_all(self._disk, path)
                 raise CorruptError(f"{path}: expected {file.size} bytes, found {found.st_size}; it is cut short")
 
     def hold(self) -> None:
@@ -167,7 +167,7 @@ class Reader:
         Raises `UnsupportedError` when header and manifest disagree about that, for both are as they were written.
         """
         row = self._resolve(entry)
-        size = _dtypes.itemsize(row.dtype)
+        size = dtypes.itemsize(row.dtype)
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
             nbytes = size * math.prod(row.shape)
             begin = self._tensor(row.where, piece_key(row.path, None), row.dtype, row.shape)
@@ -185,7 +185,7 @@ class Reader:
         """Where the tensor with a piece begins in the buffer of a file."""
         file = self._files.get(number) or self._file(number)
         tensor = file.header.tensors.get(key)
-        code, itemsize, widened = _dtypes.stored_as(dtype)
+        code, itemsize, widened = dtypes.stored_as(dtype)
         if widened:
             shape = (*shape, itemsize)
         begin, end = tensor.data_offsets if tensor else (0, 0)
@@ -267,7 +267,7 @@ def _assemble(
     arrays: list[np.ndarray] = []
     copies: list[tuple[np.ndarray, Part]] = []
     for (entry, box), found in zip(wanted, parts, strict=True):
-        dtype = _dtypes.to_numpy(entry.dtype)
+        dtype = dtypes.to_numpy(entry.dtype)
         if len(found) == 1:
             arrays.append(memory[found[0].file].view(found[0], dtype))
             continue

@@ -3,11 +3,11 @@
 import contextlib
 import os
 
-from ..._collector import paused
+from ..._threads.gc import paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.disk import Disk
 from ...stores.local import MANIFEST
 from ...stores.on_disk import read_file
+from ...stores.posix import Disk
 from ...stores.reading import UnreadableError
 from . import files, manifest, metrics
 from .manifest import file_names

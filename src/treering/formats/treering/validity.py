@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from ... import _dtypes
-from ..._catalogue import EXACT, ArrayEntry, ValueEntry, decode, is_shape
-from ..._paths import key_texts
-from ..._sharding import Cells
-from ..._tree import LEAF, Node, Skeleton
+from ..._core import dtypes
+from ..._core.boxes import Cells
+from ..._core.entries import ArrayEntry, ValueEntry
+from ..._core.paths import key_texts
+from ..._core.skeleton import LEAF, Node, Skeleton
+from ..._core.values import EXACT, decode, is_shape
 from ...errors import CorruptError
 from ...stores.local import MANIFEST
-from ..safetensors import MAX_HEADER
+from ..safetensors.header import MAX_HEADER
 
 if TYPE_CHECKING:
     from .manifest import File, Layout, Manifest, Summary
@@ -140,7 +141,7 @@ def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]
 
 def _check_array(row: ArrayEntry) -> None:
     is_key = row.type == "key"
-    if not is_shape(row.shape, _dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
+    if not is_shape(row.shape, dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
         raise ValueError(f"{row.path!r:.100} cannot have the shape {list(row.shape)!r:.100}")
     if bool(row.impl) != is_key or (is_key and (row.dtype != "uint32" or not row.shape)):
         raise ValueError(f"{row.path!r:.100} is of the type {row.type} with {row.dtype}, {row.impl!r:.40}")

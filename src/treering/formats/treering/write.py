@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ... import _shares
-from ..._collector import paused
-from ..._crew import Crew
-from ..._leaves import Content
-from ..._pending import Written
-from ..._processes import Call
-from ..._sharding import Box
-from ..._shares import Piece, Share
-from ..._snapshot import Feed
-from ..._tree import Skeleton
+from ..._core.boxes import Box
+from ..._core.skeleton import Skeleton
+from ..._core.source import Written
+from ..._processes import assignment
+from ..._processes.assignment import Piece, Share
+from ..._processes.coordinator import Call
+from ..._pytree.leaves import Content
+from ..._pytree.live_tree import Feed
+from ..._threads.gc import paused
+from ..._threads.pool import Crew
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
-from ...stores.disk import Disk
 from ...stores.local import Files, Transaction
-from ...stores.looks import look_anew, wait_until
+from ...stores.network import look_anew, wait_until
+from ...stores.posix import Disk
 from . import layout, manifest, removal
 from .layout import ArrayFile
 from .manifest import BLOCK
@@ -94,7 +94,7 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
         files = files or Files.join(disk, job.path, token, made, timeout=call.timeout, check=call.check)
         with paused():
-            pieces = _shares.pieces(job.content.entries, feed.sources, job.shares, call.index)
+            pieces = assignment.pieces(job.content.entries, feed.sources, job.shares, call.index)
             if job.shares is not None:
                 feed.need([piece.source for piece in pieces], [piece.nbytes for piece in pieces])
             planned = layout.plan(job.content.entries, pieces, token, call.index, call.count)
@@ -153,10 +153,10 @@ def _manifest(
     def order(process: int) -> Iterator[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return ((leaf, box) for leaf, box, _ in _shares.written(entries, everyone, process))
+        return ((leaf, box) for leaf, box, _ in assignment.written(entries, everyone, process))
 
     with paused():
-        by_leaf = _shares.unshared(job.content.shardings, pieces) if everyone is None else everyone
+        by_leaf = assignment.unshared(job.content.shardings, pieces) if everyone is None else everyone
         rows = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
     data = manifest.seal(
         manifest.Manifest(

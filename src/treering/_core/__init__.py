@@ -1,0 +1,1 @@
+"""Plain things that everything else is made of: names, boxes, catalogues, views."""

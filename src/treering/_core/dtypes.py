@@ -1,0 +1,157 @@
+"""Dtypes as text, and how each is stored in a safetensors file.
+
+The text is NumPy's (or ml_dtypes') name. Sizes are known here without NumPy, so that a checkpoint can be
+listed without importing it.
+"""
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SAFETENSORS = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "complex64": ("C64", 8),
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+}
+# Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
+_ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
+_WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
+_UNIT = r"\[(?:[2-9]|[1-9]\d{1,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
+_SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\|S([1-9]\d{{0,7}})", re.ASCII)
+
+
+@functools.lru_cache(maxsize=512)
+def stored_as(text: str) -> tuple[str, int, bool]:
+    """(safetensors dtype, bytes per element, whether a last axis of bytes is added) of a dtype's text.
+
+    Raises `UnsupportedError` for a dtype this version of the format does not know.
+    """
+    if text in SAFETENSORS:
+        return *SAFETENSORS[text], False
+    if _ONE_BYTE.fullmatch(text):
+        return "U8", 1, False
+    if text in _WIDE:
+        return "U8", _WIDE[text], True
+    if found := _SIZED.fullmatch(text):
+        return "U8", 8 if found[1] else 4 * int(found[2]) if found[2] else int(found[3]), True
+    raise UnsupportedError(f"dtype {text}")
+
+
+def itemsize(text: str) -> int:
+    """Bytes per stored element."""
+    return stored_as(text)[1]
+
+
+@functools.lru_cache(maxsize=512)
+def to_numpy(text: str) -> "np.dtype[Any]":
+    """The (little-endian) NumPy dtype."""
+    import ml_dtypes
+    import numpy as np
+
+    stored_as(text)
+    try:
+        return np.dtype(getattr(ml_dtypes, text, None) or text)
+    except TypeError:
+        raise UnsupportedError(f"dtype {text}, which this release of ml_dtypes does not know; upgrade it") from None
+
+
+@functools.lru_cache(maxsize=512)
+def to_text(dtype: "np.dtype[Any]") -> str:
+    """The text of a NumPy dtype of any byte order. Raises `UnsupportedError` when it cannot be stored."""
+    if dtype.kind == "T":
+        raise UnsupportedError(f"dtype {dtype}; use fixed-width text (astype('U')) or bytes")
+    little = dtype.newbyteorder("<")
+    text = little.str if dtype.kind in "US" else dtype.name
+    if text in ("float128", "float96", "complex256", "complex192", "longdouble", "clongdouble"):
+        raise UnsupportedError(f"dtype {dtype}, whose layout differs between machines; cast it")
+    try:
+        if to_numpy(text) == little:
+            return text
+    except (UnsupportedError, TypeError):
+        pass
+    hint = "; save its fields as arrays of their own" if dtype.names else "; pickled objects are never written"
+    raise UnsupportedError(f"dtype {dtype}{hint if dtype.names or dtype.hasobject else ''}")
+
+
+def asked(dtype: Any) -> "np.dtype[Any]":
+    """The dtype that floats are to become. Raises `MismatchError`, and `UnsupportedError` for another kind."""
+    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    import numpy as np
+
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise MismatchError(f"dtype={dtype!r}: expected a floating-point dtype") from None
+    if not is_float(found):
+        raise UnsupportedError(f"dtype={found}: expected a floating-point dtype, for only such leaves are cast")
+    return found
+
+
+def is_float(dtype: "np.dtype[Any]") -> bool:
+    """Whether a dtype is a real floating-point one, bfloat16 and the smaller ones included."""
+    return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
+
+
+def is_integer(dtype: "np.dtype[Any]") -> bool:
+    """Whether a dtype is an integer one, int4 and int2 included."""
+    return dtype.kind in "iu" or (dtype.kind == "V" and "int" in dtype.name)
+
+
+@functools.lru_cache(maxsize=512)
+def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
+    """Whether every value of the float or complex dtype `old` is one of `new` too, signs of zeros included."""
+    import numpy as np
+
+    if old.kind == "c" and new.kind == "c":
+        return new.itemsize >= old.itemsize
+    if not (is_float(old) and is_float(new)):
+        return False
+    if old.itemsize > 2:
+        return new.kind == "f" and new.itemsize >= old.itemsize
+    bits = int(old.name[5]) if old.name.startswith(("float4", "float6")) else 8 * old.itemsize
+    every = np.arange(1 << bits, dtype=f"u{old.itemsize}").view(old)
+    with np.errstate(all="ignore"):
+        before = every.astype(np.float64)
+        after = cast(every, new).astype(np.float64)
+    same = (before == after) & (np.signbit(before) == np.signbit(after))
+    return bool((same | (np.isnan(before) & np.isnan(after))).all())
+
+
+def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+    """`astype`, also between the small dtypes that have no casts to one another; C-ordered."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and who narrows asked for it
+        if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
+            array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
+        return array.astype(dtype, order="C")
+
+
+def whole_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """The same values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
+    if array.dtype.kind != "V" or not is_integer(array.dtype):
+        return array
+    import numpy as np
+
+    return array.astype(np.int8 if array.dtype.name.startswith("i") else np.uint8)

@@ -1,0 +1,148 @@
+"""An array that is still in its checkpoint."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from . import dtypes
+from .boxes import Box, whole
+from .entries import ArrayEntry
+from .source import Reader
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+_SMALL = 16 << 20  # bytes
+
+
+class LazyArray:
+    """An array that is still in its checkpoint. Slicing reads what the slice needs, and checks it.
+
+    >>> ckpt["params/w"][100:200, :]
+    """
+
+    def __init__(self, reader: Reader, entry: ArrayEntry):
+        self._reader, self._entry = reader, entry
+
+    @property
+    def entry(self) -> ArrayEntry:
+        """What the checkpoint says of it."""
+        return self._entry
+
+    def part(self, box: Box) -> "_Part":
+        """A box of it, which is read when it becomes a NumPy array."""
+        return _Part(self._reader, self._entry, box)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape. Typed PRNG keys are shown as their uint32 data."""
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """The NumPy dtype, ml_dtypes' for those that NumPy lacks."""
+        return dtypes.to_numpy(self._entry.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return self.size * dtypes.itemsize(self._entry.dtype)
+
+    @property
+    def sharding(self) -> "jax.sharding.NamedSharding | None":
+        """How the array was spread when it was saved, on a mesh without devices; None when it was not."""
+        return recorded_sharding(self._reader, self._entry)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
+        box, rest = _bounds(index, self.shape)
+        (array,) = self._reader.read([(self._entry, box)])
+        found = array[rest]
+        # A small slice must not keep the whole file mapped.
+        return found.copy() if found.nbytes <= _SMALL else found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        import numpy as np
+
+        if copy is False:
+            raise ValueError("an array in a checkpoint cannot become a NumPy array without reading it")
+        (array,) = self._reader.read([(self._entry, whole(self.shape))])
+        return np.asarray(array, dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        from .text import describe
+
+        return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
+
+
+def recorded_sharding(reader: Reader, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
+    """How an array was spread when it was saved, on a mesh without devices; None where that is not known."""
+    found = reader.sharding(entry)
+    if found is None:
+        return None
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    try:
+        mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
+        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
+        return NamedSharding(mesh, spec)
+    except (KeyError, TypeError, ValueError, AttributeError):  # written by who knows whom
+        return None
+
+
+class _Part:
+    """A box of an array that is still in its checkpoint."""
+
+    def __init__(self, reader: Reader, entry: ArrayEntry, box: Box):
+        self._reader, self._entry, self._box = reader, entry, box
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        import numpy as np
+
+        (array,) = self._reader.read([(self._entry, self._box)])
+        return np.ascontiguousarray(array, dtype)
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:
+    """The box that a basic index needs, and the index of the result within that box."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if sum(part is ... for part in parts) > 1 or len([p for p in parts if p is not ...]) > len(shape):
+        raise IndexError(f"{index!r} does not fit an array of shape {list(shape)}")
+    if ... not in parts:
+        parts.append(...)
+    at = parts.index(...)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    box: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for part, size in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            positions = range(size)[part]
+            if not positions:
+                box.append((0, 0))
+                rest.append(slice(None))
+                continue
+            first, last = min(positions[0], positions[-1]), max(positions[0], positions[-1])
+            box.append((first, last + 1))
+            rest.append(slice(None, None, positions.step))
+        elif hasattr(part, "__index__") and not isinstance(part, bool):
+            position = range(size)[part]  # IndexError where NumPy raises it
+            box.append((position, position + 1))
+            rest.append(0)
+        else:
+            raise TypeError(f"{part!r}: only integers, slices and an ellipsis; read a box first, then index that")
+    return tuple(box), tuple(rest)

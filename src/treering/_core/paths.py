@@ -1,0 +1,203 @@
+"""Key paths as text: ``params/layers/0/kernel``.
+
+A dict key, an attribute and an index read the same. ``/`` and ``~`` inside a key are escaped as in
+JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. Where nothing else is called so, a path
+is also known by what people write, without escapes: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
+"""
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from ..errors import MismatchError, UnsupportedError
+
+# `pathlib` and `os.path` make one slash of a URL's two; a single letter is a drive of Windows.
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
+
+def key_text(key: object) -> str:
+    """One key as a path component. Raises `UnsupportedError` for other key types."""
+    if type(key) is str:
+        if "~" in key or "/" in key:
+            key = key.replace("~", "~0").replace("/", "~1")
+        if not key.isascii():
+            try:
+                key.encode()
+            except UnicodeEncodeError:
+                raise UnsupportedError(f"the key {key!r} is not valid Unicode") from None
+        return key
+    if type(key) in (int, bool, float):
+        return str(key)
+    if type(key) is bytes:
+        return key_text(key.decode("utf-8", "backslashreplace"))
+    what = f"is a {type(key).__name__}"
+    if type(key) is tuple:
+        parts = [_quoted(part) if type(part) is str else str(part) for part in key]
+        odd = [part for part in key if type(part) not in (str, int, bool, float)]
+        if not odd:
+            return key_text(f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})")
+        what = f"has a {type(odd[0]).__name__} in it"
+    raise UnsupportedError(
+        f"the key {key!r:.100} {what}; keys may be str, int, bool, float, bytes, or a tuple of str, int, bool and float"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Text as Python writes it within a tuple, but with two escapes alone, which do not depend on Python's release."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def key_texts(keys: Sequence[object]) -> list[str]:
+    """The keys of one container as path components, all at once where none needs to be changed."""
+    if set(map(type, keys)) == {str}:
+        texts: list[Any] = list(keys)
+        text = "".join(texts)
+        if text.isascii() and "~" not in text and "/" not in text:
+            return texts
+    return [key_text(key) for key in keys]
+
+
+def join(parent: str, component: str, *, root: bool) -> str:
+    """The path of a child; `root` says that `parent` is the root (an empty key also has an empty path)."""
+    return component if root else f"{parent}/{component}"
+
+
+def split(path: str) -> list[str]:
+    """The components of a path with their escapes undone."""
+    if "~" not in path:
+        return path.split("/")
+    return [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
+
+
+def below(path: str, at: str) -> str | None:
+    """`path` relative to `at`, or None when it does not lie there."""
+    if not at:
+        return path
+    if path == at:
+        return ""
+    return path[len(at) + 1 :] if path.startswith(at + "/") else None
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(glob: str) -> re.Pattern[str]:
+    parts = []
+    for segment in glob.split("/"):
+        if segment == "**":
+            parts.append("(?:[^/]*/)*")
+        else:
+            text = "".join("[^/]*" if c == "*" else "[^/]" if c == "?" else re.escape(c) for c in segment)
+            parts.append(text + "/")
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def written(path: str) -> str:
+    """A path as people write it, without escapes."""
+    return "/".join(split(path)) if "~" in path else path
+
+
+def canonical(path: str) -> str:
+    """A path in its one form, from a text in which ``~`` may stand for itself: ``a~b`` is ``a~0b``."""
+    return "/".join(map(key_text, split(path))) if "~" in path else path
+
+
+def matches(path: str, globs: str | Iterable[str]) -> bool:
+    """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number.
+
+    Where there are wildcards in a glob, a path also fits as people write it; for one without see `meant`.
+    """
+    candidates = (globs,) if isinstance(globs, str) else globs
+    if "~" not in path:
+        return any(matches_exactly(path, glob) for glob in candidates)
+    plain = written(path)
+    return any(
+        matches_exactly(path, glob) or (_has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
+    )
+
+
+def matches_exactly(path: str, glob: str) -> bool:
+    """Whether a path with its escapes fits a glob."""
+    return _compile(glob).fullmatch(path + "/") is not None
+
+
+def _has_wildcards(glob: str) -> bool:
+    return "*" in glob or "?" in glob
+
+
+def meant(text: str, paths: Collection[str]) -> str:
+    """The path that a text means among others: itself, or else the only one that people write so. Globs stay globs.
+
+    Raises `MismatchError` where several paths are written so.
+    """
+    if _has_wildcards(text) or text in paths:
+        return text
+    found = tuple(path for path in paths if "~" in path and written(path) == text)
+    if len(found) > 1:
+        raise MismatchError(f"{text!r}: expected one path, found several that are written so: {few(found)}; give one")
+    return found[0] if found else text
+
+
+def all_meant(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
+    """The same for one glob or several."""
+    return [meant(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
+
+
+def above(path: str) -> list[str]:
+    """The paths of the containers around a path, but for the root."""
+    return [path[:n] for n, character in enumerate(path) if character == "/"]
+
+
+def may_match_below(path: str, glob: str) -> bool:
+    """Whether the glob could match the path or any below it."""
+    return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), written(path).split("/")))
+
+
+def _may_match_below(parts: Sequence[str], glob: str) -> bool:
+    segments = glob.split("/")
+    for n, part in enumerate(parts):
+        if n == len(segments):
+            return False
+        if segments[n] == "**":
+            return True
+        if not matches(part, segments[n]):
+            return False
+    return True
+
+
+def closest(path: str, names: Sequence[str]) -> str | None:
+    """The name most like `path`, for error messages."""
+    leaf = path.rsplit("/", 1)[-1]
+    same_ending = [n for n in names if n.rsplit("/", 1)[-1] == leaf]
+    pool = same_ending if 0 < len(same_ending) <= 2000 else names[:2000]
+    found = difflib.get_close_matches(path, pool, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A file system path as absolute text, so that a later change of directory does not matter.
+
+    ``~`` at its beginning is the user's home. Raises `MismatchError` for what is no path, and `UnsupportedError` for a
+    URL, which would name a local folder if it were taken for a path.
+    """
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise MismatchError(f"expected a path, found {path!r:.100}") from None
+    if not text or "\0" in text:
+        raise MismatchError(f"expected a path, found {text!r:.100}")
+    if _URL.match(text):
+        raise UnsupportedError(
+            f"{text}: expected a path of the file system, found a URL, and this release has no object stores; use a "
+            "local path and copy the checkpoint, or mount the bucket (a folder of that name has an absolute path)"
+        )
+    home = os.path.expanduser(text)
+    if home.startswith("~"):
+        raise MismatchError(f"{text}: expected a path, found no home of that user; give an absolute path")
+    return os.path.abspath(home)
+
+
+def few(names: tuple[str, ...]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

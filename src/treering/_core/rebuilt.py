@@ -1,0 +1,81 @@
+"""The tree of leaves that rules have renamed, dropped or made of others: what they left alone stays what it was."""
+
+import logging
+from collections.abc import Mapping
+
+from .paths import join, key_text
+from .skeleton import Node, Skeleton, assemble, containers, inferred, places, subtree
+
+_log = logging.getLogger("treering")
+
+
+def rebuilt(
+    sources: Mapping[str, str], skeleton: Skeleton | None, *, keep_empty: bool
+) -> tuple[list[str], Skeleton, tuple[str, ...]]:
+    """Leaves in the order of their tree, its skeleton, and containers of which the order is only inferred.
+
+    sources: by their paths, those of the leaves that they are, or are made of, in the tree with the skeleton; in the
+    order of that tree. A container all of whose leaves lie in one of that tree is that one, with its kind, its keys and
+    (on demand) its empty containers; without some of its leaves it keeps the order of the others.
+    """
+    known: dict[str, Node] = {}
+    leaves: list[str] = []
+    for _, path, node in containers(skeleton or ()):
+        if isinstance(node, Node):
+            known[path] = node
+        else:
+            leaves.append(path)
+    with_leaves = places(leaves)
+    origins = _origins(sources)
+    guessed: list[str] = []
+    empty: dict[str, str] = {}  # by path, where it was
+
+    def log_lost_keys(at: str) -> None:
+        before = known.get(at)
+        if before is not None and before.kind == "dict" and any(not isinstance(key, str) for key in before.children()):
+            _log.warning("%s: its keys were no text; with names that rules put there, they become it", at or "(root)")
+
+    def describe(at: str, names: list[str]) -> tuple[Node, list[str]]:
+        origin = origins.get(at)
+        node = None if origin is None else known.get(origin)
+        if node is None or origin is None:
+            found, order = inferred(at, names)
+            if found.kind != "list" and len(names) > 1:
+                guessed.append(at)
+            log_lost_keys(at)
+            return found, order
+        was = [key_text(key) for key in node.children()]
+        places_of = {name: join(origin, name, root=not origin) for name in was}
+        bare = [name for name in was if places_of[name] in known and places_of[name] not in with_leaves and keep_empty]
+        empty.update({join(at, name, root=not at): places_of[name] for name in bare})
+        left = [name for name in was if name in names or name in bare]
+        new = [name for name in names if name not in was]
+        if not new and left == was:
+            return node, was
+        if not new and node.kind in ("list", "tuple", "positional") and left == was[: len(left)]:
+            return Node(node.kind, node.name, len(left)), left
+        found, order = inferred(at, [*left, *new])
+        if not new and node.kind not in ("list", "tuple", "positional"):  # whose keys may be no text
+            keys = dict(zip(was, node.names(), strict=True))
+            kind = "dict" if node.kind == "dict" else "object"
+            return Node(kind, node.name, [keys[name] for name in left]), left
+        if new and (node.kind != "dict" or node.name):  # a class has an order of its own
+            guessed.append(at)
+        log_lost_keys(at)
+        return found, order
+
+    order, found = assemble(sources, describe, lambda path: subtree(skeleton or (), empty[path]) or ())
+    return order, found, tuple(guessed)
+
+
+def _origins(sources: Mapping[str, str]) -> dict[str, str | None]:
+    """Where each container was, by the places of its leaves below it; None where they come from several."""
+    found: dict[str, str | None] = {}
+    for path, source in sources.items():
+        parts, was = path.split("/"), source.split("/")
+        for level in range(len(parts)):
+            at, below = "/".join(parts[:level]), len(parts) - level
+            origin = "/".join(was[:-below]) if below <= len(was) else None
+            if found.setdefault(at, origin) != origin:
+                found[at] = None
+    return found

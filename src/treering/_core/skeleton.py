@@ -1,0 +1,207 @@
+"""A tree without its leaves: the skeleton.
+
+It is a list of nodes in pre-order, flat so that neither depth nor a hostile file can exhaust a recursive parser. A leaf
+is 0 in it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..errors import CorruptError, UnsupportedError
+from .paths import join, key_text, split
+from .values import EXACT, decode, encode
+
+LEAF = 0
+_KEY_BITS = 12_000  # of an integer: 3,000 hexadecimal digits; beyond 4,300 decimal ones Python writes none into a path
+
+
+class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A container. `keys` are its keys, or how many children it has where these are simply numbered."""
+
+    kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
+    name: str
+    keys: list[Any] | Annotated[int, msgspec.Meta(ge=0)]
+
+    def count(self) -> int:
+        """How many children there are."""
+        return self.keys if isinstance(self.keys, int) else len(self.keys)
+
+    def names(self) -> Sequence[Any]:
+        """The keys as they are written; none where children are numbered."""
+        return () if isinstance(self.keys, int) else self.keys
+
+    def children(self) -> Sequence[Any]:
+        """The keys as Python values."""
+        return (
+            range(self.keys)
+            if isinstance(self.keys, int)
+            else [k if type(k) is str else _decode_key(k) for k in self.keys]
+        )
+
+
+Skeleton = Sequence[Node | int]
+
+
+def encode_key(key: Any) -> Any:
+    """A key as `Node.keys` has it."""
+    if type(key) is str:
+        return key
+    if type(key) is int and key.bit_length() > _KEY_BITS:
+        raise UnsupportedError(f"a key is an int of {key.bit_length()} bits; expected at most {_KEY_BITS}")
+    key_text(key)  # refuses other types by name
+    if type(key) is tuple:
+        return ["tuple", [encode_key(part) for part in key]]
+    kind, value = encode(key)
+    return value if kind == "bool" or type(value) is int else [kind, value]
+
+
+def _decode_key(key: Any, kinds: Collection[str] = ("int", "float", "bytes", "tuple")) -> Any:
+    if isinstance(key, str | bool) or (isinstance(key, int) and abs(key) <= EXACT):
+        return key
+    if isinstance(key, list) and len(key) == 2 and key[0] in kinds:
+        if key[0] == "tuple" and isinstance(key[1], list):
+            return tuple(_decode_key(part, ("int", "float")) for part in key[1])
+        found = decode(*key)
+        if key[0] == "float" or encode_key(found) == key:  # one way to write each, but 1 is as good as 1.0
+            return found
+    raise CorruptError(f"manifest: {key!r:.100} is not a key")
+
+
+def containers(skeleton: Skeleton) -> Iterator[tuple[int, str, Node | int]]:
+    """Every place of the skeleton, leaves included, with its position and path."""
+    stack: list[tuple[str, bool]] = [("", True)]
+    for position, node in enumerate(skeleton):
+        if not stack:
+            raise CorruptError("manifest: the tree has more nodes than places for them")
+        path, root = stack.pop()
+        yield position, path, node
+        if isinstance(node, Node):
+            stack += [(join(path, key_text(key), root=root), False) for key in reversed(node.children())]
+
+
+def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
+    """The part of the skeleton below the path `at`, or None where there is no such place."""
+    begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
+    if begin is None:
+        return None
+    open_places, end = 1, begin
+    while open_places:
+        node = skeleton[end]
+        open_places += node.count() - 1 if isinstance(node, Node) else -1
+        end += 1
+    return skeleton[begin:end]
+
+
+def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
+    """Nested dicts, lists and tuples around the values; named tuples and objects become dicts."""
+    rest = list(values)
+    stack: list[Any] = []
+    for node in reversed(skeleton):
+        if not isinstance(node, Node):
+            if not rest:
+                raise CorruptError("manifest: the tree has more leaves than are listed")
+            stack.append(rest.pop())
+            continue
+        if not 0 <= node.count() <= len(stack):
+            raise CorruptError("manifest: a container of the tree has fewer children than it says")
+        children = [stack.pop() for _ in range(node.count())]
+        if node.kind == "tuple":
+            stack.append(tuple(children))
+        elif node.kind in ("list", "positional"):
+            stack.append(children)
+        else:
+            stack.append(dict(zip(node.children(), children, strict=True)))
+            if len(stack[-1]) != len(children):
+                raise CorruptError("manifest: a container of the tree has one key twice")
+    if len(stack) != 1 or rest:
+        raise CorruptError("manifest: the tree and the list of leaves do not fit together")
+    return stack[0]
+
+
+Describe = Callable[[str, list[str]], tuple[Node, list[str]]]  # a container by its path and the names in it
+
+
+def assemble(
+    paths: Iterable[str], describe: Describe, bare: Callable[[str], Skeleton] = lambda path: ()
+) -> tuple[list[str], list[Node | int]]:
+    """The tree of leaves at paths: them in its order, and its skeleton.
+
+    `describe` makes the node of each container, and says in which order its children are; those in which there are no
+    leaves are as `bare` has them. Names are as in paths, escaped. Raises `UnsupportedError` for a leaf that is a
+    container.
+    """
+    given = list(paths)
+    if given == [""]:
+        return given, [LEAF]
+    root: dict[str, Any] = {}
+    places: dict[str, Any] = {}  # containers by path, for siblings follow one another
+    for path in given:
+        parent, inside, last = path.rpartition("/")
+        place = places.get(parent) if inside else root
+        if place is None:
+            place = root
+            for name in parent.split("/"):
+                place = place.setdefault(name, {})
+                if not isinstance(place, dict):
+                    break
+            places[parent] = place
+        if not isinstance(place, dict) or last in place:
+            raise UnsupportedError(
+                f"{path}: a leaf and a part of the path of another leaf, so there is no tree of both; restore with a "
+                "template, or rename one by a rule"
+            )
+        place[last] = path
+    order: list[str] = []
+    skeleton: list[Node | int] = []
+    stack: list[tuple[str, Any]] = [("", root)]
+    while stack:
+        at, value = stack.pop()
+        if isinstance(value, str):
+            order.append(value)
+            skeleton.append(LEAF)
+        elif value is None:
+            skeleton += bare(at)
+        else:
+            node, names = describe(at, list(value))
+            skeleton.append(node)
+            stack += [(f"{at}/{name}" if at else name, value.get(name)) for name in reversed(names)]
+    return order, skeleton
+
+
+def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
+    """A container of which nothing is known but the names in it.
+
+    It is a list where they are the numbers from 0 (unless there are to be no lists), else a dict, whose keys are in the
+    order of their numbers where all are numbers, and else sorted, as JAX does.
+    """
+    numbers = bool(names) and all(map(_is_number, names))
+    if numbers and (sort or lists):
+        names = sorted(names, key=int)
+    elif sort:
+        names = sorted(names, key=lambda name: split(name)[0])
+    if lists and numbers and int(names[-1]) == len(names) - 1:
+        return Node("list", "", len(names)), names
+    return Node("dict", "", [split(name)[0] for name in names]), names
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and (name[0] != "0" or name == "0")
+
+
+def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
+    """Nested dicts and lists from paths alone, for selections and for formats that record no tree; see `inferred`."""
+    given = dict(zip(paths, values, strict=True))
+    order, skeleton = assemble(given, inferred)
+    return build(skeleton, [given[path] for path in order])
+
+
+def places(paths: Iterable[str]) -> set[str]:
+    """The paths and those of all containers around them."""
+    found: set[str] = set()
+    for path in paths:
+        while path and path not in found:
+            found.add(path)
+            path = path.rpartition("/")[0]
+    return found

@@ -1,0 +1,103 @@
+"""Leaves and differences as people read them: like ones together, and not more of them than a screen takes."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..errors import Difference, MismatchError
+from .entries import Entry, LostEntry, ValueEntry
+from .paths import closest, matches
+
+NOTHING = "nothing"
+_SHOWN = 20  # lines
+_NUMBER = re.compile(r"\d+")
+
+
+def describe(entry: Entry) -> str:
+    """An entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
+    if isinstance(entry, LostEntry):
+        return "lost"
+    if isinstance(entry, ValueEntry):
+        return entry.type
+    if entry.type == "key":
+        return f"key<{entry.impl}>[{','.join(map(str, entry.shape[:-1]))}]"
+    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+
+
+def shorten(value: Any) -> str:
+    """A value for people to read: not more than 60 characters, and no number that Python refuses to print."""
+    return f"({value.bit_length()} bits)" if type(value) is int and abs(value) >> 200 else f"{value!r:.60}"
+
+
+def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
+    """The rules that make an array of one shape of an array of another, or take the template's."""
+    change = ""
+    if sorted(found) == sorted(wanted):
+        rest, axes = list(range(len(found))), list[int]()
+        for size in wanted:
+            axes.append(next(axis for axis in rest if found[axis] == size))
+            rest.remove(axes[-1])
+        change = f"tr.rules.transpose({path!r}, {tuple(axes)}) turns it, "
+    elif math.prod(found) == math.prod(wanted):
+        change = f"tr.rules.reshape({path!r}, {wanted}) keeps its values in their order, "
+    elif len(found) == len(wanted) and all(a <= b for a, b in zip(found, wanted, strict=True)):
+        widths = tuple((0, b - a) for a, b in zip(found, wanted, strict=True))
+        change = f"tr.rules.pad({path!r}, {widths}) fills it up with zeros, "
+    own = f"tr.rules.drop({path!r}) with missing=[{path!r}] takes the template's"
+    if not has_value:
+        own += ", where there is an array and not only a shape, as in init()"
+    return f"shapes must be equal; {change}{own}"
+
+
+def mismatch(
+    name: str,
+    differences: Sequence[Difference],
+    template: Sequence[str],
+    found: Iterable[str],
+    likely: str = "",
+    what: str = "does not fit the template",
+) -> MismatchError:
+    """The error about differences between a checkpoint's paths and a template's; `likely` is their cause."""
+    count = f"{len(differences):,} difference{'s' if len(differences) > 1 else ''}"
+    lines = [f"{name}: the checkpoint {what}: {count}"]
+    if likely:
+        lines.append(f"  likely: {likely}")
+    groups = list(_grouped(differences)) if len(differences) > _SHOWN else [[one] for one in differences]
+    known = list(found)
+    everything = {*template, *known}
+    lines += [f"  {_line(group, known, everything)}" for group in groups[:_SHOWN]]
+    if rest := sum(map(len, groups[_SHOWN:])):
+        lines.append(f"  and {rest:,} more; the error's `differences` has all of them")
+    error = MismatchError("\n".join(lines))
+    error.differences = tuple(differences)
+    return error
+
+
+def _grouped(differences: Iterable[Difference]) -> Iterator[list[Difference]]:
+    """Those together that say the same of paths which differ in numbers alone."""
+    groups: dict[tuple[str, ...], list[Difference]] = {}
+    for one in differences:
+        hint = one.hint.replace(repr(one.path), "")
+        groups.setdefault((_NUMBER.sub("#", one.path), one.expected, one.found, hint), []).append(one)
+    yield from groups.values()
+
+
+def _line(group: Sequence[Difference], known: Sequence[str], everything: Iterable[str]) -> str:
+    first = group[0]
+    if len(group) == 1:
+        near = closest(first.path, known) if first.found == NOTHING else None
+        return str(first._replace(found=f"{NOTHING} (closest: {near})") if near else first)
+    glob = _glob([one.path for one in group])
+    paths = {one.path for one in group}
+    exact = all(path in paths for path in everything if matches(path, glob))
+    hint = first.hint.replace(repr(first.path), repr(glob)) if exact else first.hint
+    others = "" if exact else f", of which {first.path} is one"
+    return f"{glob} ×{len(group):,}{others}: expected {first.expected}, found {first.found}; {hint}"
+
+
+def _glob(paths: Sequence[str]) -> str:
+    """Paths that differ in numbers, with a ``*`` in the place of each number that is not the same in all."""
+    numbers = [_NUMBER.findall(path) for path in paths]
+    same = iter([len(set(column)) == 1 for column in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda found: found[0] if next(same) else "*", paths[0])

@@ -1,0 +1,60 @@
+"""Tracebacks of mistakes end where the mistake is: at the call of the user's."""
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+
+_MISTAKES = (ExistsError, MismatchError, NotFoundError, UnsupportedError)  # damage and failures keep their frames
+
+F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=type)
+
+
+class _WithoutFrames:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, _MISTAKES) and all(frame in _OURS for frame in _folders(traceback)):
+            error.__traceback__ = None  # Python adds the frames from here on
+
+
+def _folders(traceback: TracebackType | None) -> Iterator[str]:
+    """Where the code of each frame lies, the library's own named by its top."""
+    while traceback:
+        file = traceback.tb_frame.f_code.co_filename
+        yield _HERE if file.startswith(_HERE) else file
+        traceback = traceback.tb_next
+
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # of the whole library
+_OURS = {_HERE, contextlib.__file__}  # others are the user's: a function that was handed to us
+_without_frames = _WithoutFrames()
+
+
+def at_the_caller(function: F) -> F:
+    """A public call whose errors about its arguments show no frames of this library; causes stay.
+
+    What those frames hold (templates, readers, a `Checkpointer`) is let go with them.
+    """
+
+    @functools.wraps(function)
+    def call(*args: object, **options: object) -> object:
+        with _without_frames:
+            return function(*args, **options)
+
+    return call  # type: ignore[return-value]
+
+
+def methods_at_the_caller(public: C) -> C:
+    """The same for the methods of a public class, and for making one of it."""
+    for name, value in list(vars(public).items()):
+        if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
+            setattr(public, name, at_the_caller(value))
+    return public

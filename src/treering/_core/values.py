@@ -1,0 +1,109 @@
+"""Python's values as JSON and back.
+
+Values are tagged, because JSON alone would lose the difference between 1 and 1.0, the infinities, NaN payloads and
+integers beyond 2^53.
+"""
+
+import base64
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ..errors import CorruptError, UnsupportedError
+
+ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
+EXACT = 1 << 53  # up to here every integer is a double, as which many readers of JSON take numbers
+
+
+def is_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether an array can have a shape, in NumPy, where bytes are counted in 63 bits, as in any other library."""
+    size = itemsize
+    for length in shape:
+        size *= length or 1
+    return len(shape) <= 64 and min(shape, default=0) >= 0 and size < 1 << 63
+
+
+def from_base64(text: str) -> bytes:
+    """The bytes that a text stands for. Raises `ValueError` unless it is how they are written."""
+    found = base64.b64decode(text, validate=True)
+    if base64.b64encode(found).decode() != text:
+        raise ValueError("bits that base64 does not use are not 0")
+    return found
+
+
+def encode_float(x: float) -> float | str:
+    """A finite float as itself, any other as text; a NaN with its own bits is ``nan:<16 hex digits>``."""
+    if math.isfinite(x):
+        return x
+    bits = struct.pack(">d", x)
+    if x != x and bits != struct.pack(">d", math.nan):
+        return "nan:" + bits.hex()
+    return str(x)
+
+
+def decode_float(x: Any) -> float:
+    """The inverse of `encode_float`."""
+    if isinstance(x, str):
+        if x.startswith("nan:"):
+            found = struct.unpack(">d", bytes.fromhex(x[4:]))[0]
+            if encode_float(found) != x:
+                raise ValueError(f"{x!r} is not written as a NaN of its own")
+            return found
+        if x not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{x!r} is not a number")
+    elif type(x) not in (int, float):
+        raise ValueError(f"{x!r} is not a number")
+    return float(x)
+
+
+def encode(value: Any) -> tuple[ValueType, Any]:
+    """A Python value as (type, JSON). Exact types only: a subclass would not come back as itself.
+
+    Raises `UnsupportedError` for anything else.
+    """
+    kind = type(value)
+    if value is None:
+        return "none", None
+    if kind is bool:
+        return "bool", value
+    if kind is int:
+        return "int", value if abs(value) <= EXACT else hex(value)
+    if kind is float:
+        return "float", encode_float(value)
+    if kind is complex:
+        return "complex", [encode_float(value.real), encode_float(value.imag)]
+    if kind is bytes:
+        return "bytes", base64.b64encode(value).decode()
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedError("a str that is not valid Unicode (a lone surrogate)") from None
+        return "str", value
+    raise UnsupportedError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def decode(kind: str, value: Any) -> Any:
+    """The inverse of `encode`. Raises `CorruptError` when the value does not have its type."""
+    try:
+        if kind == "bool" and isinstance(value, bool):
+            return value
+        if kind == "int" and type(value) is int and abs(value) <= EXACT:
+            return value
+        if kind == "int" and isinstance(value, str) and encode(found := int(value, 16)) == ("int", value):
+            return found
+        if kind == "float":
+            return decode_float(value)
+        if kind == "complex" and isinstance(value, list):
+            real, imag = value
+            return complex(decode_float(real), decode_float(imag))
+        if kind == "str" and isinstance(value, str):
+            return value
+        if kind == "bytes" and isinstance(value, str):
+            return from_base64(value)
+        if (kind == "none" and value is None) or (kind == "function" and isinstance(value, str)):
+            return None
+    except (ValueError, TypeError, OverflowError, UnsupportedError, struct.error):
+        pass
+    raise CorruptError(f"expected a value of type {kind}, found {value!r:.100}")

@@ -1,0 +1,251 @@
+"""Leaves that are made of other leaves when they are read: box by box, so that no more is read than is wanted."""
+
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from . import dtypes
+from .boxes import Box, extent, intersect, slices, whole
+from .entries import ArrayEntry, Entry, ValueEntry
+from .skeleton import Skeleton
+from .source import Problem, Reader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Plan(NamedTuple):
+    """What to read for a box of a leaf, as entries and boxes of the checkpoint, and how the box is made of it."""
+
+    needs: "list[tuple[ArrayEntry, Box]]"
+    make: "Callable[[list[np.ndarray]], np.ndarray]"
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """A leaf of a view: `plan` is None for what is no array, `plain` says that it is the checkpoint's own."""
+
+    entry: Entry
+    plan: Callable[[Box], Plan] | None = None
+    plain: bool = False
+    source: str = ""  # the path of the (first) leaf of the checkpoint that this one is made of
+    in_place: bool = False  # whether each of its elements is made of the one in the same place
+
+    def at(self, path: str) -> "Leaf":
+        """The same leaf under another path."""
+        return Leaf(self.entry.at(path), self.plan, self.plain, self.source, self.in_place)
+
+    def made(self, plan: Callable[[Box], Plan], *, in_place: bool = False, **changed: Any) -> "Leaf":
+        """A leaf made of this one; `in_place` when each of its elements is made of the one in the same place."""
+        entry = self.array
+        fields = {
+            "path": entry.path,
+            "type": entry.type,
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "impl": entry.impl,
+        }
+        made = ArrayEntry(**{**fields, **changed})
+        if made.type == "numpy-scalar" and made.shape:
+            made = ArrayEntry(made.path, "numpy", made.dtype, made.shape)
+        return Leaf(made, plan, source=self.source, in_place=in_place and (self.plain or self.in_place))
+
+    @property
+    def array(self) -> ArrayEntry:
+        assert isinstance(self.entry, ArrayEntry)
+        return self.entry
+
+    def plan_of(self, box: Box) -> Plan:
+        assert self.plan is not None
+        return self.plan(box)
+
+
+def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
+    """The leaves of a checkpoint as they are, named by the keys of the mapping."""
+
+    def leaf(path: str, entry: Entry) -> Leaf:
+        if isinstance(entry, ValueEntry):
+            return Leaf(entry.at(path), source=entry.path)
+        plan = lambda box: Plan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
+        return Leaf(entry.at(path), plan, plain=True, source=entry.path)
+
+    return {path: leaf(path, entry) for path, entry in entries.items()}
+
+
+def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
+    """The leaf with its axes in another order, as `numpy.transpose` has it."""
+
+    def plan(box: Box) -> Plan:
+        source: list[Any] = [None] * len(box)
+        for n, axis in enumerate(axes):
+            source[axis] = box[n]
+        inner = leaf.plan_of(tuple(source))
+        return Plan(inner.needs, lambda arrays: inner.make(arrays).transpose(axes))
+
+    return leaf.made(plan, shape=tuple(leaf.array.shape[axis] for axis in axes))
+
+
+def cast(leaf: Leaf, dtype: str) -> Leaf:
+    """The leaf's values in another dtype."""
+
+    def plan(box: Box) -> Plan:
+        inner = leaf.plan_of(box)
+        return Plan(inner.needs, lambda arrays: dtypes.cast(inner.make(arrays), dtypes.to_numpy(dtype)))
+
+    return leaf.made(plan, in_place=True, dtype=dtype)
+
+
+def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
+    """The leaf's bytes as another dtype of the same size."""
+
+    def plan(box: Box) -> Plan:
+        inner = leaf.plan_of(box)
+        return Plan(inner.needs, lambda arrays: inner.make(arrays).view(dtypes.to_numpy(dtype)))
+
+    return leaf.made(plan, dtype=dtype)
+
+
+def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: bool = False) -> Leaf:
+    """A range of the leaf along an axis; with `drop_axis` its only position there."""
+
+    def plan(box: Box) -> Plan:
+        own = (start, start + 1) if drop_axis else (box[axis][0] + start, box[axis][1] + start)
+        inner = leaf.plan_of((*box[:axis], own, *box[axis + (not drop_axis) :]))
+        if not drop_axis:
+            return inner
+        return Plan(inner.needs, lambda arrays: inner.make(arrays).squeeze(axis))
+
+    shape = leaf.array.shape
+    middle = () if drop_axis else (stop - start,)
+    return leaf.made(plan, path=path, shape=(*shape[:axis], *middle, *shape[axis + 1 :]))
+
+
+def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
+    """The leaf again and again along each axis. Where a box reaches over an end of it, all of that axis is read."""
+    old = leaf.array.shape
+
+    def plan(box: Box) -> Plan:
+        source: list[tuple[int, int]] = []
+        for (start, stop), size in zip(box, old, strict=True):
+            begin = start - start % size if size else 0
+            source.append((start - begin, stop - begin) if stop - begin <= size else (0, size))
+        inner = leaf.plan_of(tuple(source))
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            array = inner.make(arrays)
+            for axis, ((start, stop), size) in enumerate(zip(box, old, strict=True)):
+                if start // max(size, 1) != (stop - 1) // max(size, 1):
+                    array = array.take(np.arange(start, stop) % max(size, 1), axis)
+            return array
+
+        return Plan(inner.needs, make)
+
+    return leaf.made(plan, shape=tuple(size * count for size, count in zip(old, repeats, strict=True)))
+
+
+def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -> Leaf:
+    """The leaf with as many elements of one value before and after it along each axis."""
+    old = leaf.array.shape
+    inside = tuple((before, before + size) for (before, _), size in zip(widths, old, strict=True))
+
+    def plan(box: Box) -> Plan:
+        common = intersect(box, inside)
+        if common is None:
+            inner = Plan([], lambda arrays: empty((0,), leaf.array.dtype))
+        else:
+            inner = leaf.plan_of(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, inside, strict=True)))
+        if common == box:
+            return inner
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            out = empty(extent(box), leaf.array.dtype)
+            out[...] = value
+            if common is not None:
+                out[slices(common, box)] = inner.make(arrays)
+            return out
+
+        return Plan(inner.needs, make)
+
+    shape = tuple(before + size + after for (before, after), size in zip(widths, old, strict=True))
+    return leaf.made(plan, shape=shape)
+
+
+class View:
+    """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
+
+    identity = ""
+
+    def __init__(
+        self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
+    ):
+        self._reader, self.leaves = reader, leaves
+        self.positional = positional
+        self.untold = reader.untold & leaves.keys() if positional else frozenset[str]()
+        self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
+        self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
+        self.step: int | None = reader.step
+        self.metrics: Mapping[str, float] = reader.metrics
+        self.metadata: Any = reader.metadata
+        self.numbers_are_arrays = reader.numbers_are_arrays
+        self.skeleton = skeleton
+        self.guessed: tuple[str, ...] = ()  # containers of which the order is only inferred from the names in them
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        return self._reader.created
+
+    def source(self, path: str) -> str:
+        """Under which path the (first) leaf that a leaf is made of is in what is not a view itself."""
+        found = self.leaves[path].source
+        return self._reader.source(found) if isinstance(self._reader, View) else found
+
+    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
+        """The same with other leaves, of the same reader, and all that lies beside the tree."""
+        view = View(self._reader, leaves, skeleton)
+        view.step, view.metrics, view.metadata, view.guessed = self.step, self.metrics, self.metadata, self.guessed
+        return view
+
+    def check_present(self) -> None:
+        self._reader.check_present()
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        leaf = self.leaves[entry.path]
+        if leaf.plan is None or not (leaf.plain or leaf.in_place):
+            return None
+        ((source, _),) = leaf.plan_of(whole(leaf.array.shape)).needs
+        return self._reader.sharding(source)
+
+    def maps(self, wish: bool | None) -> bool:
+        plain = all(leaf.plain or leaf.plan is None for leaf in self.leaves.values())
+        return plain and self._reader.maps(wish)
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> "list[np.ndarray]":
+        plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
+        found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, map=map)
+        arrays = list(each(plans, found))
+        owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
+        for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
+            if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
+                arrays[n] = arrays[n].copy()
+        return arrays
+
+    def problems(self) -> Iterator[Problem]:
+        return self._reader.problems()
+
+
+def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
+    """What each plan makes of its part of what was read for all of them."""
+    rest = iter(arrays)
+    for plan in plans:
+        yield plan.make([next(rest) for _ in plan.needs])
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> "np.ndarray":
+    import numpy as np
+
+    return np.empty(shape, dtypes.to_numpy(dtype))

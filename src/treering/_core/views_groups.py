@@ -1,0 +1,117 @@
+"""Leaves that are made of several others."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import MismatchError
+from . import dtypes
+from .boxes import Box, extent, intersect, slices, whole
+from .views import Leaf, Plan, each, empty
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
+    """Leaves of one shape and dtype side by side along a new axis."""
+
+    def plan(box: Box) -> Plan:
+        rest = box[:axis] + box[axis + 1 :]
+        inner = [leaf.plan_of(rest) for leaf in leaves[slice(*box[axis])]]
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            out = empty(extent(box), leaves[0].array.dtype)
+            for n, part in enumerate(each(inner, arrays)):
+                out[(slice(None),) * axis + (n,)] = part
+            return np.asarray(out)
+
+        return Plan([need for one in inner for need in one.needs], make)
+
+    shape = leaves[0].array.shape
+    kind = "jax" if leaves[0].array.type == "jax-weak" else leaves[0].array.type
+    return leaves[0].made(plan, path=path, shape=(*shape[:axis], len(leaves), *shape[axis:]), type=kind)
+
+
+def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
+    """Leaves one behind the other along an axis that they have."""
+    ends = [0]
+    for leaf in leaves:
+        ends.append(ends[-1] + leaf.array.shape[axis])
+    shape = leaves[0].array.shape
+    whole = (*shape[:axis], ends[-1], *shape[axis + 1 :])
+
+    def plan(box: Box) -> Plan:
+        parts: list[tuple[Box, Plan]] = []
+        for leaf, start, stop in zip(leaves, ends, ends[1:], strict=False):
+            common = intersect(box, (*box[:axis], (start, stop), *box[axis + 1 :]))
+            if common:
+                own = (common[axis][0] - start, common[axis][1] - start)
+                parts.append((common, leaf.plan_of((*common[:axis], own, *common[axis + 1 :]))))
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            out = empty(extent(box), leaves[0].array.dtype)
+            for (common, _), part in zip(parts, each([one for _, one in parts], arrays), strict=True):
+                out[slices(common, box)] = part
+            return out
+
+        return Plan([need for _, one in parts for need in one.needs], make)
+
+    return leaves[0].made(plan, path=path, shape=whole)
+
+
+def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
+    """The leaf times a scale for each block of it, in float32, and that in another dtype."""
+
+    def plan(box: Box) -> Plan:
+        if not math.prod(extent(box)):
+            return Plan([], lambda arrays: empty(extent(box), dtype))
+        cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
+        inner = [leaf.plan_of(box), scale.plan_of(cells)]
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in each(inner, arrays))
+            for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
+                if last - first > 1:  # one for all is broadcast
+                    factors = factors.take(np.arange(start, stop) // size - first, axis)
+            product *= factors
+            return dtypes.cast(product, dtypes.to_numpy(dtype))
+
+        return Plan([need for one in inner for need in one.needs], make)
+
+    return leaf.made(plan, dtype=dtype, type="jax" if leaf.array.type == "jax-weak" else leaf.array.type)
+
+
+def mapped(
+    leaves: Sequence[Leaf],
+    path: str,
+    function: "Callable[..., np.ndarray]",
+    shape: tuple[int, ...],
+    dtype: str,
+    hint: str,
+) -> Leaf:
+    """What a function makes of whole leaves, which are read for every box of it."""
+
+    def plan(box: Box) -> Plan:
+        inner = [leaf.plan_of(whole(leaf.array.shape)) for leaf in leaves]
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            # A copy: of a tree that is being saved these are the arrays themselves, and there again for the next box.
+            found = np.asarray(function(*(array.copy() for array in each(inner, arrays))))
+            expected = dtypes.to_numpy(dtype)
+            if found.shape != shape or found.dtype != expected:
+                raise MismatchError(
+                    f"{path}: expected {expected}{list(shape)} from the function of a rule, found "
+                    f"{found.dtype}{list(found.shape)}; {hint}"
+                )
+            return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
+
+        return Plan([need for one in inner for need in one.needs], make)
+
+    return leaves[0].made(plan, path=path, shape=shape, dtype=dtype)

@@ -1,0 +1,346 @@
+"""Who writes which piece: pure functions that give the same answer in every process.
+
+A piece is a rectangular part of a global array. It is held by one process or, where it is replicated, by
+several; exactly one of them writes it, chosen so that all write about the same number of bytes.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+from .._core import dtypes
+from .._core.boxes import Box, Cells, box_of, extent, intersect, slices, whole
+from .._core.entries import ArrayEntry
+from .._pytree.leaves import Content, Source
+
+_LEAST = 1 << 20  # bytes; what is smaller is not cut up among its holders
+_FINER = 8  # times as many cells as parts keep what is written within an eighth of what is fair
+
+
+class Layout:
+    """How an array is spread over processes: `holders[i]` are the processes that hold the piece `boxes[i]`.
+
+    The boxes are the cells of a grid, in C order. Layouts are compared by identity, and shared by the arrays of one
+    shape and sharding.
+    """
+
+    def __init__(self, boxes: Sequence[Box], holders: Sequence[Sequence[int]]):
+        self.boxes, order = Cells.of(boxes)
+        own = holders if isinstance(holders, tuple) else tuple(map(tuple, holders))
+        self.holders = own if boxes is self.boxes else tuple(own[n] for n in order)
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """One row for each box: its holders, again from the first where others have more."""
+        return _turns(self.holders)
+
+    @functools.cached_property
+    def elements(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The number of elements of each box."""
+        return self.boxes.sizes()
+
+    def nbytes(self, itemsize: int) -> int:
+        """The size of the array, each piece counted once."""
+        return int(self.elements.sum()) * itemsize
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The number of elements of the largest box."""
+        return int(self.elements.max())
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What this process writes of a leaf, or a run of it: `nbytes` bytes from `begin` of what a source hands over."""
+
+    leaf: int
+    box: Box
+    source: int
+    begin: int
+    nbytes: int
+
+
+class Share(NamedTuple):
+    """Who writes an array: `writers[i]` the piece `boxes[i]`.
+
+    With a `layout`, these are its boxes, each written by the holder whose turn it is.
+    """
+
+    boxes: Sequence[Box]
+    writers: Sequence[int] | np.ndarray
+    layout: Layout | None = None
+    turn: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
+    """The layout of arrays of a shape and sharding."""
+    if (known := _of_mesh(sharding, shape)) is not None:
+        return known
+    holders: dict[Box, set[int]] = {}
+    ranges: dict[Any, Any] = {}  # equal ones are one object: with thousands of boxes that saves most of the memory
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = tuple(ranges.setdefault(one, one) for one in box_of(index or (), shape))
+        holders.setdefault(box, set()).add(device.process_index)
+    return Layout(list(holders), [sorted(own) for own in holders.values()])
+
+
+def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout | None:
+    """The layout as it follows from mesh and spec, without asking for thousands of boxes; None for other shardings."""
+    if type(sharding) is not jax.NamedSharding or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return None
+    mesh, spec = sharding.mesh, sharding.spec
+    plain = all(part is None or isinstance(part, str | tuple) for part in spec)
+    if not plain or len(spec) > len(shape) or getattr(spec, "unreduced", None):
+        return None
+    names = [(part,) if isinstance(part, str) else part or () for part in spec]
+    parts = [math.prod(mesh.shape[name] for name in own) for own in names] + [1] * (len(shape) - len(names))
+    if any(size % n or not size for size, n in zip(shape, parts, strict=True)):
+        return None
+    cuts = (range(0, size + 1, size // n) for size, n in zip(shape, parts, strict=True))
+    return Layout(Cells(cuts), _mesh_holders(mesh, tuple(itertools.chain(*names))))
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each place along some axes of a mesh, in C order, the processes that have devices there."""
+    first = [mesh.axis_names.index(name) for name in axes]
+    order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
+    numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    rows = numbers.transpose(order).reshape(math.prod(mesh.shape[name] for name in axes), -1)
+    return tuple(tuple(sorted(set(row))) for row in rows.tolist())
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(holders: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    most = max(map(len, holders))
+    return np.array([[own[n % len(own)] for n in range(most)] for own in holders], np.int32)
+
+
+@functools.lru_cache(maxsize=4096)
+def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
+    """The layout of what each of the holders has whole."""
+    return Layout(boxes, (holders,) * len(boxes))
+
+
+def plan(content: Content, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
+    """Who writes each array of a tree that all processes of a job have.
+
+    What each process has for itself counts as held by all of them, but for the leaves in `single`, which exist in
+    one process. The global arrays are shared out first, so that their writers do not depend on `single`.
+    """
+    leaves = [n for n, entry in enumerate(content.entries) if isinstance(entry, ArrayEntry) and n not in content.tied]
+    together: dict[int, tuple[Layout, int]] = {}
+    apart: dict[int, tuple[Layout, int]] = {}
+    for n in leaves:
+        entry: Any = content.entries[n]
+        layout = layout_of(content.shardings[n], entry.shape) if n in content.shardings else None
+        itemsize = dtypes.itemsize(entry.dtype)
+        if layout and n in content.global_leaves and owner(layout) is None:
+            together[n] = layout, itemsize
+        else:
+            boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
+            holders = (single[n],) if single and n in single else tuple(range(count))
+            apart[n] = held_by(boxes, holders), itemsize
+    loads = np.zeros(count, np.int64)
+    total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *apart.values()))
+    shares: dict[int, Share] = {}
+    for group in (together, apart):
+        shares.update(zip(group, share_out(list(group.values()), loads, total // count), strict=True))
+    return shares
+
+
+@functools.lru_cache(maxsize=4096)
+def owner(layout: Layout) -> int | None:
+    """The one process that holds everything, None when there are several."""
+    first = layout.holders[0]
+    return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None
+
+
+def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
+    """The shares of a process that writes alone, of the leaves that are spread over its devices."""
+    boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
+    for piece in pieces:
+        if piece.leaf in boxes:
+            boxes[piece.leaf].append(piece.box)
+    return {leaf: Share(own, [0] * len(own)) for leaf, own in boxes.items()}
+
+
+def handed_over(content: Content, shares: Mapping[int, Share] | None, index: int) -> list[Source]:
+    """What process `index` hands over, in the order in which it is written; without `shares`, all that it has.
+
+    Of global arrays that is what it writes; of what it has for itself everything, for that is to be compared with
+    what the other processes have.
+    """
+    if shares is None:
+        return sorted(content.sources, key=_misalignment)
+    own = _by_leaf(content.sources)
+    chosen: dict[int, Source] = {}
+    for leaf, box, _ in written(content.entries, shares, index):
+        if leaf in own:  # or it exists in another process only, which will turn out
+            n, source = _containing(own[leaf], box)
+            if leaf in content.global_leaves and source.box != box:
+                chosen[len(content.sources) + len(chosen)] = _part(source, box)
+            else:
+                chosen[n] = source
+    compared = (n for n, source in enumerate(content.sources) if source.leaf not in content.global_leaves)
+    return list({**chosen, **{n: content.sources[n] for n in compared}}.values())
+
+
+def pieces(
+    entries: Sequence[Any], sources: Sequence[Source], shares: Mapping[int, Share] | None, index: int
+) -> list[Piece]:
+    """What process `index` writes, in order; without `shares`, the sources as they are.
+
+    Those with one leaf and box are one piece, in several runs.
+    """
+    if shares is None:
+        return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(sources)]
+    own = _by_leaf(sources)
+    found: list[Piece] = []
+    for leaf, box, nbytes in written(entries, shares, index):
+        n, source = _containing(own[leaf], box)
+        begin = dtypes.itemsize(entries[leaf].dtype) * _offset(box, source.box)
+        found.append(Piece(leaf, box, n, begin, nbytes))
+    return found
+
+
+def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
+    """Leaf, box and size of what process `index` writes, in order.
+
+    Multiples of 64 bytes come first, then falling powers of two, so that each piece begins at an address from
+    which its elements can be used.
+    """
+    found: list[tuple[int, Box, int]] = []
+    for leaf in sorted(shares):
+        share, itemsize = shares[leaf], dtypes.itemsize(entries[leaf].dtype)
+        boxes = [share.boxes[n] for n in np.flatnonzero(np.asarray(share.writers) == index).tolist()]
+        found += [(leaf, box, itemsize * math.prod(extent(box))) for box in boxes]
+    found.sort(key=lambda one: alignment(one[2]))
+    return found
+
+
+def _misalignment(source: Source) -> int:
+    """Of the piece that a source is a part of, for its parts stay together."""
+    if source.piece is None:
+        return alignment(source.nbytes)
+    return alignment(math.prod(extent(source.piece)) * np.dtype(source.dtype).itemsize)
+
+
+def alignment(nbytes: int) -> int:
+    """The place of a piece of so many bytes in the order of writing."""
+    return -min(nbytes & -nbytes, 64) if nbytes else -64
+
+
+def _by_leaf(sources: Sequence[Source]) -> dict[int, list[tuple[int, Source]]]:
+    found: dict[int, list[tuple[int, Source]]] = {}
+    for n, source in enumerate(sources):
+        found.setdefault(source.leaf, []).append((n, source))
+    return found
+
+
+def _containing(sources: Sequence[tuple[int, Source]], box: Box) -> tuple[int, Source]:
+    """The source with a box in it, and its number."""
+    return next(one for one in sources if one[1].box == box or intersect(one[1].box, box) == box)
+
+
+def _part(source: Source, box: Box) -> Source:
+    """A part of a source by itself: of an array on an accelerator no more than that is to be copied."""
+    data = source.data if source.copies else np.asarray(source.data)
+    data = data[slices(box, source.box)]
+    return Source(source.leaf, box, data, source.dtype, math.prod(extent(box)) * source.dtype.itemsize, source.copies)
+
+
+def _offset(box: Box, origin: Box) -> int:
+    """The number of elements of `origin`, in C order, before the first of `box`."""
+    found = 0
+    for (start, _), (first, last) in zip(box, origin, strict=True):
+        found = found * (last - first) + start - first
+    return found
+
+
+def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) -> list[Share]:
+    """Chooses the writers of arrays, given as layouts and bytes per element.
+
+    `loads` are the bytes that each process writes anyway, which are added to, and `fair` what each should write.
+    The largest come first, each given to the holders with the least to do; what is larger than a quarter of a fair
+    share is cut up among its holders. So none has more than about a quarter more to do than is fair.
+    """
+    least = max(fair // 8, _LEAST)
+    shares: list[Any] = [None] * len(arrays)
+    for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
+        layout, itemsize = arrays[n]
+        turns, largest = layout.turns, layout.largest * itemsize
+        parts = min(turns.shape[1], largest // least)
+        if parts > 1:
+            shares[n] = _cut_up(layout, itemsize, parts, loads)
+            continue
+        sizes = layout.elements * itemsize
+        turn = int((loads[turns] + sizes[:, None]).max(axis=0).argmin()) if turns.shape[1] > 1 else 0
+        np.add.at(loads, turns[:, turn], sizes)
+        shares[n] = Share(layout.boxes, turns[:, turn], layout, turn)
+    return shares
+
+
+def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Share:
+    boxes: list[Box] = []
+    writers: list[int] = []
+    cuts = _cuts(layout, itemsize, parts)
+    for box, holders in zip(layout.boxes, layout.holders, strict=True):
+        idlest = np.array(holders)[np.argsort(loads[list(holders)], kind="stable")]
+        for cell, writer in zip(cells(box, cuts), itertools.cycle(idlest)):
+            boxes.append(cell)
+            writers.append(int(writer))
+            loads[writer] += math.prod(extent(cell)) * itemsize
+    return Share(boxes, writers)
+
+
+class Cut(NamedTuple):
+    """Into how many parts an axis is cut, and of what number of rows the parts are multiples."""
+
+    parts: int
+    rows: int
+
+
+def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
+    """Cuts along the leading axes, so that each cell is one run of bytes of its box.
+
+    They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows cannot be
+    dealt out evenly to so many parts there are about eight times as many cells.
+    """
+    shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
+    cuts: list[Cut] = []
+    finer = 1
+    for axis, size in enumerate(shape):
+        if finer == 1 and size % parts and parts % size and size < _FINER * parts:
+            finer = _FINER
+            parts *= finer
+        if size % parts == 0 or size >= parts * _FINER // finer:
+            row = itemsize * math.prod(shape[axis + 1 :])
+            even = 64 // math.gcd(row, 64)  # rows that are a multiple of 64 bytes, and begin where they can be adopted
+            cuts.append(Cut(parts, even if size >= _FINER * parts * even else 1))
+            parts = 1
+        else:
+            cuts.append(Cut(size, 1))
+            parts = -(-parts // size)
+    return cuts
+
+
+def cells(box: Box, cuts: Sequence[Cut]) -> Iterator[Box]:
+    """The parts of a box."""
+    axes = [_ranges(start, stop, cut) for (start, stop), cut in zip(box, cuts, strict=True)]
+    return itertools.product(*axes)
+
+
+def _ranges(start: int, stop: int, cut: Cut) -> list[tuple[int, int]]:
+    size = stop - start
+    parts = min(cut.parts, size)
+    steps = [n * size // parts // cut.rows * cut.rows for n in range(parts)]
+    ends = [*sorted({start + step for step in steps}), stop]
+    return list(itertools.pairwise(ends))

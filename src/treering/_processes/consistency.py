@@ -1,0 +1,178 @@
+"""Whether all processes of a job save the same tree, before anything is written, and restore the same checkpoint.
+
+Of global arrays each process has its part. Everything else (NumPy arrays, scalars, JAX arrays on a process's own
+devices) is in every process, and what is written is only right when all have the same.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from .._core.entries import ArrayEntry
+from .._core.skeleton import Skeleton
+from .._core.text import describe, shorten
+from .._pytree import iterators
+from .._pytree.leaves import Content
+from .._pytree.live_tree import Feed
+from ..errors import CorruptError, MismatchError, TreeringError
+from ..stores.reading import ReplacedError
+from .assignment import Layout, layout_of, owner
+from .coordinator import Call
+
+T = TypeVar("T")
+_SHOWN = 20  # differences
+_TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
+
+
+def settle(call: Call, tree: Skeleton, content: Content, feed: Feed) -> dict[int, int]:
+    """Compares the trees; returns the leaves that exist in one process only, and in which.
+
+    Raises `MismatchError` that names the paths which differ, in every process.
+    """
+    if call.count == 1:
+        return {}
+    call.doing("comparing")
+    remote = _remote(content)
+    digests = _digests(content, feed)
+    rows = [_row(content, leaf) for leaf in range(len(content.entries))]
+    word = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
+    odd, found = call.agree(word, lambda words: _compare(content, words))
+    single: dict[int, int] = dict(found)
+    if single and odd is None:  # now it is known which leaves are not to be compared
+        contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
+        odd = call.agree(contents, lambda words: next((n for n, w in enumerate(words) if w != words[0]), None))
+    if odd is None:
+        _join_iterators(call, content)
+    else:
+        ours = [[*row, "" if leaf in single else digests.get(leaf, "")] for leaf, row in enumerate(rows)]
+        call.agree(ours if call.index == odd else None, lambda words: _raise_differences(ours, words[odd], odd))
+    return single
+
+
+def _join_iterators(call: Call, content: Content) -> None:
+    """Gives process 0, which writes the manifest, the states of the iterators of all processes."""
+    own = {n: entry for n, entry in enumerate(content.entries) if entry.type == "iterator"}
+    if not own:
+        return
+
+    def join(words: Sequence[Any]) -> None:
+        for n, states in zip(own, zip(*words, strict=True), strict=True):
+            content.entries[n] = iterators.together(own[n].path, states)
+
+    call.agree([iterators.state(entry) for entry in own.values()], join)
+
+
+def _remote(content: Content) -> dict[int, int]:
+    """The leaves that another process has for itself."""
+    layouts = {n: layout_of(content.shardings[n], _shape(content, n)) for n in content.global_leaves}
+    return {n: process for n, layout in layouts.items() if (process := owner(layout)) is not None}
+
+
+def _shape(content: Content, leaf: int) -> tuple[int, ...]:
+    entry = content.entries[leaf]
+    assert isinstance(entry, ArrayEntry)
+    return entry.shape
+
+
+def _digests(content: Content, feed: Feed) -> dict[int, str]:
+    """Of what this process has for itself, the checksum of each leaf's bytes."""
+    own = [n for n, source in enumerate(feed.sources) if source.leaf not in content.global_leaves]
+    found: dict[int, xxhash.xxh3_64] = {}
+    for n in sorted(own, key=lambda n: (feed.sources[n].leaf, feed.sources[n].box)):
+        found.setdefault(feed.sources[n].leaf, xxhash.xxh3_64()).update(feed.peek(n).data)
+    return {leaf: digest.hexdigest() for leaf, digest in found.items()}
+
+
+def _row(content: Content, leaf: int) -> list[str]:
+    """What must be the same in every process but for the bytes: path, kind and value, placement."""
+    entry = content.entries[leaf]
+    if entry.type == "iterator":  # each process has its own state
+        return [entry.path, "iterator", ""]
+    if not isinstance(entry, ArrayEntry):
+        return [entry.path, f"{entry.type} {shorten(entry.decode())}", _hash(entry.value)]
+    placement = content.tied.get(leaf)
+    if leaf in content.shardings:
+        layout = layout_of(content.shardings[leaf], entry.shape)
+        split = leaf in content.global_leaves and owner(layout) is None
+        if split or len(layout.boxes) > 1:  # another process has one that is whole on one device
+            placement = _placement(layout, split)
+    return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement(layout: Layout, split: bool) -> str:
+    return _hash([layout.boxes.cuts, layout.holders if split else None])
+
+
+def _hash(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(value))
+
+
+def _compare(content: Content, words: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
+    """The first process whose tree differs from that of process 0, and the leaves of single processes."""
+    trees, contents, remotes = zip(*words, strict=True)
+    single = dict(pair for remote in remotes for pair in remote)
+    for process, remote in enumerate(remotes):
+        expected = {leaf: owner for leaf, owner in single.items() if owner != process}
+        if dict(remote) != expected:
+            leaf = next(leaf for leaf in single if dict(remote).get(leaf) != expected.get(leaf))
+            raise MismatchError(
+                f"{content.entries[leaf].path}: it lies on the devices of process {single[leaf]} alone, according to "
+                f"some processes, but not to process {process}; expected the same array in all"
+            )
+    differing = (n for n in range(len(words)) if trees[n] != trees[0] or (not single and contents[n] != contents[0]))
+    return next(differing, None), list(single.items())
+
+
+def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: int) -> None:
+    known, other = {row[0]: row for row in ours}, {row[0]: row for row in theirs}
+    lines: list[str] = []
+    for path in {**known, **other}:
+        a, b = known.get(path), other.get(path)
+        if a != b:
+            shown = [row[1] if row else "nothing" for row in (a, b)]
+            how = "other values" if a and b and a[3] != b[3] else "spread over processes otherwise"
+            found = f"{shown[1]}{f' ({how})' if shown[0] == shown[1] else ''}"
+            lines.append(f"  {path or '(root)'}: process 0 has {shown[0]}, process {process} {found}")
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    raise MismatchError(
+        "\n".join(
+            [
+                "expected the same tree in every process, for only one writes what all have; nothing was written:",
+                *(lines[:_SHOWN] or [f"  the containers of process {process} are others than those of process 0"]),
+                *more,
+            ]
+        )
+    )
+
+
+def everywhere(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
+    """The result of an attempt that worked in every process, on one and the same checkpoint.
+
+    Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
+    """
+    for _ in range(_TRIES):
+        result: Any = None
+        problem: TreeringError | None = None
+        try:
+            result = attempt()
+        except (CorruptError, ReplacedError) as error:
+            problem = error
+        word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
+        found = call.agree(word, _first_problem)
+        if found is None:
+            return result
+        if found:
+            process, damaged, text = found
+            kind = CorruptError if damaged else ReplacedError
+            raise problem if isinstance(problem, kind) else kind(f"process {process}: {text}")
+    raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
+
+
+def _first_problem(words: Sequence[Any]) -> list[Any] | None:
+    """The first process with a problem, and which; nothing when the processes have read different checkpoints."""
+    problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
+    return problem or (None if len(set(words)) == 1 else [])

@@ -1,0 +1,375 @@
+"""The processes of a job, and how they agree.
+
+Everything goes through the key-value store of `jax.distributed`: never through device collectives, so that it
+may happen in a background thread, and never through its barriers, of which one that timed out stays broken.
+Process 0 hears everyone and tells everyone; nobody else listens to anybody but process 0. In a call, each
+process shows a pulse, and who shows none for `timeout` seconds is taken for dead.
+
+A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
+out takes no other along. Its keys: ``pulse/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its word
+in the first exchange, and ``0/answer`` what process 0 made of the words.
+
+A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
+have given up. All make the calls of the main thread in one order, and ``treering/now/3`` is the latest that process 3
+has begun there: who waits for a process that has gone on gives up at once, and so comes to where the others are.
+"""
+
+import collections
+import contextlib
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from .. import errors
+from .._threads.pool import start
+from ..errors import MismatchError, PeerError, TreeringError, UnsupportedError
+from .calls import Alone, Call
+
+_PULSE = 1.0  # seconds between signs of life
+_LOOK = 0.25  # seconds between looks at them
+_GONE = 2.0  # seconds for which another process is seen in a later call before that is believed, at most
+_KEPT = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
+_MOST = 10_000  # kinds of calls that are counted
+_FAILED = "failed "
+_NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
+_EVERYONE = (
+    "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
+    'processes="this" saves one process\'s data alone'
+)
+
+_counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
+_over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
+_ordinal = 0  # of the latest call that the main thread has begun
+_inherited: Any = None  # the store of the job that a process was in when this one was forked from it
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raises `MismatchError` for what is no number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
+
+
+def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
+    """A collective call of the processes of this job; `what` describes it and is the same everywhere."""
+    if processes not in ("all", "this"):
+        raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
+    check_timeout(timeout)
+    job = _job() if processes == "all" else None
+    if job and job[0] is None:
+        import jax
+
+        raise UnsupportedError(
+            f"{what}: expected the key-value store of the job, which JAX has no public way to, found none where JAX "
+            f"{jax.__version__} should have it; use a treering for this JAX, or processes='this'"
+        )
+    if job and job[0] is _inherited:
+        raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
+    return Together(*job, what, timeout) if job else Alone()
+
+
+def several() -> bool:
+    """Whether this job has more than one process."""
+    return _job() is not None
+
+
+def position() -> tuple[int, int]:
+    """The index of this process in its job, and how many there are."""
+    job = _job()
+    return job[1:] if job else (0, 1)
+
+
+def forget_after_fork() -> None:
+    """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
+    global _inherited
+    if "jax._src.distributed" in sys.modules and (job := state()):
+        _inherited = job.client
+
+
+def _job() -> tuple[Any, int, int] | None:
+    """The store, this process's index and how many there are; None when there is only one.
+
+    Where JAX has its store elsewhere than it had, that is None.
+    """
+    if job := state():
+        several = job.client is not None and (job.num_processes or 1) > 1
+        return (job.client, job.process_id, job.num_processes) if several else None
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # which starts the backends, so it is no more
+        return None  # than the second choice
+    return None, jax.process_index(), jax.process_count()
+
+
+def state() -> Any:
+    """What JAX knows of the job, with its store; it has no public name. None where JAX has none of that."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    fields = ("client", "process_id", "num_processes", "preemption_sync_manager")
+    return global_state if all(hasattr(global_state, name) for name in fields) else None
+
+
+class Together:
+    """A call that every process of the job makes."""
+
+    def __init__(self, client: Any, index: int, count: int, what: str, timeout: float):
+        self.index, self.count, self.undecided = index, count, False
+        self._client, self._what, self.timeout = client, what, timeout
+        self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
+        self._exchanges = itertools.count()
+        self._doing = "beginning"
+        self._cancelled: BaseException | None = None
+        self._heard_of_failure = False
+        self._silent: dict[int, tuple[str, float]] = {}  # the last pulse of a process, and for how long it is that
+        self._looked = time.monotonic()
+        self._ended = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
+        self._pulse: threading.Thread | None = None
+        self._ordered = threading.current_thread() is threading.main_thread()
+        self._ordinal = 0
+        self._met = False  # process 0, in this call
+        self._ahead: dict[int, float] = {}  # since when a process is seen in a later call
+        if self._ordered:  # also of a call that fails here
+            global _ordinal
+            _ordinal = self._ordinal = _ordinal + 1
+        self._number = self._next()
+        try:
+            while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
+                self._number = self._next()  # process 0 has made that one without us
+        except PeerError:
+            self._uncount()
+            raise
+
+    def doing(self, what: str) -> None:
+        self._doing = what
+        self._wake.put(None)
+        if self._pulse is None:
+            self._pulse = threading.Thread(target=self._beat, name="treering-pulse", daemon=True)
+            start(self._pulse)
+
+    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        exchange = next(self._exchanges)
+        if not self.index:
+            return self._answer(exchange, decide(self._gather(exchange, mine)))
+        self.undecided = True  # before the word is out: nobody knows whether a call that failed has not arrived
+        self._set(f"{exchange}/{self.index}", mine)
+        return self._told(exchange)
+
+    def tell(self, decide: Callable[[], Any]) -> Any:
+        exchange = next(self._exchanges)
+        return self._told(exchange) if self.index else self._answer(exchange, decide())
+
+    def check(self) -> None:
+        if self.index:
+            self._check([0])
+
+    def cancel(self, reason: BaseException) -> None:
+        self._cancelled = reason
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.put(None)
+        if self._pulse and self._pulse.is_alive():  # or an interrupt came first; if it ever begins, it ends at once
+            self._pulse.join(self.timeout)  # so that no pulse comes after what is said next
+        if isinstance(error, PeerError) and self.index and not self._met:
+            self._withdraw()
+        elif error:
+            kind = type(error).__name__ if isinstance(error, TreeringError) else ""
+            text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
+            try:
+                self._put(f"{self.name}/pulse/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
+            except PeerError:  # process 0 is gone, and its store
+                return
+        if not self.index:
+            _over.append((time.monotonic(), self.name))
+            self._delete_old()
+
+    def _withdraw(self) -> None:
+        """Leaves no trace of a call that process 0 has not made."""
+        self._uncount()
+        with contextlib.suppress(PeerError):
+            self._reach(self._client.key_value_delete, f"{self.name}/pulse/{self.index}")
+
+    def _uncount(self) -> None:
+        """The next call of this kind gets the number of this one, which process 0 has still to give."""
+        if _counts.get(self._what) == self._number:
+            _counts[self._what] -= 1
+
+    # What process 0 does
+
+    def _gather(self, exchange: int, mine: Any) -> list[Any]:
+        words: dict[int, Any] = {0: mine}
+        while True:
+            for index, text in self._listed(f"{self.name}/{exchange}/").items():
+                if index not in words:
+                    words[index] = msgspec.json.decode(text)
+            missing = [index for index in range(self.count) if index not in words]
+            if not missing:
+                return [words[index] for index in range(self.count)]
+            self._check(missing)
+            self._await(f"{exchange}/{missing[0]}")
+
+    def _answer(self, exchange: int, answer: Any) -> Any:
+        self._set(f"{exchange}/answer", answer)
+        return answer
+
+    def _delete_old(self) -> None:
+        while _over and time.monotonic() - _over[0][0] > _KEPT:
+            self._reach(self._client.key_value_delete, f"{_over.popleft()[1]}/")
+
+    # What the others do
+
+    def _told(self, exchange: int) -> Any:
+        while (text := self._await(f"{exchange}/answer")) is None:
+            try:
+                self._check([0])
+            except TreeringError:
+                if not self._heard_of_failure:
+                    raise
+                # It may have failed after it had answered, and then what it answered holds.
+                if (text := self._get(f"{self.name}/{exchange}/answer", None)) is None:
+                    self.undecided = False
+                    raise
+                break
+        self.undecided, self._met = False, True
+        return msgspec.json.decode(text)
+
+    # What all do
+
+    def _check(self, awaited: list[int]) -> None:
+        """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
+        if self._cancelled:
+            raise self._cancelled
+        pulses = self._listed(f"{self.name}/pulse/") if self.index == 0 else {0: self._get(f"{self.name}/pulse/0", "")}
+        now = time.monotonic()
+        since, self._looked = min(now - self._looked, _PULSE), now  # a job that was stopped as a whole is not dead
+        for index in awaited:
+            pulse = pulses.get(index, "")
+            if pulse.startswith(_FAILED):
+                self._heard_of_failure = True
+                kind, text = msgspec.json.decode(pulse.removeprefix(_FAILED))
+                raise getattr(errors, kind, PeerError)(
+                    text if text.startswith("process ") else f"process {index}: {text}"
+                )
+            before, silence = self._silent.get(index, ("", 0.0))
+            self._silent[index] = pulse, silence + since if pulse == before else 0.0
+        self._met = self._met or bool(self._silent.get(0, ("",))[0])
+        silent = [index for index in awaited if self._silent[index][1] > self.timeout]
+        if silent:
+            self._raise_silent(silent)
+        if self._ordered:  # who has been in this call is in it, however slow
+            self._check_gone([index for index in awaited if not self._silent[index][0]], now)
+
+    def _check_gone(self, quiet: list[int], now: float) -> None:
+        """Raises `PeerError` when one of those has gone on to a call that this process has not come to."""
+        if not quiet:
+            return
+        latest = self._listed(_NOW) if self.index == 0 else {0: self._get(f"{_NOW}0", _NOWHERE)}
+        for index in quiet:
+            what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
+            if ordinal <= self._ordinal or number <= _counts.get(what, -1):
+                self._ahead.pop(index, None)
+            elif now - self._ahead.setdefault(index, now) >= min(_GONE, self.timeout / 8):
+                raise PeerError(
+                    f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
+                    f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
+                )
+
+    def _raise_silent(self, silent: list[int]) -> None:
+        seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
+        shown = []
+        for index, doing in list(seen.items())[:5]:
+            what = "" if doing else msgspec.json.decode(self._get(f"{_NOW}{index}", _NOWHERE))[0]
+            elsewhere = "not in this call" + (f"; its last is {what}" if what else "")
+            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere})")
+        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+        hint = "; it is dead or cut off, and nothing was committed"
+        if self.undecided:
+            hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
+        if not any(seen.values()):
+            hint = _EVERYONE
+        raise PeerError(f"{self._what}: nothing heard for {self.timeout:g} s from {', '.join(shown)}{more}{hint}")
+
+    def _beat(self) -> None:
+        try:
+            for beat in itertools.count():
+                if not beat and self._ordinal == _ordinal:  # also of a call that is over: others look for this process
+                    where = [self._what, self._number, self._ordinal]
+                    self._put(f"{_NOW}{self.index}", msgspec.json.encode(where).decode())
+                if self._ended:
+                    return
+                self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
+                with contextlib.suppress(queue.Empty):
+                    self._wake.get(timeout=min(_PULSE, self.timeout / 4))
+        except PeerError:  # process 0 is gone, and its store; who waits for it finds out
+            return
+
+    @property
+    def name(self) -> str:
+        return f"treering/{self._hash}/{self._number}"
+
+    def _next(self) -> int:
+        """The number of the next call of this kind."""
+        n = _counts.pop(self._what, -1) + 1
+        _counts[self._what] = n
+        if len(_counts) > _MOST:
+            _counts.popitem(last=False)
+        return n
+
+    def _set(self, key: str, value: Any) -> None:
+        self._put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
+
+    def _put(self, key: str, text: str) -> None:
+        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
+
+    def _listed(self, directory: str) -> dict[int, str]:
+        """The values below a key by process."""
+        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
+        named = ((key.rpartition("/")[2], value) for key, value in found)
+        return {int(name): value for name, value in named if name.isdigit()}
+
+    def _await(self, key: str) -> str | None:
+        """The value of a key, None when there is none after a while."""
+        get = self._client.blocking_key_value_get
+        return self._reach(get, f"{self.name}/{key}", int(_LOOK * 1000), absent=("DEADLINE_EXCEEDED", None))
+
+    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
+        """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.
+
+        `absent` is what to return for the error that says there is nothing.
+        """
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append((ask(*args), None))
+            except RuntimeError as error:
+                found.append((None, error))
+
+        if self.index == 0:  # the store is in this process
+            work()
+        else:  # its client waits for ever for a process 0 that stands still
+            thread = threading.Thread(target=work, name="jax-store", daemon=True)
+            start(thread)
+            thread.join(self.timeout)
+        if not found:
+            raise PeerError(f"{self._what}: process 0 has not answered for {self.timeout:g} s")
+        value, error = found[0]
+        if error is None:
+            return value
+        if absent[0] and absent[0] in str(error):
+            return absent[1]
+        raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error

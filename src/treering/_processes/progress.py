@@ -1,0 +1,72 @@
+"""Progress bars, where a person looks."""
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._core.boxes import Box
+from .._core.entries import ArrayEntry
+from . import coordinator
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from .._core.source import Reader
+
+_log = logging.getLogger("treering")
+
+
+def _console() -> "Console | None":
+    """Where a person looks; None where nobody does."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_jupyter:
+        return console if sys.stderr.isatty() else None
+    if importlib.util.find_spec("ipywidgets"):
+        return console
+    _log.warning("progress=True: no bar is shown, for in a notebook that takes the package ipywidgets")
+    return None
+
+
+@contextlib.contextmanager
+def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """What is to be called with the bytes that were moved, of `nbytes` in all.
+
+    Nothing is shown unless that is wanted, stderr is a terminal or a notebook's, and this is process 0.
+    """
+    console = _console() if wanted and not coordinator.position()[0] else None
+    if console is None:
+        yield lambda nbytes: None
+        return
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as shown:
+        task = shown.add_task(what, total=nbytes)
+        yield lambda nbytes: shown.advance(task, nbytes)
+
+
+class Watched:
+    """A reader that tells how many bytes it has read."""
+
+    def __init__(self, reader: "Reader", moved: Callable[[int], None]):
+        self._reader, self._moved = reader, moved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> "list[np.ndarray]":
+        arrays = self._reader.read(wanted, **options)
+        self._moved(sum(array.nbytes for array in arrays))
+        return arrays

@@ -1,0 +1,1 @@
+"""Pytrees and their leaves."""

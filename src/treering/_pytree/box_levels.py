@@ -1,0 +1,60 @@
+"""Boxes that do not show in the paths here, and show as levels in what other libraries write.
+
+Orbax has ``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state, and it and Flax for a Linen parameter with
+partitioning. Where there are boxes only the tree tells: the template of a restore, or the tree that is saved.
+"""
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+
+from .._core.entries import Entry
+from .._core.skeleton import Node, Skeleton, containers
+from .walk import Walk
+
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # at a path, from the outside in: of which kind, and its child's name
+_SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
+
+
+def shown(path: str, boxes: Boxes, kinds: Collection[str]) -> str:
+    """A path as it is where boxes of these kinds are levels."""
+    parts = _names("", boxes, kinds)
+    place = ""
+    for n, part in enumerate(path.split("/") if path else ()):
+        place = f"{place}/{part}" if n else part
+        parts += [part, *_names(place, boxes, kinds)]
+    return "/".join(parts)
+
+
+def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> Skeleton:
+    """The skeleton of a tree in which boxes of these kinds are levels."""
+    found: list[Node | int] = []
+    for _, path, node in containers(skeleton):
+        found += [Node("object", "", [name]) for name in _names(path, boxes, kinds)]
+        found.append(node)
+    return found
+
+
+def named(walked: Walk, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The leaves of a checkpoint under the names that a tree has for them."""
+    names = {there: path for path, there in hidden(walked.paths, walked.boxes, entries).items()}
+    return {names.get(path, path): entry for path, entry in entries.items()} if names else entries
+
+
+def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:
+    """A tree's paths that are found among names with levels for boxes, and as what; none where fewer are found so.
+
+    What is decided is decided for all: a tree in a box may have a key that is called like the box's level.
+    """
+    best: dict[str, str] = {}
+    if boxes:
+        listed = list(paths)
+        most = sum(path in names for path in listed)
+        for kinds in _SHOWN:
+            candidates = {path: shown(path, boxes, kinds) for path in listed}
+            found = {path: name for path, name in candidates.items() if name in names}
+            if len(found) > most:
+                most, best = len(found), {path: name for path, name in found.items() if name != path}
+    return best
+
+
+def _names(path: str, boxes: Boxes, kinds: Collection[str]) -> list[str]:
+    return [name for kind, name in boxes.get(path, ()) if kind in kinds]

@@ -1,0 +1,151 @@
+"""Data iterators and generators of random numbers as leaves: what is saved of them, and how they get it back.
+
+An iterator is what has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or
+`getstate` and `setstate`, as `random.Random` has, or NumPy's bit generator. Its state is of one process, and plain:
+numbers, text, bytes, containers and small NumPy arrays.
+"""
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .._core.entries import ValueEntry
+from .._core.states import MAX_STATE_BYTES, decode_state, encode_state, of_processes
+from .._threads.reentry import calls_back
+from ..errors import MismatchError, UnsupportedError
+
+_log = logging.getLogger("treering")
+_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
+_CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
+_SPAWNED = "n_children_spawned"  # what NumPy calls how many generators were made of one, which its state lacks
+_GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
+
+
+class _Frozen:
+    def __init__(self, state: Any):
+        self._state = state
+
+    def get_state(self) -> Any:
+        return decode_state(self._state, 0)
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError  # it is only saved
+
+
+def is_iterator(leaf_type: type) -> bool:
+    """Whether leaves of a type have a state to save."""
+    return _methods(leaf_type) is not None
+
+
+def why_not(leaf_type: type) -> str:
+    """What to do with data and iterators that have no state to save; "" for what is neither."""
+    methods = "get_state and set_state, or state_dict and load_state_dict (Grain's iterators have the former)"
+    instead = "or save how much of it was used as a number, and begin from there"
+    if hasattr(leaf_type, "__next__"):
+        return f"an iterator needs the methods {methods}; give it these, {instead}"
+    iterable = any("__iter__" in vars(base) for base in leaf_type.__mro__)  # and not only its class, as with enums
+    other = issubclass(leaf_type, _CONTAINERS) or hasattr(leaf_type, "__array__")
+    if iterable and not other and leaf_type.__module__ not in ("builtins", "collections"):
+        return f"put iter(…) of it into the tree, if that has the methods {methods}, {instead}"
+    return ""
+
+
+@calls_back
+def state_of(leaf: Any) -> Any:
+    """The state of an iterator as JSON. Raises `UnsupportedError` for what no manifest can hold."""
+    methods = _methods(type(leaf))
+    assert methods
+    state = encode_state(methods[0](leaf), "", 0)
+    if (size := len(msgspec.json.encode(state))) > MAX_STATE_BYTES:
+        raise UnsupportedError(
+            f"an iterator whose state takes {size} bytes; expected at most {MAX_STATE_BYTES}: save "
+            "large buffers as arrays"
+        )
+    return state
+
+
+def frozen(leaf: Any) -> Any:
+    """An iterator that stands where this one stands now. Raises `UnsupportedError` for what no manifest can hold."""
+    return _Frozen(state_of(leaf))
+
+
+def together(path: str, states: Sequence[Any]) -> ValueEntry:
+    """The entry of an iterator, from the states of all processes; Grain's elastic ones have one for all.
+
+    Raises `MismatchError` when processes do not agree on such a state.
+    """
+    elastic = [state for state in states if state[0] == "dict" and [key for key, _ in state[1]] == [["str", _GLOBAL]]]
+    if len(elastic) == len(states):
+        if any(state != states[0] for state in states):
+            raise MismatchError(
+                f"{path}: an elastic iterator is at another position in each process; expected the same"
+            )
+        return ValueEntry(path, "iterator", ["all", [states[0]]])
+    return ValueEntry(path, "iterator", ["each", list(states)])
+
+
+def state(entry: Any) -> Any:
+    """The state of this process, as `state_of` gave it, before those of the others are there."""
+    return entry.value[1][0]
+
+
+def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
+    """The state for one of `count` processes, and how many processes have saved theirs; None when that differs."""
+    kind, states = of_processes(entry.value)
+    if kind == "all":
+        return decode_state(states[0], 0), count
+    return decode_state(states[index], 0) if len(states) == count else None, len(states)
+
+
+@calls_back
+def put_back(path: str, leaf: Any, state: Any) -> None:
+    """Sets an iterator to a state. Raises `MismatchError` when it does not take it."""
+    methods = _methods(type(leaf))
+    assert methods
+    try:
+        methods[1](leaf, state)
+    except Exception as error:
+        raise MismatchError(
+            f"{path}: this {type(leaf).__name__} does not take the state that was saved: {error!r}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=512)
+def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None:
+    """What asks a leaf of a type for its state, and what sets it."""
+    if issubclass(leaf_type, np.random.Generator | np.random.BitGenerator):
+        return _numpy_state, _set_numpy_state
+    for get, put in _METHODS:
+        if callable(getattr(leaf_type, get, None)) and callable(getattr(leaf_type, put, None)):
+            return operator.methodcaller(get), functools.partial(_call, put)
+    return None
+
+
+def _call(method: str, leaf: Any, state: Any) -> None:
+    getattr(leaf, method)(state)
+
+
+def _numpy_state(generator: Any) -> dict[str, Any]:
+    bits = getattr(generator, "bit_generator", generator)
+    return {**bits.state, _SPAWNED: getattr(bits.seed_seq, _SPAWNED, 0)}
+
+
+def _set_numpy_state(generator: Any, state: dict[str, Any]) -> None:
+    bits = getattr(generator, "bit_generator", generator)
+    spawned = state.pop(_SPAWNED)
+    bits.state = state
+    rest = spawned - getattr(bits.seed_seq, _SPAWNED, 0)
+    if rest > 0:
+        bits.seed_seq.spawn(rest)  # so that the next one is another
+    elif rest < 0:
+        _log.warning(
+            "a generator of NumPy had spawned %d others when it was saved and has now spawned %d, which cannot be "
+            "taken back: the next ones are not those that it would have spawned then; restore into a new one",
+            spawned,
+            spawned - rest,
+        )

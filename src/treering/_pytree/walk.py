@@ -1,0 +1,181 @@
+"""A pytree as paths and leaves, and its skeleton."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .._core.paths import join, key_text, key_texts
+from .._core.skeleton import LEAF, Node, Skeleton, encode_key
+from .._threads.reentry import calls_back
+from ..errors import UnsupportedError
+from . import flax
+
+
+class Walk(NamedTuple):
+    """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
+
+    `boxes` are those that do not show in the paths, by the path of what is in them, from the outside in: of which kind
+    each is, and what it calls its child.
+    """
+
+    paths: Sequence[str]
+    leaves: Sequence[Any]
+    skeleton: Skeleton
+    boxes: Mapping[str, Sequence[tuple[str, str]]]
+
+
+class _Names(NamedTuple):
+    """What follows from a treedef; `nones` are the places of None, which JAX takes for containers.
+
+    Treedefs with the keys 1, 1.0 and True are equal to one another; `text`, where there are such keys, is not.
+    """
+
+    paths: Sequence[str]
+    skeleton: Skeleton
+    boxes: Mapping[str, Sequence[tuple[str, str]]]
+    nones: frozenset[int]
+    text: str | None
+
+
+_known: dict[Any, _Names] = {}
+_knowing = threading.Lock()
+
+
+@calls_back
+def walk(tree: Any) -> Walk:
+    """Flattens a pytree. None is a leaf here: it keeps its place.
+
+    Paths and skeleton follow from JAX's treedef, so a training loop that saves the same structure again and
+    again gets those of the last time. Raises `UnsupportedError` for keys that no path can name and for two
+    leaves with one path.
+    """
+    import jax
+
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+        names = _known.get(treedef)
+    except (RecursionError, SystemError):  # which JAX makes of the former somewhere below
+        raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
+    except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
+        return _walk(tree)
+    if names is None or (names.text is not None and names.text != str(treedef)):
+        walked = _walk(tree)
+        nones = frozenset(n for n, leaf in enumerate(walked.leaves) if leaf is None)
+        if len(walked.leaves) - len(nones) != len(leaves):
+            raise UnsupportedError("a container of this tree flattens differently with and without key paths")
+        only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
+        text = None if only_text else str(treedef)
+        names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text)
+        with _knowing:
+            if len(_known) >= 4:
+                del _known[next(iter(_known))]
+            _known.pop(treedef, None)  # or an equal one would stay as the key
+            _known[treedef] = names
+    if names.nones:
+        rest = iter(leaves)
+        leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
+    return Walk(names.paths, leaves, names.skeleton, names.boxes)
+
+
+@calls_back
+def _walk(tree: Any) -> Walk:
+    import jax
+
+    registry = getattr(jax.tree_util, "default_registry", None)  # it is not documented, and takes a quarter of the time
+    flatten_one = getattr(registry, "flatten_one_level_with_keys", _flatten_one)
+    kinds = flax.box_types()
+    types = tuple(kinds.values())
+    boxes: dict[str, list[tuple[str, str]]] = {}
+    paths: list[str] = []
+    leaves: list[Any] = []
+    skeleton: list[Node | int] = []
+    problems: list[str] = []
+    stack: list[tuple[str, Any, bool]] = [("", tree, True)]
+    while stack:
+        path, value, root = stack.pop()
+        try:
+            flat = None if value is None else flatten_one(value)
+            if flat is None:
+                paths.append(path)
+                leaves.append(value)
+                skeleton.append(LEAF)
+                continue
+            pairs = list(flat[0])
+            if types and len(pairs) == 1 and isinstance(value, types):
+                kind = next(kind for kind, one in kinds.items() if isinstance(value, one))
+                boxes.setdefault(path, []).append((kind, key_text(_plain_key(pairs[0][0]))))
+                stack.append((path, pairs[0][1], root))
+                continue
+            node, names = _describe(value, [key for key, _ in pairs])
+            if not isinstance(node.keys, int) and len(set(node.children())) != len(pairs):
+                raise UnsupportedError(f"two children of this {type(value).__name__} have one key: {node.keys!r:.200}")
+            skeleton.append(node)
+            for (_, child), name in zip(reversed(pairs), reversed(names), strict=True):
+                stack.append((join(path, name, root=root), child, False))
+        except UnsupportedError as error:
+            problems.append(f"  {path or '(root)'}: {error}")
+        except (TypeError, ValueError) as error:  # dict keys of several types cannot be sorted
+            problems.append(f"  {path or '(root)'}: JAX cannot flatten this {type(value).__name__}: {error}")
+    if len(set(paths)) != len(paths):
+        seen: set[str] = set()
+        twice = {p for p in paths if p in seen or seen.add(p)}
+        problems += [f"  {path or '(root)'}: two leaves have this path; rename one of them" for path in sorted(twice)]
+    if problems:
+        raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
+    return Walk(paths, leaves, skeleton, boxes)
+
+
+def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
+    """The children of a container with their keys; None for a leaf."""
+    import jax
+
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if pairs and not pairs[0][0]:
+        return None
+    return [(path[0], child) for path, child in pairs], treedef
+
+
+@calls_back
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` with None as a leaf: the order of `walk`."""
+    import jax
+
+    return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+
+
+def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
+    """A container's node and the path components of its children."""
+    from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey
+
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return Node("list" if kind is list else "tuple", "", len(keys)), [str(i) for i in range(len(keys))]
+    name = "" if kind is dict else kind.__name__
+    fields = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and fields is not None and _are_fields(keys, fields):
+        return Node("namedtuple", name, list(fields)), key_texts(fields)
+    if keys and all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys):
+        return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
+    plain = [_plain_key(key) for key in keys]
+    of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))
+    return Node("dict" if of_dict else "object", name, [encode_key(k) for k in plain]), [key_text(k) for k in plain]
+
+
+def _are_fields(keys: Sequence[Any], fields: Sequence[str]) -> bool:
+    """Whether children are the fields of a named tuple, which may be registered with children of its own."""
+    from jax.tree_util import GetAttrKey
+
+    if len(keys) != len(fields) or not all(isinstance(key, GetAttrKey) for key in keys):
+        return False
+    names = [key.name for key in keys]
+    # The registry (jaxlib 0.10) repeats the first field's name for all.
+    return names == list(fields) or names == list(fields[:1]) * len(fields)
+
+
+def _plain_key(key: Any) -> Any:
+    """What a key object of JAX holds. Other registrations may use bare names."""
+    from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+    if isinstance(key, DictKey | FlattenedIndexKey):
+        return key.key
+    return key.name if isinstance(key, GetAttrKey) else key.idx if isinstance(key, SequenceKey) else key

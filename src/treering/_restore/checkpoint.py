@@ -1,0 +1,243 @@
+"""An open checkpoint: names and shapes at once, contents on request."""
+
+import datetime
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+
+from .._core import dtypes
+from .._core import skeleton as _skeleton
+from .._core.entries import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
+from .._core.lazy import LazyArray
+from .._core.paths import all_meant, below, closest, few, meant
+from .._core.skeleton import Skeleton
+from .._core.source import Reader
+from .._core.tracebacks import methods_at_the_caller
+from ..errors import NotFoundError
+
+if TYPE_CHECKING:
+    from .._save.options import RestoreOptions
+    from ..rules import Rule
+
+T = TypeVar("T")
+
+_log = logging.getLogger("treering")
+_SHOWN = 40  # leaves that a `repr` names
+
+
+@methods_at_the_caller
+class Checkpoint(Mapping[str, LazyArray | Any]):
+    """A checkpoint, or a part of one, as a mapping from path to leaf. Made by `treering.open`.
+
+    Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
+    """
+
+    def __init__(self, reader: Reader, entries: Mapping[str, Entry], skeleton: Skeleton | None, part: str = ""):
+        self._reader, self._entries, self._skeleton, self._part = reader, entries, skeleton, part
+
+    @property
+    def path(self) -> str:
+        """Where it lies, absolute."""
+        return self._reader.path
+
+    @property
+    def format(self) -> str:
+        """The name of its format."""
+        return self._reader.format
+
+    @property
+    def step(self) -> int | None:
+        """The step it was saved with, None when it was saved without."""
+        return self._reader.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics saved with it."""
+        return dict(self._reader.metrics)
+
+    @property
+    def metadata(self) -> Any:
+        """What was passed as `metadata=`; tuples have become lists."""
+        return self._reader.metadata
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        """When it was committed, in UTC; None where the format has no word about it."""
+        return self._reader.created
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk, of the whole checkpoint."""
+        return self._reader.nbytes
+
+    def __getitem__(self, path: str) -> LazyArray | Any:
+        entry = self._entries.get(path) or self._entries.get(meant(path, self._entries))
+        if entry is None:
+            check_whole(self._lost_above(path))
+            near = closest(path, list(self._entries))
+            inside = sum(below(name, path) is not None for name in self._entries)
+            hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
+            hint = hint or (f"; the closest name is {near}" if near else "")
+            raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
+        check_whole([entry])
+        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._reader, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _lost_above(self, path: str) -> Iterator[Entry]:
+        """The lost tree that a path may belong to."""
+        return (entry for name, entry in self._entries.items() if is_lost_tree(entry) and below(path, name) is not None)
+
+    def at(self, path: str) -> "Checkpoint":
+        """The part below a path, with paths relative to it. Raises `NotFoundError` when there is none."""
+        if not path:
+            return self
+        entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
+        skeleton = None if self._skeleton is None else _skeleton.subtree(self._skeleton, path)
+        if not entries and skeleton is None:
+            if (known := meant(path, _skeleton.places(self._entries))) != path:
+                return self.at(known)
+            check_whole(self._lost_above(path))
+            level = getattr(self._reader, "level", "")
+            if level and not self._part and (rest := below(path, level)) is not None:
+                return self.at(rest)
+            places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
+            near = closest(path, [*places, *self._entries])
+            hint = f"; closest: {near}" if near else ""
+            if self._reader.positional:
+                hint = (
+                    "; its leaves have only numbers; restore into a template of the whole and take the part of it, or "
+                    "choose leaves: tr.open(path).select(['4', '5']).restore(part)"
+                )
+            raise NotFoundError(f"{self.path}: nothing lies at {path!r}{hint}")
+        return Checkpoint(self._reader, entries, skeleton, f"{self._part}/{path}".lstrip("/"))
+
+    def select(self, glob: str | Iterable[str]) -> "Checkpoint":
+        """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
+
+        What is damaged, so that the names of its leaves are not known, is among them where any of these could fit.
+        Raises `NotFoundError` when there are none; of several globs, one that fits nothing is logged.
+        """
+        globs = all_meant(glob, self._entries)
+        entries = {path: entry for path, entry in self._entries.items() if fits(path, entry, globs)}
+        idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
+        if idle or not entries:
+            near = closest(idle[0], list(self._entries)) if idle else None
+            shown = few(tuple(self._entries)) + (f"; the closest name is {near}" if near else "")
+            problem = f"{self.path}: none of {len(self)} leaves fits {few(tuple(idle))!r}, found {shown}"
+            if not entries:
+                raise NotFoundError(problem)
+            _log.warning("%s", problem)
+        return Checkpoint(self._reader, entries, None, self._part)
+
+    def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
+        """The leaves as `treering.rules` change them, when they are read. Print it to see every name and shape.
+
+        Raises `MismatchError` for a rule that fits nothing, or not what it finds.
+        """
+        from .._core import views
+        from .._rules.common import apply
+
+        leaves = apply(rules, views.leaves_of(self._entries))
+        # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.
+        numbered = self._reader.positional and [path for path in self._entries if path in leaves] == list(leaves)
+        known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.untold)
+        view = views.View(self._reader, leaves, positional=numbered and known)
+        same = list(leaves) == list(self._entries)
+        return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)
+
+    def abstract(self) -> Any:
+        """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
+
+        Arrays of a dtype that JAX has not (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's: they
+        take no memory, and come back as NumPy's.
+        """
+        import jax
+        import numpy as np
+
+        from .targets import is_of_jax
+
+        def shape(entry: Entry) -> Any:
+            if isinstance(entry, ValueEntry):
+                return entry.decode()
+            if entry.type == "key":
+                from .restore import as_key
+
+                return jax.eval_shape(lambda d: as_key(d, entry), jax.ShapeDtypeStruct(entry.shape, "uint32"))
+            dtype = dtypes.to_numpy(entry.dtype)
+            if not is_of_jax(dtype):
+                return np.broadcast_to(np.zeros((), dtype), entry.shape)
+            return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
+
+        check_whole(self._entries.values())
+        values = [shape(entry) for entry in self._entries.values()]
+        return _skeleton.nest(self, values) if self._skeleton is None else _skeleton.build(self._skeleton, values)
+
+    @overload
+    def restore(self, like: None = None, **options: "Unpack[RestoreOptions]") -> Any: ...
+    @overload
+    def restore(self, like: T, **options: "Unpack[RestoreOptions]") -> T: ...
+    def restore(
+        self,
+        like: Any = None,
+        *,
+        at: str = "",
+        rules: "Sequence[Rule]" = (),
+        missing: str | Iterable[str] = "error",
+        extra: str | Iterable[str] = "error",
+        dtype: Any = None,
+        sharding: Any = None,
+        verify: bool = True,
+        mmap: bool | None = None,
+        memory_limit: int | None = None,
+        progress: bool = False,
+    ) -> Any:
+        """The tree, shaped like `like`. See `treering.restore`."""
+        from . import match
+        from . import restore as _restore
+
+        view = self.at(at).apply(rules) if rules else self.at(at)
+        name = self.path + (f", at {view._part}" if view._part else "")
+        return _restore.restore(
+            view._reader,
+            view._entries,
+            view._skeleton,
+            like,
+            match.Policy(missing, extra, dtype, at, bool(rules)),
+            name=name,
+            sharding=sharding,
+            verify=verify,
+            mmap=mmap,
+            memory_limit=memory_limit,
+            progress=progress,
+        )
+
+    def __repr__(self) -> str:
+        return self._text(_SHOWN)
+
+    def __str__(self) -> str:
+        return self._text(len(self))
+
+    def _text(self, most: int) -> str:
+        """The names and shapes of so many leaves."""
+        from .._core.text import describe, shorten
+
+        step = "" if self.step is None else f", step {self.step}"
+        part = f", at {self._part}" if self._part else ""
+        head = f"Checkpoint {self.path}{part} ({self.format}{step}, {len(self)} leaves)"
+        shown = dict(itertools.islice(self._entries.items(), most))
+        width = max(map(len, shown), default=0)
+        lines = []
+        for path, entry in shown.items():
+            value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
+            if entry.type == "function":  # of which the name is recorded, as text of the file's
+                value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
+            lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
+        if more := len(self) - len(shown):
+            lines.append(f"  and {more} more; print() shows all")
+        return "\n".join([head, *lines])

@@ -1,0 +1,258 @@
+"""A template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .._core import dtypes
+from .._core.entries import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
+from .._core.paths import above, all_meant, below, closest, few, matches
+from .._core.skeleton import Node, Skeleton, containers
+from .._core.text import NOTHING, describe, mismatch
+from .._pytree import box_levels
+from .._pytree.leaves import is_function
+from .._pytree.walk import Walk
+from ..errors import Difference, MismatchError
+from .targets import Differs, Target, check_width, missing_target, target_of
+
+_log = logging.getLogger("treering")
+_ARRAYS = ("numpy", "numpy-scalar", "jax")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What differences are allowed, as `treering.restore` says."""
+
+    missing: str | Iterable[str] = "error"
+    extra: str | Iterable[str] = "error"
+    dtype: Any = None
+    at: str = ""  # what the caller gave, for the arguments that an error suggests
+    rules: bool = False  # whether the caller gave some
+
+    def __post_init__(self) -> None:
+        for name, value, word in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
+            globs = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+            if value not in ("error", word) if globs is None else not all(isinstance(glob, str) for glob in globs):
+                raise MismatchError(f"{name}={value!r}: expected 'error', {word!r} or a list of globs of paths")
+            if globs is not None:
+                object.__setattr__(self, name, globs)  # it is gone through once for each leaf
+        if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
+            return
+        try:
+            known = dtypes.is_float(np.dtype(self.dtype))
+        except TypeError:
+            known = False
+        if not known:
+            raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
+
+    def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
+        """The policy with the paths that its globs mean."""
+        missing, extra = (
+            value if isinstance(value, str) else all_meant(value, paths)
+            for value, paths in ((self.missing, template), (self.extra, found))
+        )
+        return dataclasses.replace(self, missing=missing, extra=extra)
+
+    def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
+        value = self.missing if which == "missing" else self.extra
+        return value != "error" if isinstance(value, str) else covered(path, entry, value)
+
+    def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """What floats become where there is no template."""
+        asked = self.dtype not in (None, "template") and dtypes.is_float(dtype)
+        return np.dtype(self.dtype) if asked else dtype
+
+
+def match(
+    walked: Walk,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    name: str,
+    as_written: Mapping[str, Entry],
+    *,
+    numbers_are_arrays: bool,
+) -> list[Target]:
+    """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Reader`.
+
+    `as_written` are the entries under the names that rules see: with levels for boxes, where the format has some.
+
+    Raises `MismatchError` with the likely cause and every difference.
+    """
+    policy = policy.among(walked.paths, entries)
+    if any(isinstance(entry, LostEntry) for entry in entries.values()):
+        check_whole(_needed(entries, walked, policy))
+
+    def compare(
+        like: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
+    ) -> _Compared:
+        entries = box_levels.named(like, entries) if written else entries
+        return _compare(like, entries, skeleton, policy, numbers_are_arrays)
+
+    _check_globs(policy, walked.paths)
+    targets, found, differences = compare(walked, entries, skeleton, policy, written=False)
+    filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
+    if differences or (filled and not found):
+        from .causes import likely  # here, for it makes rules, which nobody else needs
+
+        try:
+            cause = likely(walked, as_written, skeleton, policy, differences, compare)
+        except Exception:  # what is wrong is said in any case
+            _log.debug("%s: the likely cause could not be told", name, exc_info=True)
+            cause = ""
+        if differences:
+            raise mismatch(name, differences, walked.paths, entries, cause)
+        raise _nothing_found(name, filled, entries, cause)
+    return targets
+
+
+class _Compared(NamedTuple):
+    """What becomes of the leaves of a template; whether anything of it was found; in what it differs."""
+
+    targets: list[Target]
+    found: bool
+    differences: list[Difference]
+
+
+def _compare(
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, numbers_are_arrays: bool
+) -> _Compared:
+    targets: list[Target] = []
+    differences: list[Difference] = []
+    skipped: list[str] = []
+    used: set[str] = set()
+    found = False
+    alike: dict[tuple[Any, ...], Target] = {}  # what became of a leaf of some kind, for the thousands like it
+    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+        entry = entries.get(path)
+        kind: tuple[Any, ...] | None = None
+        if isinstance(entry, ArrayEntry) and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
+            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
+            if (like := alike.get(kind)) is not None:
+                used.add(path)
+                targets.append(Target(like.make, entry, like.dtype, like.weak))
+                continue
+        if leaf is ...:
+            skipped.append(path)
+            targets.append(Target("value", value=...))
+            continue
+        absent = entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
+        if leaf is None or is_function(leaf):
+            if absent:
+                used.add(path)
+            targets.append(Target("value", value=leaf))
+            continue
+        used.add(path)
+        try:
+            if absent:
+                targets.append(missing_target(path, leaf, allowed=policy.allows("missing", path)))
+            else:
+                assert entry is not None
+                found = True
+                targets.append(target_of(path, leaf, entry, policy.dtype, numbers_are_arrays))
+                if kind is not None and targets[-1].make in _ARRAYS:
+                    alike[kind] = targets[-1]
+        except Differs as difference:
+            differences.append(Difference(path, *difference.args))
+    for path, entry in entries.items():
+        if path in used or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY):
+            continue
+        if any(below(path, at) is not None for at in skipped) or policy.allows("extra", path):
+            continue
+        hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
+        differences.append(Difference(path, NOTHING, describe(entry), hint))
+    # Of a container in which nothing is restored the class is no matter.
+    classes = _other_classes(walked.skeleton, skeleton or ())
+    everywhere = bool(differences) or not found
+    differences += [one for one in classes if everywhere or not _is_own(one.path, walked.paths, targets)]
+    return _Compared(targets, found, differences)
+
+
+def _is_own(path: str, paths: Sequence[str], targets: Sequence[Target]) -> bool:
+    """Whether all leaves of a container are the template's own, for want of others."""
+    inside = [target.filled for at, target in zip(paths, targets, strict=True) if below(at, path) is not None]
+    return bool(inside) and all(inside)
+
+
+def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
+    """Raises `MismatchError` for a glob of what may be missing that fits nothing: a misspelt one."""
+    for glob in () if isinstance(policy.missing, str) else policy.missing:
+        if not any(matches(path, glob) for path in paths):
+            shown = few(tuple(paths))
+            raise MismatchError(f"missing=[{glob!r}]: expected a glob of leaves of the template, found none in {shown}")
+
+
+def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:
+    """The error where all of the template's arrays would be its own.
+
+    Whoever asks for a checkpoint and gets what he had is not to find out by the loss.
+    """
+    near = closest(filled[0], list(entries))
+    hint = f"; likely: {cause}" if cause else f"; closest: {near}" if near else ""
+    return MismatchError(
+        f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "
+        f"nothing would be restored; the checkpoint has {few(tuple(entries))}{hint}"
+    )
+
+
+def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str) -> list[Target]:
+    """Targets without a template: NumPy arrays, JAX ones of those of some types, typed keys, and values as they are."""
+    check_whole(entries)
+    targets: list[Target] = []
+    differences: list[Difference] = []
+    cast = functools.cache(lambda text: policy.cast(dtypes.to_numpy(text)))
+    for entry in entries:
+        if isinstance(entry, ValueEntry):
+            targets.append(Target("value", value=entry.decode()))
+        elif entry.type == "key":
+            targets.append(Target("key", entry, dtypes.to_numpy(entry.dtype)))
+        else:
+            dtype = cast(entry.dtype)
+            try:
+                if entry.type in to_jax:
+                    check_width(dtype, entry)
+                make = "jax" if entry.type in to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
+                targets.append(Target(make, entry, dtype, entry.type == "jax-weak"))
+            except Differs as difference:
+                differences.append(Difference(entry.path, *difference.args))
+    if differences:
+        raise mismatch(name, differences, [entry.path for entry in entries], {}, what="cannot become JAX arrays")
+    return targets
+
+
+def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
+    """What a template asks for and what it may not leave out, of that which cannot be read."""
+    skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
+    asked, leaves = {""}, set[str]()
+    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+        if leaf is not None and leaf is not ... and not is_function(leaf):
+            leaves.add(path)
+            asked |= {path, *above(path)}
+    for path, entry in entries.items():
+        left_out = policy.allows("extra", path, entry) or any(below(path, at) is not None for at in skipped)
+        if isinstance(entry, LostEntry) and (path in asked or not left_out or not leaves.isdisjoint(above(path))):
+            yield entry
+
+
+def _other_classes(template: Skeleton, found: Skeleton) -> list[Difference]:
+    """Named tuples of another class at the same path: a reordered optax chain shows in nothing else."""
+    classes = {path: node.name for _, path, node in _named_tuples(found)}
+    return [
+        Difference(path, node.name, classes[path], "was the order of an optimizer chain changed?")
+        for _, path, node in _named_tuples(template)
+        if classes.get(path, node.name) != node.name
+    ]
+
+
+def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
+    if not any(node.kind == "namedtuple" for node in skeleton if isinstance(node, Node)):
+        return []
+    return [
+        (n, path, node)
+        for n, path, node in containers(skeleton)
+        if isinstance(node, Node) and node.kind == "namedtuple"
+    ]

@@ -1,0 +1,77 @@
+"""Checkpoints without names: their leaves are those of a template, in order."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes, views
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.paths import few
+from .._core.source import Reader
+from .._core.text import describe
+from .._core.values import encode
+from .._pytree.walk import Walk
+from ..errors import MismatchError
+
+_log = logging.getLogger("treering")
+_SCALARS = (bool, int, float, complex)
+
+
+def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str) -> views.View:
+    """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
+
+    Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes of which the
+    format does not tell the dtype are of the template's.
+    Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of them.
+    """
+    if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
+        raise MismatchError(
+            f"{name}: expected the whole model as the template, found ... at {few(skipped)}; the {len(entries)} "
+            "records have no names, so it is unknown how many of them to skip; put the shapes of what was saved there "
+            "in its place, as equinox.filter_eval_shape makes them"
+        )
+    wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
+    if len(wanted) != len(entries):
+        shown = _first_difference(wanted, list(entries.values()))
+        raise MismatchError(
+            f"{name}: expected the {len(wanted)} arrays and numbers of the template, found {len(entries)} "
+            f"records, which have no names{shown}; restore into the very model that was saved"
+        )
+    leaves: dict[str, views.Leaf] = {}
+    for (path, leaf), entry, record in zip(wanted, entries.values(), views.leaves_of(entries).values(), strict=True):
+        leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.untold).at(path)
+    rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
+    for path, leaf in rest.items():
+        value = leaf if type(leaf) in (str, bytes) else None
+        leaves[path] = views.Leaf(ValueEntry(path, *encode(value)))
+    if text := [path or "(root)" for path in rest if leaves[path].entry.type != "none"]:
+        _log.info("%s: text and bytes are the template's, for the file has none: %s", name, ", ".join(text))
+    return views.View(reader, {path: leaves[path] for path in walked.paths})
+
+
+def _has_record(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
+
+
+def _like(reader: Reader, record: views.Leaf, leaf: Any, *, untold: bool) -> views.Leaf:
+    entry = record.array
+    if type(leaf) in _SCALARS and entry.shape == ():
+        plan = record.plan_of(())
+        value = plan.make(reader.read(plan.needs)).item()
+        return views.Leaf(ValueEntry(entry.path, *encode(value)))
+    dtype = getattr(leaf, "dtype", None)
+    if untold and isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(entry.dtype):
+        return views.reinterpreted(record, dtypes.to_text(dtype))
+    return record
+
+
+def _first_difference(wanted: list[tuple[str, Any]], entries: list[Entry]) -> str:
+    for n, ((path, leaf), entry) in enumerate(zip(wanted, entries, strict=False)):
+        shape = tuple(getattr(leaf, "shape", ()))
+        if isinstance(entry, ArrayEntry) and shape != entry.shape:
+            first = path or "(root)"
+            return f"; the first that differs is {first}, {list(shape)} against {describe(entry)} (record {n})"
+    return ""

@@ -1,0 +1,289 @@
+"""Restoring: match, read, place, and the tree again."""
+
+import functools
+import logging
+import math
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.boxes import Box, whole
+from .._core.entries import NO_ARRAY, ArrayEntry, Entry
+from .._core.paths import below, few
+from .._core.skeleton import LEAF, Node, Skeleton, build, nest
+from .._core.source import Reader
+from .._processes import progress as _progress
+from .._pytree import box_levels, flax, iterators, transfers, walk
+from .._pytree.leaves import is_function
+from .._threads.gc import paused
+from ..errors import MismatchError, UnsupportedError
+from . import match, positional
+from . import place as _place
+from .match import Policy
+from .place import Where
+from .targets import Target, fits
+
+_log = logging.getLogger("treering")
+_BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
+_OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
+_IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
+
+
+@transfers.explicit()
+def restore(
+    reader: Reader,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    like: Any,
+    policy: Policy,
+    *,
+    name: str,
+    sharding: Any,
+    verify: bool,
+    mmap: bool | None,
+    memory_limit: int | None,
+    progress: bool,
+) -> Any:
+    """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
+    begun = time.perf_counter()
+    as_saved = isinstance(sharding, str)
+    if as_saved and sharding != "saved":
+        raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
+    if like is None:
+        with paused():
+            to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
+            targets = match.untemplated(list(entries.values()), policy, to_jax, name)
+            sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
+            places = _untemplated_places(sharding, entries, skeleton)
+        values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
+        with paused():
+            tree = nest(entries, values) if skeleton is None else build(skeleton, values)
+        if _log.isEnabledFor(logging.INFO):
+            _tell(reader, name, entries, list(entries), (), begun)
+        return tree
+    with paused():
+        template, join = flax.split(like)
+        walked = walk.walk(template)
+        if reader.positional:
+            reader = positional.named(reader, entries, walked, name)
+            entries = reader.entries
+        level = getattr(reader, "level", "")
+        if level and entries is reader.entries and skeleton and _has_level(walked.paths, entries, level):
+            alone = skeleton[0] == LEAF
+            entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
+            skeleton = [Node("dict", "", [level]), *skeleton]
+        as_written, entries = entries, box_levels.named(walked, entries)
+        sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
+        targets = match.match(
+            walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=reader.numbers_are_arrays
+        )
+        places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
+    values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
+    for path, target in zip(walked.paths, targets, strict=True):
+        if target.state:  # in place, and so only now that everything else is there
+            iterators.put_back(path, target.value, *target.state)
+    if sharding is not None:  # what `missing` took from the template goes where the rest goes
+        values = [
+            jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
+            for value, target, place in zip(values, targets, places, strict=True)
+        ]
+    if _log.isEnabledFor(logging.INFO):
+        filled = tuple(path for path, target in zip(walked.paths, targets, strict=True) if target.filled)
+        asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
+        _tell(reader, name, entries, asked, filled, begun)
+    return join(walk.flatten(template)[1].unflatten(values))
+
+
+def _asks(leaf: Any) -> bool:
+    """Whether a leaf of a template asks for something of the checkpoint."""
+    return leaf is not None and leaf is not ... and not is_function(leaf)
+
+
+def _tell(
+    reader: Reader,
+    name: str,
+    entries: Mapping[str, Entry],
+    asked: Sequence[str],
+    filled: tuple[str, ...],
+    begun: float,
+) -> None:
+    """Logs what was restored, whence, and what was not."""
+    used = set(asked)
+    left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
+    step = "" if reader.step is None else f"step {reader.step}, "
+    rest = f"; {len(filled)} taken from the template: {few(filled)}" if filled else ""
+    rest += f"; {len(left)} left in the checkpoint: {few(left)}" if left else ""
+    seconds = time.perf_counter() - begun
+    _log.info("restored %d leaves of %s%s in %.2f s%s", len(asked) - len(filled), step, name, seconds, rest)
+
+
+def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
+    """Whether all of a template lies at a level, and nothing of what was found."""
+    here = [below(path, level) is not None for path in template]
+    return bool(here) and all(here) and all(below(path, level) is None for path in found)
+
+
+def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None) -> list[Where]:
+    if sharding is None:
+        return [None] * len(entries)
+    listed = list(entries.values())
+    template = nest(entries, listed) if skeleton is None else build(skeleton, listed)
+    walked = walk.walk(template)
+    shaped = [leaf if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
+    places = dict(zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, shaped), strict=True))
+    return [places[path] for path in entries]
+
+
+def _shaped(target: Target) -> Any:
+    if target.make not in _IN_JAX:
+        return None
+    shape = target.entry.shape if target.entry else ()
+    return jax.ShapeDtypeStruct(shape[:-1] if target.make == "key" else shape, target.dtype)
+
+
+def _values(
+    reader: Reader,
+    paths: Sequence[str],
+    targets: Sequence[Target],
+    places: Sequence[Where],
+    verify: bool,
+    mmap: bool | None,
+    limit: int | None,
+    progress: bool,
+) -> list[Any]:
+    values: list[Any] = [target.value for target in targets]
+    # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
+    free = not progress and reader.maps(mmap) and not any(map(_leaves_host, targets, places))
+    with paused():
+        groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
+    total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
+    with _progress.bar("restoring", total, progress) as moved:
+        for group in groups:
+            _group(reader, paths, targets, places, group, verify, mmap, values)
+            if progress:
+                moved(sum(_entry(targets[n]).nbytes for n in group))
+    for n, target in enumerate(targets):
+        if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
+            array = dtypes.cast(np.array(target.value), target.dtype)
+            if target.make == "jax":
+                (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
+            else:
+                values[n] = _on_host(array, target)
+    return values
+
+
+def _group(
+    reader: Reader,
+    paths: Sequence[str],
+    targets: Sequence[Target],
+    places: Sequence[Where],
+    group: list[int],
+    verify: bool,
+    mmap: bool | None,
+    values: list[Any],
+) -> None:
+    """Reads some leaves together, and puts them among the values."""
+    wishes, places = places, list(places)
+    with paused():
+        wanted: list[tuple[ArrayEntry, Box]] = []
+        counts: list[int] = []  # of the boxes of each
+        for n in group:
+            if targets[n].make == "key":
+                places[n] = _place.of_key_data(wishes[n])
+            entry, place = _entry(targets[n]), places[n]
+            if place is None or targets[n].make not in _IN_JAX or _place.on_one_device(place):
+                wanted.append((entry, whole(entry.shape)))
+                counts.append(1)
+            else:
+                boxes = _place.boxes(place, entry.shape)
+                wanted += [(entry, box) for box in boxes]
+                counts.append(len(boxes))
+    found = reader.read(wanted, verify=verify, map=mmap)
+    with paused():
+        arrays = iter(found)
+        in_jax: list[int] = []
+        items: list[_place.Item] = []
+        for n, count in zip(group, counts, strict=True):
+            target = targets[n]
+            if target.make in _IN_JAX:
+                own = [_cast(next(arrays), target, paths[n]) for _ in range(count)]
+                in_jax.append(n)
+                items.append(_place.Item(places[n], _entry(target).shape, target.dtype, target.weak, own))
+            else:
+                array = next(arrays)
+                if target.make != "numpy" or array.dtype is not target.dtype:
+                    array = _on_host(_cast(array, target, paths[n]), target)
+                values[n] = array
+        for n, array in zip(in_jax, _place.put(items), strict=True):
+            value = as_key(array, _entry(targets[n])) if targets[n].make == "key" else array
+            values[n] = value if places[n] is wishes[n] else jax.device_put(value, wishes[n])
+
+
+def _entry(target: Target) -> ArrayEntry:
+    assert target.entry is not None
+    return target.entry
+
+
+def _leaves_host(target: Target, place: Where) -> bool:
+    """Whether an array only passes through host memory, on its way to a device."""
+    if target.make != "jax":
+        return False
+    platforms = {d.platform for d in place.device_set} if place else {jax.default_backend()}
+    return platforms != {"cpu"}
+
+
+def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
+    """The leaves to read, in groups that fit the limit."""
+    group: list[int] = []
+    held = 0
+    for n, target in enumerate(targets):
+        if target.entry is None:
+            continue
+        nbytes = _nbytes(target.entry.shape, target.entry.dtype)
+        if group and held + nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(n)
+        held += nbytes
+    if group:
+        yield group
+
+
+@functools.lru_cache(maxsize=1024)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtypes.itemsize(dtype)
+
+
+def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
+    if target.dtype is None or array.dtype == target.dtype:
+        return array
+    if dtypes.is_integer(array.dtype) and not fits(array, target.dtype):
+        raise MismatchError(
+            f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
+            f"use {array.dtype.name} in the template"
+        )
+    return dtypes.cast(array, target.dtype)
+
+
+def _on_host(array: np.ndarray, target: Target) -> Any:
+    if target.make == "number":
+        return target.value(array)
+    if target.make == "numpy-scalar":
+        return array[()]
+    return array
+
+
+@transfers.explicit()
+def as_key(data: Any, entry: ArrayEntry) -> Any:
+    """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
+    try:
+        return jax.random.wrap_key_data(data, impl=entry.impl)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
+        ) from None

@@ -1,0 +1,210 @@
+"""What one leaf of a template becomes of what a checkpoint has in its place, or why it cannot."""
+
+import functools
+from typing import Any, Literal, NoReturn
+
+import jax
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from .._core import dtypes
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.text import NOTHING, describe, reshaping, shorten
+from .._processes import coordinator
+from .._pytree import iterators
+
+_SCALARS = frozenset((bool, int, float, complex, str, bytes))
+_ON_HOST = (np.ndarray, np.generic)  # made once: a union of classes takes longer to make than to ask
+
+
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """What a leaf becomes.
+
+    `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; a number of the Python type `value`; or
+    `value` is the leaf itself.
+    """
+
+    make: Literal["numpy", "numpy-scalar", "jax", "key", "number", "value"]
+    entry: ArrayEntry | None = None
+    dtype: Any = None
+    weak: bool = False
+    value: Any = None
+    state: tuple[Any] | None = None  # for the value, which is an iterator
+    filled: bool = False  # whether the value is the template's for want of one in the checkpoint
+
+
+class Differs(Exception):
+    """expected, found, what would allow it"""
+
+
+def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
+    """What a leaf becomes of an entry; `asked` is the argument `dtype`. Raises `Differs`."""
+    if type(leaf) in _SCALARS:
+        if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
+            return Target("value", value=entry.decode())
+        may = type(leaf) is int or numbers_are_arrays
+        if may and isinstance(entry, ArrayEntry) and _is_number(entry, type(leaf)):
+            return Target("number", entry, dtypes.to_numpy(entry.dtype), value=type(leaf))
+        _differ(type(leaf).__name__, entry, "a template leaf of that type would take it")
+    on_host = isinstance(leaf, _ON_HOST)
+    if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        if iterators.is_iterator(type(leaf)):
+            return _iterator_target(leaf, entry)
+        hint = iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
+        _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
+    if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _key_target(leaf, entry)
+    want = np.dtype(leaf.dtype)
+    shape = tuple(leaf.shape)
+    if isinstance(entry, ValueEntry):
+        dtype, value = _number(leaf, entry, want, asked), entry.decode()
+    else:
+        if entry.type == "key" or shape != entry.shape:
+            has_value = not isinstance(leaf, jax.ShapeDtypeStruct)
+            hint = reshaping(path, entry.shape, shape, has_value=has_value)
+            _differ(_shape_text(leaf), entry, "a typed key is no plain array" if entry.type == "key" else hint)
+        if isinstance(leaf, np.character):
+            found = dtypes.to_numpy(entry.dtype)
+            want = found if found.kind == want.kind else want  # of any length
+        dtype, value = _dtype_for(want, entry.dtype, asked), None
+        if isinstance(dtype, str):
+            _differ(_shape_text(leaf), entry, dtype.format(path=path))
+    if not on_host:
+        check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it")
+    weak = not on_host and bool(getattr(leaf, "weak_type", False)) and dtype == want
+    make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
+    return Target(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
+
+
+def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
+    """The dtype of the array without axes that a number of Python becomes, of which nothing may be lost unasked."""
+    expected, value = _shape_text(leaf), entry.decode()
+    of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
+    if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
+        _differ(expected, entry, f"a template leaf of type {entry.type} would take it")
+    if entry.type == "int" and (np.array(value).dtype.hasobject or not fits(np.array(value), want)):
+        _differ(expected, f"int {shorten(value)}", "it does not fit; use a wider integer in the template")
+    if entry.type == "float" and asked not in (None, "template"):
+        return np.dtype(asked)
+    if entry.type in ("float", "complex") and not (entry.type == "float" and asked == "template"):
+        narrowed = type(value)(dtypes.cast(np.array(value), want))
+        if narrowed != value and value == value:
+            allowed = "dtype='template' allows that" if entry.type == "float" else f"use {np.dtype(complex)}"
+            _differ(expected, f"{entry.type} {shorten(value)}", f"it would become {narrowed!r}; {allowed}")
+    return want
+
+
+@functools.lru_cache(maxsize=512)
+def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | str:
+    """What an array of dtype `found` becomes where the template has `want`, or why it cannot."""
+    have = dtypes.to_numpy(found)
+    if dtypes.is_float(have) and asked not in (None, "template"):
+        return np.dtype(asked)
+    if have == want.newbyteorder("<") or dtypes.widens(have, want):
+        return want
+    if dtypes.is_integer(have) and dtypes.is_integer(want):
+        return want  # tested value by value when it is read
+    if dtypes.is_float(have) and dtypes.is_float(want):
+        return want if asked == "template" else "dtype='template' narrows floats to the template's"
+    rule = f"tr.rules.cast({{path!r}}, {want.name!r})"
+    return f"one kind of number does not become another; use {found} in the template, or {rule}"
+
+
+def _key_target(leaf: Any, entry: Entry) -> Target:
+    impl = _key_impl(leaf.dtype)
+    expected = f"key<{impl}>[{','.join(map(str, leaf.shape))}]"
+    if not isinstance(entry, ArrayEntry) or entry.type != "key":
+        _differ(expected, entry, "only typed keys become typed keys; see jax.random.wrap_key_data")
+    if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
+        _differ(expected, entry, "shapes and key implementations must be equal")
+    return Target("key", entry, dtypes.to_numpy(entry.dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _key_impl(dtype: Any) -> str:
+    """The name of the implementation of keys, which JAX tells of keys alone and not of their dtype."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
+    return names[0]
+
+
+def _iterator_target(leaf: Any, entry: Entry) -> Target:
+    index, count = coordinator.position()
+    if not isinstance(entry, ValueEntry) or entry.type != "iterator":
+        _differ(f"the state of a {type(leaf).__name__}", entry, "only iterators take it, and nothing else does")
+    state, saved = iterators.of_process(entry, index, count)
+    if saved != count:
+        _differ(
+            f"the states of {count} iterators, one per process",
+            f"those of {saved}",
+            "restore with that many processes, or put `...` in its place and set its position yourself (Grain's "
+            "ElasticIterator has one state for any number of processes)",
+        )
+    return Target("value", value=leaf, state=(state,))
+
+
+def missing_target(path: str, leaf: Any, *, allowed: bool) -> Target:
+    """The template's own leaf where the checkpoint has none. Raises `Differs`."""
+    expected = type(leaf).__name__ if type(leaf) in _SCALARS else _shape_text(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        hint = f"where the template has an array and not only a shape, as init() has, missing=[{path!r}] takes that"
+        raise Differs(expected, NOTHING, hint)
+    if not allowed:
+        raise Differs(expected, NOTHING, f"missing='template' or missing=[{path!r}] takes the template's")
+    return Target("value", value=leaf, filled=True)
+
+
+def _is_number(entry: ArrayEntry, kind: type) -> bool:
+    """Whether an array is what a number of Python becomes, of which nothing is lost on the way back."""
+    if entry.shape:
+        return False
+    dtype = dtypes.to_numpy(entry.dtype)
+    if kind is int:
+        return dtypes.is_integer(dtype)
+    return (kind is bool and dtype.kind == "b") or (kind in (float, complex) and dtypes.widens(dtype, np.dtype(kind)))
+
+
+def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Whether integers survive a change of width."""
+    if not values.size:
+        return True
+    wide = values.astype(np.int64) if values.dtype.kind == "V" else values
+    limits = ml_dtypes.iinfo(dtype)
+    return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
+
+
+def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
+    """Raises when JAX has not, as it is set up, the dtype that an array is to have there."""
+    allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
+    if allowed == dtype:
+        return
+    if allowed is None:
+        raise Differs("a dtype that JAX has", describe(found), "restore it into a NumPy array")
+    if isinstance(found, ArrayEntry) and found.dtype == dtype.name:
+        hint = "switch it on, or restore into NumPy"
+        raise Differs(f"{allowed.name}, for jax_enable_x64 is off", describe(found), hint)
+    raise Differs(
+        f"{dtype.name}{why or ' (the template has it)'}, which JAX has not while jax_enable_x64 is off",
+        describe(found),
+        f"use {allowed.name}, or switch it on",
+    )
+
+
+def is_of_jax(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX, as it is set up, has a dtype."""
+    return _canonical(dtype, jax.config.read("jax_enable_x64")) == dtype
+
+
+@functools.lru_cache(maxsize=512)
+def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any] | None:  # x64 only tells the cached answers apart
+    return None if dtype.kind in "MmSU" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _shape_text(leaf: Any) -> str:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return type(leaf).__name__ if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _differ(expected: str, found: Entry | str, hint: str) -> NoReturn:
+    raise Differs(expected, found if isinstance(found, str) else describe(found), hint)

@@ -1,0 +1,193 @@
+"""What rules have in common: their form, and how they find and replace leaves."""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .._core.entries import ArrayEntry, check_whole, fits, is_lost_tree, lost
+from .._core.paths import all_meant, canonical
+from .._core.views import Leaf
+from ..errors import MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Leaves = dict[str, Leaf]
+
+
+class Rule(Protocol):
+    """A change of leaves by path."""
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        """The leaves after the change. Raises `MismatchError`."""
+        ...
+
+
+def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
+    """Applies rules in order. Raises `MismatchError` that says which rule failed."""
+    if hasattr(rules, "apply"):
+        raise MismatchError(f"rules: expected a list, found one rule, {rules!r}; put it in brackets")
+    for rule in rules:
+        if not hasattr(rule, "apply"):
+            raise MismatchError(f"rules: expected what treering.rules makes, found {rule!r}")
+        leaves = rule.apply(leaves)
+    return leaves
+
+
+def replaced(
+    text: str, leaves: Leaves, members: Mapping[str, str], made: Mapping[str, list[tuple[str, Leaf]]]
+) -> Leaves:
+    """The leaves with those that are members of something in its place, where the first of them was."""
+    out: list[tuple[str, Leaf]] = []
+    done: set[str] = set()
+    for path, leaf in leaves.items():
+        if path not in members:
+            out.append((path, leaf))
+        elif members[path] not in done:
+            done.add(members[path])
+            out += made[members[path]]
+    return collected(text, out)
+
+
+def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
+    """Leaves by their new paths. Raises `MismatchError` for two with one path."""
+    out: Leaves = {}
+    for path, leaf in pairs:
+        path = canonical(path)
+        if path in out:
+            raise MismatchError(
+                f"{text}: two leaves would be called {path!r}: {out[path].entry.path}, {leaf.entry.path}"
+            )
+        out[path] = leaf.at(path)
+    return out
+
+
+def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
+    if not found and not optional:
+        shown = ", ".join(list(leaves)[:5]) + (", …" if len(leaves) > 5 else "")
+        escapes = " (in a key, / is written ~1 and ~ is written ~0)" if any("~" in path for path in leaves) else ""
+        raise MismatchError(
+            f"{text}: matches none of the {len(leaves)} leaves ({shown}){escapes}; pass optional=True if it may"
+        )
+
+
+def fitting(leaves: Leaves, glob: str) -> list[str]:
+    """The paths that a glob fits, and of lost trees where it could fit a leaf in them."""
+    globs = all_meant(glob, leaves)
+    return [path for path, leaf in leaves.items() if fits(path, leaf.entry, globs)]
+
+
+def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
+    """Raises `CorruptError` where the names of leaves that a rule may change are not known."""
+    for path, leaf in leaves.items():
+        if is_lost_tree(entry := leaf.entry) and fits(path, entry, glob):
+            within = f"{path}/**" if path else "**"
+            why = f"{text}: it may change leaves of {within}, which cannot be read; drop({within!r}) leaves them out"
+            check_whole([lost(path, why, *entry.why)])
+
+
+def array(leaf: Leaf, text: str) -> Leaf:
+    """The leaf, which is to be an array. Raises `CorruptError` for one that cannot be read."""
+    check_whole([leaf.entry])
+    if not isinstance(leaf.entry, ArrayEntry):
+        raise MismatchError(f"{text}: {leaf.entry.path} is no array but a {leaf.entry.type}; choose a narrower pattern")
+    if leaf.entry.type == "key":
+        raise MismatchError(f"{text}: {leaf.entry.path} is an array of PRNG keys, which can only be renamed or dropped")
+    return leaf
+
+
+def check_alike(leaves: Sequence[Leaf], text: str, but: int | None = None) -> None:
+    """All have the dtype and shape of the first, but for one axis."""
+    first = leaves[0].array
+    for leaf in leaves[1:]:
+        shapes = [[n for axis, n in enumerate(one.shape) if axis != but] for one in (first, leaf.array)]
+        if leaf.array.dtype != first.dtype or shapes[0] != shapes[1]:
+            shown = [f"{one.path} {one.dtype}{list(one.shape)}" for one in (first, leaf.array)]
+            raise MismatchError(f"{text}: expected arrays of one shape and dtype, found {' and '.join(shown)}")
+
+
+def level_of(glob: str, text: str) -> int:
+    parts = glob.split("/")
+    if "*" not in parts or "**" in parts[: parts.index("*")]:
+        raise MismatchError(f"{text}: expected a '*' in the place of the numbers, with no '**' before it")
+    return parts.index("*")
+
+
+def axis_of(axis: int, rank: int, text: str) -> int:
+    if not -rank <= axis < rank:
+        raise MismatchError(f"{text}: axis {axis} of {rank}")
+    return axis % rank
+
+
+def dtype_text(dtype: Any, text: str) -> str:
+    """The name of the dtype that a rule is to make."""
+    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    import numpy as np
+
+    from .._core.dtypes import to_text
+
+    try:
+        return to_text(np.dtype(dtype))
+    except UnsupportedError as error:
+        raise MismatchError(f"{text}: {error}") from None
+    except TypeError:
+        raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
+
+
+def whole_numbers(given: Any, shape: tuple[int, ...], least: int, text: str) -> Any:
+    """What is given for each axis, a number or of some `shape`, as tuples. Refuses what is less than `least`."""
+    import numpy as np
+
+    try:
+        found = np.asarray(given)
+    except ValueError:  # rows of several lengths
+        found = np.asarray(None)
+    if found.shape == (0,):
+        return ()
+    if found.dtype.kind not in "iu" or found.shape[1:] != shape or not found.ndim or (found < least).any():
+        what = "a pair of whole numbers" if shape else "a whole number"
+        raise MismatchError(f"{text}: expected {what} for each axis, at least {least}")
+    return tuple(tuple(row) for row in found.tolist()) if shape else tuple(found.tolist())
+
+
+def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
+    """A value in a leaf's dtype, which is to have exactly this value, as an array without axes."""
+    import numpy as np
+
+    from .._core import dtypes
+
+    dtype = dtypes.to_numpy(leaf.array.dtype)
+    given, found, shown = np.asarray(value), None, "cannot be"
+    if not given.ndim and (given.dtype.kind != "c" or dtype.kind == "c"):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            found = dtypes.cast(given, dtype)
+            shown = f"would be {_scalar(found)!r}"
+    if found is None or not _same(_scalar(found), _scalar(given)):
+        raise MismatchError(f"{text}: {leaf.entry.path} is of {leaf.array.dtype}, in which {value!r} {shown}")
+    return found
+
+
+def _scalar(array: "np.ndarray") -> Any:
+    from .._core import dtypes
+
+    kind = int if dtypes.is_integer(array.dtype) else float if dtypes.is_float(array.dtype) else None
+    return kind(array[()]) if kind else array.item()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise MismatchError(f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def expanded(expand: Callable[[], str], new: str) -> str:
+    try:
+        return expand()
+    except (re.error, IndexError) as error:
+        raise MismatchError(f"{new!r} does not fit the pattern: {error}") from None

@@ -1,0 +1,78 @@
+"""Rules that change leaves one by one."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+from .._core.entries import LostEntry, covered, is_lost_tree
+from .._core.paths import all_meant, below, meant
+from .._core.skeleton import places
+from .._core.views import Leaf
+from .common import Leaves, array, check_any, check_known, collected, expanded, fitting
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    pattern: re.Pattern[str]
+    new: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        check_known(leaves, f"rename({self.pattern.pattern!r}, …)")
+        found = [path for path in leaves if self.pattern.search(path)]
+        check_any(found, self.optional, f"rename({self.pattern.pattern!r}, …)", leaves)
+        return collected(
+            f"rename({self.pattern.pattern!r}, {self.new!r})",
+            [
+                (expanded(functools.partial(self.pattern.sub, self.new, path), self.new), leaf)
+                for path, leaf in leaves.items()
+            ],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    glob: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        check_any(fitting(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
+        globs = all_meant(self.glob, leaves)
+        return {path: leaf for path, leaf in leaves.items() if not covered(path, leaf.entry, globs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    src: str
+    dst: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        src = meant(self.src, places(leaves))
+        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, src)) is not None]
+        check_any(found, self.optional, f"copy({self.src!r}, …)", leaves)
+        copies = [(f"{self.dst}/{rest}" if rest else self.dst, leaf) for rest, leaf in found]
+        return collected(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    text: str
+    glob: str
+    change: Callable[[Leaf], Leaf]
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        fit = fitting(leaves, self.glob)
+        check_any(fit, self.optional, self.text, leaves)
+        # One that cannot be read stays what it is: an error for those who ask for it.
+        found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
+        return {path: self.change(array(leaf, self.text)) if path in found else leaf for path, leaf in leaves.items()}
+
+
+def _copied(path: str, leaf: Leaf, source: str) -> str | None:
+    """The path of a leaf relative to what is copied, None where it lies elsewhere."""
+    if is_lost_tree(leaf.entry) and below(source, path) is not None:
+        return ""  # of which what is copied would be a part
+    return below(path, source)

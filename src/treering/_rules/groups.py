@@ -1,0 +1,240 @@
+"""Rules that make one leaf of several, or several of one."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._core import dtypes
+from .._core.entries import ArrayEntry, Entry, LostEntry
+from .._core.paths import matches_exactly
+from .._core.views import Leaf, part
+from .._core.views_groups import joined, mapped, scaled, stacked
+from .._core.views_reshaped import reshaped
+from ..errors import MismatchError
+from .common import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    glob: str
+    axis: int
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        text = f"stack({self.glob!r})"
+        level = level_of(self.glob, text)
+        check_known(leaves, text, self.glob)
+        groups: dict[str, dict[int, str]] = {}
+        for path in leaves:
+            if matches_exactly(path, self.glob) and (parts := path.split("/"))[level].isdecimal():
+                number = int(parts.pop(level))
+                groups.setdefault("/".join(parts), {})[number] = path
+        check_any(groups, self.optional, text, leaves)
+        members = {path: name for name, group in groups.items() for path in group.values()}
+        made: dict[str, Leaf] = {}
+        for name, group in groups.items():
+            if sorted(group) != list(range(len(group))):
+                raise MismatchError(f"{text}: expected {name} with the numbers from 0, found {sorted(group)[:5]}…")
+            own = [array(leaves[group[n]], text) for n in sorted(group)]
+            check_alike(own, text)
+            made[name] = stacked(own, name, axis_of(self.axis, len(own[0].array.shape) + 1, text))
+        return replaced(text, leaves, members, {name: [(name, leaf)] for name, leaf in made.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstack:
+    glob: str
+    axis: int
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        text = f"unstack({self.glob!r})"
+        level = level_of(self.glob, text)
+        parts = self.glob.split("/")
+        glob = "/".join(parts[:level] + parts[level + 1 :])
+        check_known(leaves, text, glob)
+        found = [path for path in leaves if matches_exactly(path, glob)]
+        check_any(found, self.optional, text, leaves)
+        made: dict[str, list[tuple[str, Leaf]]] = {}
+        for path in found:
+            leaf = array(leaves[path], text)
+            axis = axis_of(self.axis, len(leaf.array.shape), text)
+            names = path.split("/")
+            made[path] = []
+            for n in range(leaf.array.shape[axis]):
+                name = "/".join([*names[:level], str(n), *names[level:]])
+                made[path].append((name, part(leaf, name, axis, n, n + 1, drop_axis=True)))
+        return replaced(text, leaves, {path: path for path in found}, made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    pattern: re.Pattern[str]
+    new: tuple[str, ...]
+    axis: int
+    sizes: tuple[int, ...] | None
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        text = f"split({self.pattern.pattern!r}, …)"
+        check_known(leaves, text)
+        found = {path: match for path in leaves if (match := self.pattern.fullmatch(path))}
+        check_any(found, self.optional, text, leaves)
+        made: dict[str, list[tuple[str, Leaf]]] = {}
+        for path, match in found.items():
+            leaf = array(leaves[path], text)
+            axis = axis_of(self.axis, len(leaf.array.shape), text)
+            size = leaf.array.shape[axis]
+            sizes = self.sizes or (size // len(self.new),) * len(self.new)
+            if sum(sizes) != size or len(sizes) != len(self.new):
+                raise MismatchError(
+                    f"{text}: {path} has {size} along axis {axis}, which is not {' + '.join(str(n) for n in sizes)}"
+                )
+            made[path], start = [], 0
+            for new, own in zip(self.new, sizes, strict=True):
+                name = expanded(functools.partial(match.expand, new), new)
+                made[path].append((name, part(leaf, name, axis, start, start + own)))
+                start += own
+        return replaced(text, leaves, {path: path for path in found}, made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Concat:
+    patterns: tuple[re.Pattern[str], ...]
+    new: str
+    axis: int
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        text = f"concat({[pattern.pattern for pattern in self.patterns]}, …)"
+
+        def make(name: str, own: Sequence[Leaf]) -> Leaf:
+            axis = axis_of(self.axis, len(own[0].array.shape), text)
+            check_alike(own, text, but=axis)
+            return joined(own, name, axis)
+
+        return _grouped(self.patterns, self.new, make, leaves, text, self.optional)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    patterns: tuple[re.Pattern[str], ...]
+    new: str
+    function: "Callable[..., np.ndarray]"
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        def make(name: str, own: Sequence[Leaf]) -> Leaf:
+            first = own[0].array
+            shape = first.shape if self.shape is None else self.shape
+            return mapped(own, name, self.function, shape, self.dtype or first.dtype, "pass shape= and dtype=")
+
+        text = f"combine({[pattern.pattern for pattern in self.patterns]}, …)"
+        return _grouped(self.patterns, self.new, make, leaves, text, self.optional)
+
+
+def _grouped(
+    patterns: Sequence[re.Pattern[str]],
+    new: str,
+    make: Callable[[str, Sequence[Leaf]], Leaf],
+    leaves: Leaves,
+    text: str,
+    optional: bool,
+) -> Leaves:
+    """One leaf made of those that match each of the patterns and that expand `new` to the same path."""
+    check_known(leaves, text)
+    groups: dict[str, dict[int, str]] = {}
+    for n, pattern in enumerate(patterns):
+        for path in leaves:
+            if match := pattern.fullmatch(path):
+                name = expanded(functools.partial(match.expand, new), new)
+                if n in groups.setdefault(name, {}):
+                    raise MismatchError(f"{text}: {path} and {groups[name][n]} would both be part {n} of {name}")
+                groups[name][n] = path
+    check_any(groups, optional, text, leaves)
+    made: dict[str, list[tuple[str, Leaf]]] = {}
+    for name, group in groups.items():
+        if len(group) != len(patterns):
+            lacking = next(p.pattern for n, p in enumerate(patterns) if n not in group)
+            raise MismatchError(f"{text}: nothing matches {lacking!r} for {name}, found only {sorted(group.values())}")
+        made[name] = [(name, make(name, [array(leaves[group[n]], text) for n in range(len(group))]))]
+    return replaced(text, leaves, {path: name for name, group in groups.items() for path in group.values()}, made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    pattern: re.Pattern[str]
+    scale: str
+    dtype: str
+    block: tuple[int, ...] | None
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        text = f"scale({self.pattern.pattern!r}, {self.scale!r}, …)"
+        check_known(leaves, text)
+        wanted = {
+            path: expanded(functools.partial(match.expand, self.scale), self.scale)
+            for path in leaves
+            if (match := self.pattern.fullmatch(path))
+        }
+        found = {path: scale for path, scale in wanted.items() if scale in leaves}
+        check_any(found, self.optional, text, leaves)
+        scales = set(found.values())
+        for path, scale in wanted.items():
+            if path in scales and path in found:
+                raise MismatchError(f"{text}: {path} is a scale and has one, {scale}; choose a narrower pattern")
+            if path not in scales and path not in found and _is_quantized(leaves[path].entry):
+                raise MismatchError(f"{text}: {path} is of one byte an element, and there is no {scale} to scale it by")
+        made = {
+            path: self._made(array(leaves[path], text), array(leaves[scale], text), text)
+            for path, scale in found.items()
+        }
+        return {path: made.get(path, leaf) for path, leaf in leaves.items() if path not in scales}
+
+    def _made(self, leaf: Leaf, scale: Leaf, text: str) -> Leaf:
+        for one in (leaf.array, scale.array):
+            if not _fits_float32(dtypes.to_numpy(one.dtype)):
+                raise MismatchError(
+                    f"{text}: {one.path} is of {one.dtype}, which float32 does not hold; cast it before"
+                )
+        shape, found = leaf.array.shape, scale.array.shape
+        if self.block is None and math.prod(found) == 1:
+            found = (1,) * len(shape)
+            scale = reshaped(scale, found)
+        if self.block is None:
+            expected = "one scale, or along each axis 1 or as many as the array has"
+            fits = len(found) == len(shape) and all(own in (1, n) for own, n in zip(found, shape, strict=True))
+            block = tuple(max(n, 1) if own == 1 else 1 for own, n in zip(found, shape, strict=False))
+        else:
+            expected = f"a scale for each block of {list(self.block)}"
+            block = self.block
+            fits = len(block) == len(shape) and found == tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+        if not fits:
+            raise MismatchError(
+                f"{text}: {leaf.entry.path} has the shape {list(shape)} and its scale, {scale.entry.path}, "
+                f"{list(found)}; expected {expected}: pass block=, or reshape the scale by a rule before"
+            )
+        return scaled(leaf, scale, block, self.dtype)
+
+
+def _is_quantized(entry: Entry) -> bool:
+    """Whether it is an array that is hardly complete without a scale."""
+    if not isinstance(entry, ArrayEntry) or isinstance(entry, LostEntry) or entry.type == "key":
+        return False
+    dtype = dtypes.to_numpy(entry.dtype)
+    return dtype.itemsize == 1 and (dtypes.is_float(dtype) or dtypes.is_integer(dtype))
+
+
+def _fits_float32(dtype: "np.dtype[Any]") -> bool:
+    """Whether float32 has all values of a dtype."""
+    import numpy as np
+
+    return (dtype.itemsize <= 2 and dtypes.is_integer(dtype)) or dtypes.widens(dtype, np.dtype(np.float32))

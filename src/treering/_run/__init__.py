@@ -1,0 +1,1 @@
+"""Runs: directories of steps."""

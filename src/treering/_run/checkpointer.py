@@ -1,0 +1,499 @@
+"""The run in a training loop: when to save, what to keep, where to go on."""
+
+import contextlib
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+from .._core.entries import step_number
+from .._core.paths import absolute, few
+from .._core.tracebacks import methods_at_the_caller
+from .._processes import coordinator
+from .._processes.coordinator import Call
+from .._processes.preemption import Preemption
+from .._restore.checkpoint import Checkpoint
+from .._save import options as _options
+from .._save import save as _save
+from .._save.metadata import plain
+from .._save.options import ReadOptions, RestoreOptions
+from .._save.pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
+from .._threads.reentry import alone, refuse_within
+from ..errors import MismatchError, TreeringError
+from ..keep import Policy, rank
+from ..rules import Rule
+from . import resume
+from .collective import Collective
+from .directory import Directory
+from .last_state import LastState, SaveOptions
+from .open import latest_good, listed_again, open_one
+from .retention import Upkeep
+from .schedule import SaveEvery, Schedule
+from .steps import History
+from .underway import UnderWay, Verdict
+
+T = TypeVar("T")
+
+_log = logging.getLogger("treering")
+
+
+@methods_at_the_caller
+class Checkpointer:
+    """Saves the steps of a run in the background, keeps those that are wanted, and finds where to go on.
+
+    >>> with tr.Checkpointer("runs/gpt", save_every=1000, keep=tr.keep.last(3)) as ckpts:
+    ...     state, step = ckpts.restore_or_init(init)
+    ...     for step in range(step + 1, n + 1):
+    ...         state = train_step(state, next(data))
+    ...         ckpts.save(step, state, force=step == n)
+
+    run: a directory; it is made by the first save. Making a `Checkpointer` touches nothing. Only one at a time writes
+        a run: until it is closed, or its process ends, another process's saves are refused with `ExistsError`. Within
+        a process the newest that saves takes the run over from one that is idle, whose next save is refused then.
+    save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
+        comes first, or a function of the step.
+    keep: which steps to keep, see `treering.keep`; None keeps all.
+    metadata: configuration that goes into every checkpoint, see `treering.save`; and `save` for that of one step.
+    prefix: what the names of the step directories begin with.
+    save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
+        were there before are called as well. With several processes JAX's preemption service says at which call.
+    save_on_error: whether an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest
+        call of `save` was given, if its arrays are still there: only weak references to them are held. NumPy arrays
+        are copied at every call. With several processes all must raise at the same step.
+    when_busy: what `save` does while the save before it is still under way: "wait" for it, so that no more than one
+        state is held, or "skip" this one unless it is forced.
+    timeout: seconds without a sign of life after which another process is taken for dead.
+    on_save: called with the `SaveReport` of every save, in the background, by process 0; errors are logged.
+    tensorboard: a directory of TensorBoard event files, in which metrics are looked up that were not given with a
+        step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
+
+    With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
+    `finish`, `delete`, `pin`, `unpin` and `rewind`; what there is to decide, process 0 decides.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        save_every: SaveEvery = 1,
+        keep: Policy | None = None,
+        metadata: Any = None,
+        prefix: str = "step-",
+        save_on_preemption: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
+        timeout: float = 30,
+        on_save: Callable[[SaveReport], object] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        save_on_error: bool = False,
+    ):
+        if keep is not None and not isinstance(keep, Policy):
+            raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
+        if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
+            raise MismatchError(f"prefix={prefix!r}: expected printable text without '/' that does not end in a digit")
+        if when_busy not in ("wait", "skip"):
+            raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
+        if on_save is not None and not callable(on_save):
+            raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
+        coordinator.check_timeout(timeout)
+        self._root = absolute(run)
+        self._schedule = Schedule(save_every)
+        _save.describe(None, None, metadata)  # raises now what every save would
+        self._metadata, self._when_busy = metadata, when_busy
+        self._history = History(self._root, prefix, tensorboard)
+        self._under_way = UnderWay()
+        self._directory = Directory(self._history, self._under_way.busy)
+        self._upkeep = Upkeep(self._directory, keep, on_save)
+        self._collective = Collective(self._root, timeout)
+        self._restored: int | None = None
+        self._last = LastState(wanted=save_on_error)
+        self._preempted = self._closed = False
+        self._preemption = Preemption() if save_on_preemption else None
+        if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
+            weakref.finalize(self, self._preemption.close).atexit = False
+
+    @property
+    def directory(self) -> str:
+        """Where the run lies, absolute."""
+        return self._root
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return not self._under_way.all_over()
+
+    def __repr__(self) -> str:
+        """What it is doing; nothing is read for it."""
+        saving = [
+            f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)
+        ]
+        state = [
+            *([] if self._restored is None else [f"restored step {self._restored}"]),
+            *saving,
+            *(["preempted"] if self._preempted else []),
+            *(["closed"] if self._closed else ["taken over by another"] if self._directory.lock.lost else []),
+        ]
+        return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
+
+    # Steps
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, ascending, with those that another library has left in the directory."""
+        return list(self._directory.all_steps())
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest committed step, None when there is none."""
+        return max(self._directory.all_steps(), default=None)
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that was restored, from which the loop continues; None before that."""
+        return self._restored
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this job is about to be stopped, and the state at that step is saved or being saved."""
+        return self._preempted
+
+    @property
+    def pinned(self) -> list[int]:
+        """The steps that are never deleted, ascending."""
+        return self._directory.pinned()
+
+    @property
+    def disk_usage(self) -> dict[int, int]:
+        """The good steps and how many bytes each takes on the disk."""
+        return {one.step: one.nbytes for one in self._history.good()}
+
+    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """The good step that is best by a metric; None when there are no metrics yet. NaN is never best.
+
+        Raises `MismatchError` for a metric that no step has, where steps have others.
+        """
+        good = self._history.good(foreign=True)
+        known = sorted({name for one in good for name in one.metrics})
+        if known and metric not in known:
+            raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
+        numbers = [one for one in good if not math.isnan(one.metrics.get(metric, math.nan))]
+        return next(iter(rank(numbers, metric, mode)), None)
+
+    def path(self, step: int) -> str:
+        """The directory of a step, whether it exists or not."""
+        return self._directory.path(step_number(step))
+
+    # Saving
+
+    @alone
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        on_exists: Literal["error", "skip", "overwrite"] = "error",
+        rules: Sequence[Rule] = (),
+        dtype: Any = None,
+        memory_limit: int | None = None,
+    ) -> PendingSave | None:
+        """Saves the step in the background when `save_every` says so, or in any case with `force`.
+
+        Returns None when nothing is saved. What a save in the background failed with is raised by the next
+        call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
+        After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
+        `metadata` is that of this step: of two dicts it goes over the run's key by key, and otherwise in its place.
+        `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
+        """
+        begun = time.perf_counter()
+        step = step_number(step)
+        refuse_within(f"save({step})", self)
+        if on_exists not in ("error", "skip", "overwrite"):
+            raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
+        options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
+        pending = None
+        try:
+            with self._under_way.writing():
+                pending = self._save_if_wanted(begun, step, tree, force, options)
+            return pending
+        finally:
+            self._last.note(step, tree, options, pending)
+
+    def _save_if_wanted(
+        self, begun: float, step: int, tree: Any, force: bool, options: SaveOptions
+    ) -> PendingSave | None:
+        several = coordinator.several()
+        if not several:  # or else each process would find out at another step
+            self._under_way.settle(self._under_way.verdict())
+        preempted = bool(self._preemption) and not self._preempted and self._preemption.reached()
+        force = force or preempted
+        # What a clock or a function says, process 0 says for all.
+        if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
+            return None
+        self._check_open()
+        with self._collective.call(f"save({step})") as call:
+            said, admitted = call.tell(lambda: self._admit(step, options.on_exists, force, several))
+            verdict = Verdict(*said)
+            self._under_way.settle(verdict)
+            if admitted is None:
+                call.close()
+                self._preempted = self._preempted or preempted
+                return None
+            deciding = time.perf_counter()
+            if verdict.calls:
+                self._settle(call)
+            waited = time.perf_counter() - deciding
+            path, overwrite = admitted
+            try:
+                wish = _save.Wish(
+                    "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
+                )
+                info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
+                pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
+            except BaseException as error:
+                if several:  # all processes count the same saves
+                    self._under_way.add(PendingSave._of_failure(path, step, call, error))
+                raise
+        self._directory.back_to = None
+        self._under_way.add(pending)
+        self._schedule.saved()
+        pending._warn_of_stall()
+        self._preempted = self._preempted or preempted
+        return pending
+
+    def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[Verdict, tuple[str, bool] | None]:
+        """How the saves before are, and unless one failed: where to save and whether to overwrite; None to skip.
+
+        Raises `ExistsError`.
+        """
+        verdict = self._under_way.verdict()
+        if verdict.raises:
+            return verdict, None
+        if not force and (several and not self._schedule.due(step)):
+            return verdict, None
+        if not force and self._when_busy == "skip" and verdict.calls:
+            return verdict, None
+        with as_save_error(self._root):
+            return verdict, self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
+
+    def _settle(self, call: Call) -> None:
+        """Returns when every save is over, for all processes; raises in all what process 0 has not been told yet."""
+        self._under_way.settle(Verdict(*call.tell(self._under_way.after_all)))
+
+    def wait(self) -> None:
+        """Returns when every save is committed. Raises what a save failed with, unless its result has raised that."""
+        refuse_within("wait()", self)
+        self._under_way.settle()
+
+    @alone
+    def finish(self) -> None:
+        """Closes, and marks the run as finished, by which `treering.follow` knows that no step comes any more.
+
+        A job that saves a step of the run later takes the mark away.
+        """
+        refuse_within("finish()", self)
+        self._under_way.settle()
+        self._check_open()
+        with self._under_way.writing():
+            self._collective.once("finish()", self._directory.finish)
+        self._close()
+
+    @alone
+    def close(self) -> None:
+        """Waits, and ends the saving; reading goes on working. Raises what a save failed with, as `wait` does."""
+        refuse_within("close()", self)
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        try:
+            self._under_way.settle()
+        finally:
+            try:
+                if self._under_way.all_over():
+                    self._upkeep.close()
+                else:  # an interrupt ended the wait, and one goes on
+                    self._upkeep.close_after(self._under_way.last())
+            finally:
+                if self._preemption:
+                    self._preemption.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            if self._last.step is not None:
+                self._save_last(self._last.step, kind.__name__)
+        finally:
+            with _logged():
+                self.close()
+
+    def _save_last(self, step: int, reason: str) -> None:
+        """Saves what the loop has shown last, unless that is done; why it is not possible is logged."""
+        while len(self._under_way):
+            with _logged():
+                self.wait()
+        if self._last.saved:
+            return
+        about = f"{self._root}: step {step}"
+        try:
+            tree, options, left_out = self._last.get()
+            saved = self.save(step, tree, force=True, **options._asdict())
+            self.wait()
+        except Exception as error:
+            _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
+            return
+        if saved is None:
+            _log.warning("%s is not saved, though %s ended the loop: there is one, and on_exists='skip'", about, reason)
+            return
+        for problem in left_out:
+            _log.warning("%s: %s", about, problem)
+        _log.warning("%s is saved, for %s ended the loop", about, reason)
+
+    # Restoring
+
+    def open(self, step: int | None = None) -> Checkpoint:
+        """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
+        refuse_within("open()", self)
+        self.wait()
+        wait_for_all_in(self._root)
+        if step is not None:
+            return open_one(self._directory.existing(step))
+        return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
+
+    @overload
+    def restore(
+        self, like: None = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> Any: ...
+    @overload
+    def restore(
+        self, like: T, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> T: ...
+    @alone
+    def restore(
+        self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+    ) -> Any:
+        """Restores a step, by default the latest; `options` are those of `treering.restore`.
+
+        When the latest step is damaged, that is logged and with `fallback` the one before it is taken, and so
+        on; saving the damaged step again replaces it. Raises `NotFoundError` when there is no step, and
+        `CorruptError` when all are damaged.
+
+        After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
+        it; until then nothing changes. What was restored is never deleted by this job.
+        """
+        _options.check(options, "restore()")
+        what = f"restore({'' if step is None else f'step={step}'})"
+        refuse_within(what, self)
+        wait_for_all_in(self._root)
+        with self._collective.call(what) as call:
+            self._settle(call)
+            call.doing("restoring")
+            self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
+            call.close()
+        self._upkeep.restored = self._restored
+        self._directory.back_to = None if step is None else self._restored
+        self._last.forget()
+        return tree
+
+    def restore_or_init(
+        self, init: Callable[[], T], *, sharding: Any = None, fallback: bool = True, **options: "Unpack[ReadOptions]"
+    ) -> tuple[T, int]:
+        """The latest good step's tree and its number, or what `init()` returns and 0 when there is none.
+
+        When there is a checkpoint, `init` is only traced (or called, if it cannot be traced): its result is the
+        template. The first job traces it, too, and raises `MismatchError` when that gives another tree. `sharding` says
+        where the arrays go in either case; `options` are those of `restore`. A run whose steps are all damaged raises
+        `CorruptError` rather than begin anew, and a directory that is one checkpoint `MismatchError`.
+        """
+        from .._restore import initial
+
+        _options.check(options, "restore_or_init()")  # the first job is to find out, too
+        refuse_within("restore_or_init()", self)
+        wait_for_all_in(self._root)
+        with self._collective.call("restore_or_init()") as call:
+            self._settle(call)
+            found = call.tell(lambda: resume.has_begun(self._directory))
+            call.close()
+        if found:
+            tree = self.restore(initial.abstract(init), fallback=fallback, sharding=sharding, **options)
+            assert self._restored is not None
+            return tree, self._restored
+        resume.check(options)  # on the first day, and not when there is something to restore
+        if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
+            state = init()
+            initial.check(init, state)
+            return state, 0
+        return initial.sharded(init, sharding), 0
+
+    # Managing
+
+    @alone
+    def pin(self, step: int) -> None:
+        """Marks a step never to be deleted, for this and every later job."""
+        refuse_within(f"pin({step})", self)
+        self._once(f"pin({step})", lambda: self._directory.pin(step, True))
+
+    @alone
+    def unpin(self, step: int) -> None:
+        """Takes the mark away."""
+        refuse_within(f"unpin({step})", self)
+        self._once(f"unpin({step})", lambda: self._directory.pin(step, False))
+
+    @alone
+    def delete(self, step: int) -> None:
+        """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
+        refuse_within(f"delete({step})", self)
+        self._once(f"delete({step})", lambda: self._directory.delete(step))
+        if self._last.step == step:
+            self._last.forget()
+
+    @alone
+    def rewind(self, step: int) -> None:
+        """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
+
+        They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
+        Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.
+        """
+        step = step_number(step)
+        refuse_within(f"rewind({step})", self)
+        self._check_open()
+        with self._under_way.writing():
+            self._once(f"rewind({step})", lambda: self._directory.rewind(step))
+        self._directory.back_to = None
+        self._last.forget()
+
+    # What the above is made of
+
+    def _once(self, what: str, do: Callable[[], None]) -> None:
+        """Does something in process 0 when every save is over."""
+        self._collective.once(what, do, first=self._settle)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """What a save in the background failed with does not hide the error that is on its way."""
+    try:
+        yield
+    except TreeringError:
+        _log.exception("a save in the background failed, too")
+
+
+def _combined(of_run: Any, of_step: Any) -> Any:
+    """The metadata of one step."""
+    of_run, of_step = plain(of_run), plain(of_step)
+    if isinstance(of_run, dict) and isinstance(of_step, dict):
+        return {**of_run, **of_step}
+    return of_run if of_step is None else of_step

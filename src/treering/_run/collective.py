@@ -1,0 +1,41 @@
+"""Calls on a run that every process of the job makes, in which process 0 decides."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from .._processes import coordinator
+from .._save import save
+from ..errors import SaveError, TreeringError
+
+
+class Collective:
+    """Begins the calls of one run; with an error a call ends for all processes."""
+
+    def __init__(self, root: str, timeout: float):
+        self._root, self._timeout = root, timeout
+
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[coordinator.Call]:
+        """One call. Unless it fails, the caller ends it."""
+        call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
+        with save.ending(call):
+            call.doing("deciding")
+            yield call
+
+    def once(
+        self, what: str, do: Callable[[], None], *, first: Callable[[coordinator.Call], None] = lambda call: None
+    ) -> None:
+        """Does something in process 0; all return when it is done, or raise its error. All do `first` what is given."""
+
+        def attempt() -> None:
+            try:
+                do()
+            except TreeringError:
+                raise
+            except OSError as error:
+                raise SaveError(f"{self._root}: {what} failed: {error}") from error
+
+        with self.call(what) as call:
+            first(call)
+            call.tell(attempt)
+            call.close()

@@ -1,0 +1,145 @@
+"""The directory of a run, as its writer changes it: where a step goes, what is pinned, deleted, set aside."""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+
+from .. import stores
+from .._core.entries import step_number
+from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from ..formats.treering import removal
+from ..stores import local
+from ..stores.lease import WriterLock
+from . import run
+from .steps import History
+
+_log = logging.getLogger("treering")
+
+
+class Directory:
+    """Finds the steps of one run and changes those that are its own; what other libraries have left is only read.
+
+    With several processes only process 0 changes anything. `lock` is that of the run's one writer. With `back_to`,
+    the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
+    """
+
+    def __init__(self, history: History, busy: Callable[[], bool]):
+        self.history = history
+        self.lock = WriterLock(stores.DISK, history.root, busy)
+        self.back_to: int | None = None
+        self._root, self._prefix = history.root, history.prefix
+
+    def all_steps(self) -> dict[int, str]:
+        """The committed steps, ascending, and their paths, with those of other libraries."""
+        return run.all_steps(self._root, self._prefix)
+
+    def newest_first(self) -> list[tuple[int, str]]:
+        """The same as pairs, descending."""
+        return list(reversed(self.all_steps().items()))
+
+    def path(self, step: int) -> str:
+        """The directory of a step, whether it exists or not."""
+        return self.all_steps().get(step) or self._own_path(step)
+
+    def existing(self, step: int) -> str:
+        """Where a committed step is. Raises `NotFoundError`."""
+        return self._find(step, self.all_steps())
+
+    def pinned(self) -> list[int]:
+        """The pinned steps, ascending."""
+        return [step for step, path in self.history.committed().items() if local.pinned(stores.DISK, path)]
+
+    def pin(self, step: int, wanted: bool) -> None:
+        """Marks a step never to be deleted, or takes the mark away."""
+        local.pin(stores.DISK, self._own(step), wanted)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step. Raises `MismatchError` when it is pinned or a link, `UnsupportedError` for a later one's."""
+        path = self._own(step)
+        if local.pinned(stores.DISK, path):
+            raise MismatchError(f"{path}: the step is pinned; unpin it first")
+        if os.path.islink(path):
+            raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
+        local.delete(stores.DISK, path, removal)
+
+    def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
+        """Where to save a step and whether to overwrite; None to skip it. Raises `ExistsError`."""
+        committed = self.history.committed()
+        if (back_to := self.back_to) is not None:
+            self._check_own_after(back_to)
+            committed = {number: path for number, path in committed.items() if number <= back_to}
+        path = committed.get(step) or self._own_path(step)
+        overwrite = on_exists == "overwrite"
+        if step in under_way or step in committed:
+            overwrite = overwrite or (step in committed and self.history.is_damaged(step, path))
+            if overwrite and local.pinned(stores.DISK, path):
+                raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
+            if not overwrite and on_exists == "skip":
+                return None
+            if not overwrite:
+                raise ExistsError(
+                    f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
+                    "or continue from ckpts.latest_step"
+                )
+            if step in committed:
+                self._check_removable({step: path})
+        return path, overwrite
+
+    def enter(self) -> None:
+        """Takes the lock for a save, and sets aside what is behind `back_to`. Raises `ExistsError`."""
+        self.lock.acquire()
+        if self.back_to is not None:
+            self._set_aside_after(self.back_to)
+
+    def rewind(self, step: int) -> None:
+        """Goes back to a step. Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's."""
+        self.existing(step)
+        self._check_own_after(step)
+        self.lock.acquire()
+        self._set_aside_after(step)
+
+    def finish(self) -> None:
+        """Marks the run as finished."""
+        self.lock.acquire()
+        run.mark_finished(self._root)
+
+    def _set_aside_after(self, step: int) -> None:
+        run.settle_aside(self._root)
+        later = {number: path for number, path in self.history.committed().items() if number > step}
+        self._check_removable(later)  # again, for now nobody else writes the run
+        if later:
+            place = run.set_aside(self._root, list(reversed(later.values())))
+            _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
+
+    def _check_own_after(self, step: int) -> None:
+        own = self.history.committed()
+        foreign = [path for number, path in self.newest_first() if number > step and number not in own]
+        if foreign:
+            raise UnsupportedError(
+                f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
+                "of the run yourself, or go on in another directory"
+            )
+        self._check_removable({number: path for number, path in own.items() if number > step})
+
+    def _check_removable(self, steps: Mapping[int, str]) -> None:
+        """Raises `UnsupportedError` for steps of a later release."""
+        for step, path in steps.items():
+            try:
+                removal.check_removable(stores.DISK, path)
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"step {step} is neither moved nor replaced; go on in another directory: {error}"
+                ) from None
+
+    def _own(self, step: int) -> str:
+        return self._find(step, self.history.committed())
+
+    def _own_path(self, step: int) -> str:
+        return os.path.join(self._root, run.step_name(self._prefix, step))
+
+    def _find(self, step: int, committed: Mapping[int, str]) -> str:
+        if (number := step_number(step)) not in committed:
+            run.check_open(self._own_path(number), NotFoundError)
+            shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
+            raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
+        return committed[number]

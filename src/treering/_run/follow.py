@@ -1,0 +1,87 @@
+"""An evaluator's view of a run that grows."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+from .. import stores
+from .._core.entries import step_number
+from .._core.paths import absolute
+from .._restore.checkpoint import Checkpoint
+from ..errors import CorruptError, MismatchError, NotFoundError
+from ..formats.treering.read import Reader
+from ..stores.local import MANIFEST
+from ..stores.reading import UnreadableError, reading
+from . import run as _run
+from .open import open_one
+
+_log = logging.getLogger("treering")
+_LOOK = 0.5  # seconds between looks at the run
+
+
+def follow(
+    run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None
+) -> Iterator[Checkpoint]:
+    """Yields the steps of a run, ascending, those that are there and those that are still to come, each once.
+
+    >>> for ckpt in tr.follow("runs/gpt", timeout=3600):
+    ...     tr.record("runs/gpt", ckpt.step, {"val/loss": evaluate(ckpt.restore(like))})
+
+    after: only later steps.
+    timeout: ends after so many seconds without a new step; None waits for ever. The time that the caller takes
+        does not count.
+
+    Ends when the run is marked as finished (`Checkpointer.finish`) and nothing is left to yield. Nothing is written,
+    and the run need not exist yet. A step that is deleted before it is reached is left out; one that is deleted
+    afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
+    that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
+    """
+    place, first = absolute(run), -1 if after is None else step_number(after)
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
+        raise MismatchError(f"timeout={timeout!r}: expected a number of seconds from 0, or None")
+    return _follow(place, first, timeout)
+
+
+def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]:
+    seen: dict[int, object] = {}
+    waiting_since = time.monotonic()
+    while True:
+        with reading(run):
+            finished = stores.DISK.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
+        found = [(step, path, _mark(path)) for step, path in _run.all_steps(run).items() if step > after]
+        new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
+        for step, path, mark in new:
+            seen[step] = mark
+            if ckpt := _open(step, path):
+                yield ckpt
+                waiting_since = time.monotonic()
+        if new:
+            continue
+        if finished or (timeout is not None and time.monotonic() - waiting_since >= timeout):
+            return
+        else:
+            time.sleep(_LOOK if timeout is None else min(_LOOK, timeout))
+
+
+def _mark(path: str) -> object:
+    """Tells a checkpoint from the next one at the same path; those of other libraries are taken for the same."""
+    with contextlib.suppress(UnreadableError), reading(path):
+        found = stores.DISK.stat(os.path.join(path, MANIFEST))
+        return found and (found.st_ino, found.st_mtime_ns)
+    return None
+
+
+def _open(step: int, path: str) -> Checkpoint | None:
+    try:
+        ckpt = open_one(path)
+        if isinstance(ckpt._reader, Reader):
+            ckpt._reader.hold()
+    except NotFoundError:
+        _log.info("step %d was deleted before it was reached", step)
+        return None
+    except CorruptError as error:
+        _log.warning("step %d is left out: %s", step, error)
+        return None
+    return ckpt

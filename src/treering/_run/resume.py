@@ -1,0 +1,64 @@
+"""From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .. import stores
+from .._core.entries import step_number
+from .._processes import consistency
+from .._processes.coordinator import Call
+from .._restore.checkpoint import Checkpoint
+from .._restore.match import Policy
+from ..stores.local import MANIFEST
+from ..stores.network import look_anew
+from . import run
+from .directory import Directory
+from .open import latest_good, listed_again
+
+
+def has_begun(directory: Directory) -> bool:
+    """Whether there is a step.
+
+    Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when nobody can
+    tell: its steps cannot be looked into.
+    """
+    if directory.all_steps():
+        return True
+    run.check_new(directory.history.root, directory.history.prefix)
+    return False
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises `MismatchError` for options of `treering.restore` that a restore would refuse, whatever it finds."""
+    allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
+    Policy(**allowed)
+    if unknown := options.keys() - inspect.signature(Checkpoint.restore).parameters.keys() - {"step", "fallback"}:
+        raise TypeError(f"restore_or_init() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+
+
+def restore(
+    call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
+) -> tuple[int, Any]:
+    """The step that was restored, and its tree; see `Checkpointer.restore`."""
+    history = directory.history
+
+    def choose() -> list[tuple[int, str]]:
+        return directory.newest_first() if step is None else [(step_number(step), directory.existing(step))]
+
+    def attempt() -> tuple[int, tuple[str, Any]]:
+        places = call.tell(choose)
+        if places and call.index and stores.DISK.stat(os.path.join(places[0][1], MANIFEST)) is None:
+            look_anew(stores.DISK, places[0][1])
+        return latest_good(
+            history.root,
+            places,
+            lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
+            fallback=fallback and step is None,
+            damaged=lambda number: history.mark_damaged(number, dict(places)[number]),
+            everywhere=lambda attempt: consistency.everywhere(call, attempt),
+        )
+
+    number, (_, tree) = attempt() if step is not None else listed_again(attempt)
+    return number, tree

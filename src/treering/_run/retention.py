@@ -1,0 +1,173 @@
+"""What is done around the saves of a run, in the background: leftovers, retention, reports."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from .. import stores
+from .._core.paths import closest, few
+from .._save.pending import PendingSave, SaveReport
+from .._threads.latch import Latch
+from .._threads.pool import start
+from ..errors import CorruptError, SaveError, UnsupportedError
+from ..formats.treering import removal
+from ..keep import Policy, Saved
+from ..stores import local
+from . import run
+from .directory import Directory
+
+_log = logging.getLogger("treering")
+
+
+class Upkeep:
+    """The `_save.Manager` of a run. None of what it does after a commit may fail the save."""
+
+    def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
+        self._directory, self._history = directory, directory.history
+        self._keep, self._on_save = keep, on_save
+        self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
+        self._cleaned = False
+        self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
+        self._chores, self._hooks = _Chores(), _Chores()  # apart: a slow hook must not leave old steps on the disk
+
+    def enter(self) -> None:
+        """Raises `ExistsError` when somebody else writes the run."""
+        self._directory.enter()
+
+    def before(self) -> None:
+        """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
+        if self._cleaned:
+            return
+        root = self._history.root
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                stores.DISK.unlink(os.path.join(root, run.FINISHED))
+            for place in (root, *run.aside(root)):
+                for name in stores.DISK.list(place):
+                    if run.parse(name, self._history.prefix) is not None:
+                        local.clean(stores.DISK, os.path.join(place, name), removal, remove_empty=True)
+            run.settle_aside(root)
+            self._cleaned = True
+        except OSError:
+            _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
+
+    def after(self, report: SaveReport) -> None:
+        """After a commit: takes away what the policy does not want, and tells who wants to know."""
+        try:
+            self._retain(report.step)
+        except Exception:  # a policy may be anybody's code, and the checkpoint is committed
+            _log.exception("deleting old steps failed; it is tried again after the next save")
+        if on_save := self._on_save:
+            self._hooks.add("on_save", lambda: on_save(report))
+
+    def close(self) -> None:
+        """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
+        self._leave()
+        self._hooks.wait()
+        self._chores.wait()
+
+    def close_after(self, last: PendingSave) -> None:
+        """The same in the background, when a save is over, and what it leaves to do is done."""
+
+        def wait() -> None:
+            last._wait()
+            self._leave()
+
+        self._chores.add("waiting for the last save", wait)
+
+    def _leave(self) -> None:
+        """Lets others write the run when all that is to be done by now is done."""
+        told = Latch()
+
+        def leave() -> None:
+            told.wait()
+            self._directory.lock.release()
+
+        if self._on_save:
+            self._hooks.add("leaving the run", told.set)
+        else:
+            told.set()
+        self._chores.add("leaving the run", leave)
+
+    def _retain(self, step: int | None) -> None:
+        if self._keep is None:
+            return
+        saved = self._history.good()
+        self._name_unknown_metrics(saved, self._keep.metrics)
+        wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
+        committed = self._history.committed()
+        for one in saved:
+            path = committed.get(one.step)
+            if path and one.step not in wanted:
+                try:
+                    self._delete(path)
+                except UnsupportedError as error:
+                    self._history.mark_unsupported(one.step, path, error)
+                except (OSError, CorruptError) as error:  # and the others can go all the same
+                    _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
+
+    def _delete(self, path: str) -> None:
+        if not (local.pinned(stores.DISK, path) or os.path.islink(path)):
+            self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, removal))
+
+    def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
+        if len(saved) < 2:  # of the first step they may be about to come
+            return
+        known = sorted({name for one in saved for name in one.metrics})
+        for metric in metrics.difference(known, self._unknown):
+            near = closest(metric, known)
+            hint = f"they have {few(tuple(known))}" if known else "they have no metrics"
+            hint += f"; the closest name is {near}" if near else ""
+            root, count = self._history.root, len(saved)
+            _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
+            self._unknown.add(metric)
+
+
+class _Chores:
+    """Does one thing after another in a thread that ends when nothing is left; errors are logged."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, what: str, do: Callable[[], object]) -> None:
+        with self._lock:
+            self._queue.put((what, do))
+            if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
+                try:
+                    self._begin()
+                except SaveError:  # the interpreter is about to end, or the system starts no more threads
+                    self._do_next()
+                except BaseException:  # an interrupt, and that thread may have begun or not; another takes its place
+                    self._begin()
+                    raise
+
+    def wait(self) -> None:
+        """Returns when everything is done."""
+        while (thread := self._thread) and thread.is_alive():
+            thread.join()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
+        start(self._thread)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._thread is not threading.current_thread():
+                    return  # an interrupt came while this one was started
+                if self._queue.empty():
+                    self._thread = None
+                    return
+            self._do_next()
+
+    def _do_next(self) -> None:
+        what, do = self._queue.get()
+        try:
+            do()
+        except BaseException:  # a hook's `sys.exit()` as well: what comes after it is still to be done
+            _log.exception("%s failed", what)

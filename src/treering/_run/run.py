@@ -1,0 +1,192 @@
+"""A run on the disk: a directory of checkpoints, one per step."""
+
+import contextlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Sequence
+
+from .. import formats, stores
+from .._core.paths import absolute, few
+from .._core.tracebacks import at_the_caller
+from .._core.values import EXACT as MAX_STEP
+from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..stores import network
+from ..stores.local import MANIFEST
+from ..stores.reading import UnreadableError, reading
+
+_log = logging.getLogger("treering")
+PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
+_OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
+FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
+_REWOUND = re.compile(r"rewound-(\d+)")
+DIGITS = 8  # of a step in a name; fewer are padded, more are written out
+
+
+def step_name(prefix: str, step: int) -> str:
+    """The directory of a step: ``step-00001000``."""
+    return f"{prefix}{step:0{DIGITS}}"
+
+
+def parse(name: str, prefix: str) -> int | None:
+    """The step that a directory's name says, None when it is not of this prefix."""
+    digits = name.removeprefix(prefix)
+    if not (name.startswith(prefix) and digits.isascii() and digits.isdecimal()):
+        return None
+    return step if (step := int(digits)) <= MAX_STEP else None
+
+
+def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
+    """The committed steps of a run, ascending, and the names of their directories.
+
+    A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
+    ``step-``; where no step has it, whatever stands before the eight digits or more of all names. Raises
+    `MismatchError` when these begin in several ways. One that cannot be looked into does not count.
+    """
+    with reading(run):
+        names = stores.DISK.list(run)
+    if prefix is not None:
+        return _committed(run, names, prefix)
+    if found := _committed(run, names, PREFIX):
+        return found
+    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(run, name)}
+    if len(others) > 1:
+        raise MismatchError(
+            f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
+            f"{few(tuple(sorted(others)))}; open a step by its own path, or give Checkpointer the prefix"
+        )
+    return _committed(run, names, others.pop()) if others else []
+
+
+def _committed(run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
+    found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
+    return sorted((step, name) for step, name in found if _is_committed(run, name))
+
+
+def _is_committed(run: str, name: str) -> bool:
+    """Whether there is a manifest. What cannot be looked into is no step, and the log says so once."""
+    manifest = os.path.join(run, name, MANIFEST)
+    try:
+        with reading(manifest):
+            found = stores.DISK.stat(manifest)
+    except UnreadableError:
+        return True  # a damaged step, which is found when it is opened
+    except PermissionError as error:
+        network.warn_of_closed(os.path.join(run, name), error.strerror)
+        return False
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def committed(run: str, prefix: str | None = None) -> dict[int, str]:
+    """The same as a dict. Raises `MismatchError` when two directories claim one step."""
+    found = directories(run, prefix)
+    steps = dict(found)
+    if len(steps) != len(found):
+        step, name = next((step, name) for step, name in found if steps[step] != name)
+        raise MismatchError(
+            f"{run}: {name} and {steps[step]} both claim step {step}; open them by their own paths, or keep runs apart"
+        )
+    return steps
+
+
+def all_steps(run: str, prefix: str | None = None) -> dict[int, str]:
+    """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
+
+    Where both have a step, it is ours that counts.
+    """
+    names = committed(run, prefix)
+    own = {step: os.path.join(run, name) for step, name in names.items()}
+    return dict(sorted({**formats.foreign_steps(stores.DISK, run, set(names.values())), **own}.items()))
+
+
+@at_the_caller
+def steps(run: str | os.PathLike[str]) -> list[int]:
+    """The steps of a run that are committed, ascending, whichever library wrote them; none when there is no such run.
+
+    >>> tr.steps("runs/gpt")
+    [1000, 2000]
+    """
+    place = absolute(run)
+    own = directories(place)
+    foreign = formats.foreign_steps(stores.DISK, place, {name for _, name in own})
+    return sorted({step for step, _ in own} | set(foreign))
+
+
+def check_open(path: str, kind: type[TreeringError]) -> None:
+    """Raises an error of this kind for a directory that has a step's name and cannot be looked into."""
+    try:
+        stores.DISK.stat(os.path.join(path, MANIFEST))
+    except PermissionError as error:
+        raise kind(
+            f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
+            "one to go on from; see to it that it can be read, or go on in another run"
+        ) from error
+
+
+def check_new(run: str, prefix: str) -> None:
+    """Of a directory without steps: raises `MismatchError` when it is a checkpoint itself, for then it is no run.
+
+    Raises `UnsupportedError` when there are directories of steps into which this process cannot look.
+
+    What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
+    """
+    disk = stores.DISK
+    for name in disk.list(run):
+        if parse(name, prefix) is not None:
+            check_open(os.path.join(run, name), UnsupportedError)
+    format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
+    weights = format == "safetensors" or (format == "flax" and os.path.isdir(run))  # to begin with, beside the steps
+    if format is not None and not weights:
+        raise MismatchError(
+            f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
+            "directory, and restore this one with treering.restore where the run begins"
+        )
+    numbered = [name for name in disk.list(run) if re.search("[0-9]", name)]
+    foreign = tuple([name for name in numbered if formats.is_foreign(disk, os.path.join(run, name))])
+    if foreign:
+        _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
+
+
+def set_aside(run: str, paths: Sequence[str]) -> str:
+    """Moves step directories into a new directory within the run, and returns that.
+
+    Given the newest first, what remains is at every moment what was there at some time.
+    """
+    disk = stores.DISK
+    taken = (int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name)))
+    place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
+    disk.make_dir(place)
+    disk.sync_dir(run)
+    for path in paths:
+        disk.rename_new(path, os.path.join(place, os.path.basename(path)))
+    disk.sync_dir(place)
+    disk.sync_dir(run)
+    return place
+
+
+def aside(run: str) -> list[str]:
+    """The directories of steps that were set aside; a file or a link of such a name is somebody else's."""
+    places = [os.path.join(run, name) for name in stores.DISK.list(run) if _REWOUND.fullmatch(name)]
+    return [place for place in places if os.path.isdir(place) and not os.path.islink(place)]
+
+
+def settle_aside(run: str) -> None:
+    """Makes durable what a killed job has set aside, and removes the directory of one that has not come so far."""
+    disk = stores.DISK
+    places = aside(run)
+    for place in places:
+        if disk.list(place):
+            disk.sync_dir(place)
+        else:
+            disk.remove_dir(place)
+    if places:
+        disk.sync_dir(run)
+
+
+def mark_finished(run: str) -> None:
+    """Says, durably, that no step comes any more."""
+    disk = stores.DISK
+    with contextlib.suppress(FileExistsError):
+        disk.close(disk.create(os.path.join(run, FINISHED)))
+    disk.sync_dir(run)

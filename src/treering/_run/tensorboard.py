@@ -1,0 +1,68 @@
+"""Metrics from TensorBoard's event files, read without TensorFlow."""
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from .._core.paths import absolute
+from ..errors import CorruptError, UnsupportedError
+
+
+class Events:
+    """The scalars in a directory of event files, named ``{run}/{tag}``: the directory below it, and the tag.
+
+    TensorBoard's own accumulators would also keep what is no scalar, and read no file on once there is a newer one.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._root = absolute(directory)
+        self._lock = threading.Lock()
+        self._files: dict[str, Any] = {}
+        self._found: dict[int, dict[str, float]] = {}  # of all steps: which will be saved is not known when they come
+        try:
+            from tensorboard.backend.event_processing import event_file_loader
+        except ImportError:
+            raise UnsupportedError(
+                "tensorboard=…: expected the package tensorboard; install treering[tensorboard]"
+            ) from None
+        self._module = event_file_loader
+
+    def read(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
+        """The scalars of some steps, with what was written since the last call; of several with one tag the last.
+
+        Raises `CorruptError` for a file that cannot be read: what is not known must not decide what is deleted.
+        """
+        with self._lock:
+            for directory, _, names in os.walk(self._root):
+                run = os.path.relpath(directory, self._root)
+                for name in sorted(names):  # which begin with the time
+                    if "tfevents" in name:
+                        path = os.path.join(directory, name)
+                        try:
+                            self._read(path, "" if run == "." else f"{run}/")
+                        except Exception as error:  # of TensorBoard, of protobuf or of the system
+                            if os.path.exists(path):  # or it was removed meanwhile
+                                raise CorruptError(f"{path}: expected TensorBoard's events: {error}") from error
+            return {step: dict(self._found[step]) for step in steps if step in self._found}
+
+    def _read(self, path: str, prefix: str) -> None:
+        if path not in self._files:
+            self._files[path] = self._module.LegacyEventFileLoader(path)
+        for event in self._files[path].Load():
+            for value in event.summary.value:
+                number = _scalar(value)
+                if number is not None:
+                    self._found.setdefault(event.step, {})[prefix + value.tag] = number
+
+
+def _scalar(value: Any) -> float | None:
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return value.simple_value
+    if kind != "tensor" or value.tensor.tensor_shape.dim:  # as which TensorFlow 2 and others write scalars
+        return None
+    from tensorboard.util import tensor_util
+
+    array = tensor_util.make_ndarray(value.tensor)
+    return float(array) if array.shape == () and array.dtype.kind in "biuf" else None

@@ -1,0 +1,90 @@
+"""The saves of one run that are under way, or are over and nobody has been told how they ended."""
+
+import contextlib
+import logging
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from .._save.pending import PendingSave
+
+_log = logging.getLogger("treering")
+
+
+class Verdict(NamedTuple):
+    """What process 0 says of its saves: the calls that are under way, and whether to raise how others have failed."""
+
+    calls: list[str]
+    raises: bool
+
+
+class UnderWay:
+    """Saves in the order of the calls, in which they end as well; of a failed one the run's next call tells.
+
+    Who was told by the result of a save is not told twice. With several processes process 0 decides for all.
+    """
+
+    def __init__(self) -> None:
+        self._saves: list[PendingSave] = []
+        self._writing: list[object] = []  # calls that may be about to add one, or change the run themselves
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whoever changes the run does it within this block."""
+        call = object()
+        try:
+            self._writing.append(call)
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # an interrupt came first
+                self._writing.remove(call)
+
+    def busy(self) -> bool:
+        """Whether the run is being changed, or about to be."""
+        return bool(self._writing) or not self.all_over()
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def add(self, pending: PendingSave) -> None:
+        """A save begins."""
+        self._saves.append(pending)
+
+    def all_over(self) -> bool:
+        """Whether none of them goes on."""
+        return all(pending.done() for pending in self._saves)
+
+    def verdict(self) -> Verdict:
+        """What is known of them now."""
+        calls = [pending._call.name for pending in self._saves if not pending.done()]
+        return Verdict(calls, any(pending.failed and not pending.told for pending in self._saves))
+
+    def after_all(self) -> Verdict:
+        """What is known when none of them goes on."""
+        for pending in list(self._saves):
+            pending._wait()
+        return self.verdict()
+
+    def steps(self, calls: Container[str]) -> set[int | None]:
+        """The steps of these calls."""
+        return {pending.step for pending in self._saves if pending._call.name in calls}
+
+    def last(self) -> PendingSave:
+        """The one that ends last."""
+        return self._saves[-1]
+
+    def settle(self, verdict: Verdict | None = None) -> None:
+        """Waits for all but those that the verdict names, and forgets them; raises what the first failed with.
+
+        Without a verdict, for all. With one that says that nobody is to be told any more, failures are only logged.
+        """
+        ended = [pending for pending in self._saves if verdict is None or pending._call.name not in verdict.calls]
+        for pending in ended:
+            pending._wait()  # an interrupt here forgets none of them
+        for pending in ended:
+            if pending not in self._saves:
+                continue  # the handler of a signal has settled it meanwhile
+            self._saves.remove(pending)
+            if pending.failed and not pending.told:
+                if verdict is None or verdict.raises:
+                    pending.result()
+                pending.tell_log()

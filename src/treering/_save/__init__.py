@@ -1,0 +1,1 @@
+"""From a pytree to a checkpoint."""

@@ -1,0 +1,22 @@
+"""Metrics as they are written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._core.values import encode_float
+from .._pytree import transfers
+from ..errors import MismatchError
+
+
+@transfers.explicit()
+def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
+    """Metrics as they are written. Raises `MismatchError` for what is no real scalar."""
+    numbers: dict[str, float | str] = {}
+    for name, value in (found or {}).items():
+        array = np.asarray(value)
+        if not isinstance(name, str) or array.shape != () or array.dtype.kind not in "biufV":
+            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
+        numbers[name] = encode_float(float(array))
+    return numbers

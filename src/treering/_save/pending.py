@@ -1,0 +1,283 @@
+"""A save under way: its outcome, and that nobody stays untold of a failure."""
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+
+from .._core.source import Written
+from .._processes import coordinator
+from .._processes.coordinator import Call
+from .._pytree import transfers
+from .._pytree.live_tree import Feed
+from .._threads.latch import Latch
+from .._threads.pool import Crew
+from ..errors import SaveError, TreeringError
+
+_log = logging.getLogger("treering")
+_LONG_STALL = 1.0  # seconds
+
+last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
+unseen: "list[PendingSave]" = []  # failed, and nobody has been told
+_alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SaveReport:
+    """What a save did.
+
+    `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, `wait_seconds` the part
+    of that for which it waited until the save before was over, and `seconds` the time from the call to the commit.
+    Of these, this process was writing for `write_seconds`, was waiting for the disk to make its file durable for
+    `sync_seconds`, and for the commit, other processes included, for `commit_seconds`; formats other than the
+    native one count all of that as writing.
+    """
+
+    path: str
+    step: int | None
+    nbytes: int
+    stall_seconds: float
+    seconds: float
+    write_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes a second, from the call to the commit, without `wait_seconds`."""
+        own = self.seconds - self.wait_seconds
+        return self.nbytes / 1e9 / own if own else 0.0
+
+    def __repr__(self) -> str:
+        return f"<SaveReport {self}>"
+
+    def __str__(self) -> str:
+        before = f", {self.wait_seconds * 1e3:.1f} ms of it for the save before" if self.wait_seconds >= 1e-4 else ""
+        return (
+            f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s); the "
+            f"caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
+        )
+
+
+class PendingSave:
+    """A save that goes on in the background. Made by `save_async`.
+
+    `managed` says that a `Checkpointer` raises what it fails with, and `blocking` that its caller stands until it is
+    over. The caller made its call at `begun`, and has waited for the save before for `waited` seconds since.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        step: int | None,
+        feed: Feed,
+        call: Call,
+        *,
+        managed: bool,
+        blocking: bool = False,
+        begun: float | None = None,
+        waited: float = 0.0,
+    ):
+        self.path = path
+        self.step = step
+        self._feed = feed
+        self._call = call
+        self._managed = managed
+        self._blocking = blocking
+        self._begun = time.perf_counter() if begun is None else begun
+        self._stall, self._waited = 0.0, waited
+        self._returned = Latch()  # the caller has its thread back
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._finished = Latch()
+        self._told = False  # somebody has been, or is being, told of its failure
+        _alive.add(self)
+
+    @classmethod
+    def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
+        """A save that failed before it was under way, here; in other processes it may be under way."""
+        pending = cls(path, step, Feed([], None), call, managed=True)
+        pending._error = error
+        pending._finished.set()
+        return pending
+
+    def done(self) -> bool:
+        """Whether the save is over, well or not."""
+        return self._finished.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save is over and failed; `result` raises how."""
+        return self.done() and self._error is not None
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody has been told how it failed, by its result or by the call that made it."""
+        return self._told
+
+    def tell_log(self) -> None:
+        """Logs how it failed, where process 0 raises nothing: it was told already, or has not failed."""
+        self._seen()
+        _log.error("%s: in this process the save failed: %s", self.path, self._error)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits for the commit, at most `timeout` seconds.
+
+        Raises `SaveError` (or `ExistsError`) when the save failed, `TimeoutError` when it is not over yet;
+        it then goes on.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it goes on")
+        if self._error:
+            self._seen()
+            raise self._error
+        assert self._report
+        return self._report
+
+    def _wait(self) -> None:
+        """Returns when the save is over, well or not."""
+        self._finished.wait()
+
+    def _fail(self, reason: BaseException) -> None:
+        """Stops writing, for a reason that somebody is being told, unless the save is over already."""
+        self._told = True
+        self._returned.set()
+        self._feed.fail(reason)
+
+    def _cancel(self, reason: BaseException) -> None:
+        """The same, and removes what was written. Returns when it is over."""
+        self._fail(reason)
+        self._call.cancel(reason)
+        self._finished.wait()
+        self._seen()
+
+    def _run(self, write: Callable[[Crew], None], previous: Latch | None, crew: Crew) -> None:
+        """What the thread of the save does."""
+        try:
+            with crew, transfers.explicit():
+                self._feed.writers_needed.wait()
+                self._await(previous)
+                self._feed.check()
+                write(crew)
+        except BaseException as error:
+            self._feed.fail(error)  # or the caller would wait for room that nobody makes
+            if self._told:  # what the caller is raising is his, and its frames may be at work in his thread
+                self._error = error
+            else:
+                self._error = _as_save_error(error, self.path)
+                unseen.append(self)
+        finally:
+            self._feed.clear()
+            self._call.close(self._error)
+            self._finished.set()
+
+    def _await(self, previous: Latch | None) -> None:
+        """Returns when the save before is over, or this one has failed."""
+        if previous is None or previous.is_set():
+            return
+        since = time.perf_counter()
+        while not self._feed.failed and not previous.wait(0.1):
+            pass
+        if self._blocking or not self._returned.is_set():  # the caller waits as well, for room if for nothing else
+            self._waited += time.perf_counter() - since
+
+    def _returns(self) -> None:
+        """The caller goes on."""
+        self._stall = time.perf_counter() - self._begun
+        self._returned.set()
+
+    def _warn_of_stall(self) -> None:
+        """Logs that a loop was held up for long, and what helps."""
+        if self._stall < _LONG_STALL:
+            return
+        if self._waited > self._stall / 2:
+            why, help = f", {self._waited:.1f} s of it for the save before", ', and so does when_busy="skip"'
+        else:
+            why, help = ", while the state was copied", ""
+        stood = f"step {self.step}: the loop stood still for {self._stall:.1f} s"
+        _log.warning("%s: %s%s; a larger save_every helps%s", self.path, stood, why, help)
+
+    def _committed(self, written: Written) -> SaveReport:
+        seconds = time.perf_counter() - self._begun
+        self._returned.wait()  # it has handed everything over, and is about to
+        nbytes, *parts = written
+        stall = seconds if self._blocking else self._stall
+        waited = min(self._waited, stall)
+        self._report = SaveReport(self.path, self.step, nbytes, stall, max(seconds, stall), *parts, wait_seconds=waited)
+        return self._report
+
+    def _seen(self) -> None:
+        self._told = True
+        with contextlib.suppress(ValueError):
+            unseen.remove(self)
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"
+
+
+def _as_save_error(error: BaseException, path: str) -> BaseException:
+    """The error as callers get it, without the arrays that its traceback would keep alive."""
+    if not isinstance(error, TreeringError):
+        wrapped = SaveError(
+            f"{path}: saving failed: {str(error) or type(error).__name__}; what was there before is untouched"
+        )
+        wrapped.__cause__ = error
+        error = wrapped
+    part: BaseException | None = error
+    while part is not None:
+        traceback.clear_frames(part.__traceback__)
+        part = part.__cause__
+    return error
+
+
+@contextlib.contextmanager
+def as_save_error(path: str) -> Iterator[None]:
+    """What goes wrong within the block is raised as callers of a save get it."""
+    try:
+        yield
+    except Exception as error:
+        wrapped = _as_save_error(error, path)
+        raise wrapped from wrapped.__cause__
+
+
+def alive() -> "list[PendingSave]":
+    """Those that somebody still holds."""
+    return list(_alive)
+
+
+def wait_for_all_in(directory: str) -> None:
+    """Returns when no save of this process into a directory is under way, whoever made it."""
+    for pending in alive():
+        if os.path.dirname(pending.path) == directory:
+            pending._wait()
+
+
+@atexit.register
+def _report_unseen() -> None:
+    for pending in unseen:
+        print(f"treering: a save in the background failed: {pending.path}", file=sys.stderr)
+        traceback.print_exception(pending._error)
+
+
+def _forget_after_fork() -> None:
+    """A forked child has none of the threads, so nobody must wait for their saves there."""
+    global last
+    last = None
+    coordinator.forget_after_fork()
+    unseen.clear()
+    for pending in list(_alive):
+        if not pending.done():
+            pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
+            pending._finished = Latch()  # the old one's lock may be held for ever
+            pending._finished.set()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

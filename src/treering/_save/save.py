@@ -1,0 +1,284 @@
+"""Saving: snapshot, write, commit; in the background or not."""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, Unpack
+
+import jax
+import msgspec
+import numpy as np
+
+from .. import formats, stores
+from .._core.entries import step_number
+from .._core.paths import absolute
+from .._core.tracebacks import at_the_caller
+from .._processes import coordinator
+from .._processes.coordinator import Call
+from .._pytree import transfers
+from .._restore.checkpoint import Checkpoint
+from .._threads.pool import Crew
+from .._threads.reentry import alone, refuse_within
+from .._version import __version__
+from ..errors import MismatchError, SaveError, UnsupportedError
+from ..formats.treering import write as native
+from ..rules import Rule
+from ..stores.local import check_free
+from . import pending as _pending
+from . import work as _work
+from .metadata import plain
+from .metrics import encoded
+from .options import FormatOptions
+from .pending import PendingSave, SaveReport
+from .work import Wish
+
+_log = logging.getLogger("treering")
+_WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
+
+
+@at_the_caller
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    format: str | None = None,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    rules: Sequence[Rule] = (),
+    dtype: Any = None,
+    processes: Literal["all", "this"] = "all",
+    timeout: float = 30,
+    memory_limit: int | None = 64 << 20,
+    progress: bool = False,
+    **options: "Unpack[FormatOptions]",
+) -> SaveReport:
+    """Saves a pytree and returns when it is durable.
+
+    >>> tr.save("checkpoints/a", {"params": params, "step": 7})
+
+    path: a new directory; parents are made. `overwrite` replaces a checkpoint that is there, in one step.
+    tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone); or a
+        `Checkpoint` of any format, which is copied in bounded memory. Checkpoints and their arrays (`LazyArray`) may
+        also be leaves: parts of several checkpoints become one tree.
+    format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
+        `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
+    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata anything
+        that JSON can say, or a `ConfigDict`, dataclasses, paths and scalars, which become that. Those of a `Checkpoint`
+        are its own unless others are given. A format that has no place for what is given refuses it, and what it has no
+        place for of a `Checkpoint` is logged.
+    rules: changes of names, shapes and values, see `treering.rules`.
+    dtype: what floating-point arrays are cast to.
+    processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
+        saves what this process has, as if there were no others.
+    timeout: seconds without a sign of life after which another process is taken for dead.
+    memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
+        are not laid out in C order); one larger array passes alone.
+    progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
+
+    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
+    when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
+    everything it wrote is removed; `PeerError` when another process is gone or does not make the call.
+    """
+    what = _what(path, step)
+    refuse_within(what)
+    call = coordinator.begin(what, timeout=timeout, processes=processes)
+    with ending(call):
+        wish = Wish(
+            format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
+        )
+        pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+    try:
+        return pending.result()
+    except BaseException as error:
+        pending._cancel(error)  # an interrupt: take back what is half done before going on
+        raise
+
+
+@at_the_caller
+def save_async(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    format: str | None = None,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    rules: Sequence[Rule] = (),
+    dtype: Any = None,
+    processes: Literal["all", "this"] = "all",
+    timeout: float = 30,
+    memory_limit: int | None = None,
+    progress: bool = False,
+    **options: "Unpack[FormatOptions]",
+) -> PendingSave:
+    """Saves a pytree in the background.
+
+    What is saved is what the arrays hold now: they may be changed, deleted or donated as soon as this
+    returns. Saves are written in the order of the calls, and a program that ends still finishes them.
+
+    Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the
+    next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
+    call holds its caller up until all but that many bytes of copies are written.
+    """
+    what = _what(path, step)
+    refuse_within(what)
+    call = coordinator.begin(what, timeout=timeout, processes=processes)
+    with ending(call):
+        wish = Wish(
+            format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
+        )
+        return start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+
+
+def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
+    about = {"step": step, "metrics": metrics, "metadata": metadata}
+    return frozenset(name for name, value in about.items() if value is not None)
+
+
+def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+    """What is recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
+    if isinstance(tree, Checkpoint):
+        step = tree.step if step is None else step
+        metrics = tree.metrics if metrics is None else metrics
+        metadata = tree.metadata if metadata is None else metadata
+    return describe(step, metrics, metadata)
+
+
+def _what(path: str | os.PathLike[str], step: int | None) -> str:
+    return f"save({absolute(path)!r}{'' if step is None else f', step={step}'})"
+
+
+@contextlib.contextmanager
+def ending(call: Call) -> Iterator[None]:
+    """Whatever goes wrong within the block ends the call in every process."""
+    try:
+        yield
+    except BaseException as error:
+        call.close(error)
+        raise
+
+
+@transfers.explicit()
+@alone  # the thread that writes waits until everything is handed over, and who saves next for that thread
+def start(
+    call: Call,
+    path: str | os.PathLike[str],
+    tree: Any,
+    info: native.Info,
+    wish: Wish,
+    manager: "Manager | None" = None,
+    begun: float | None = None,
+    waited: float = 0.0,
+) -> PendingSave:
+    """What all ways of saving do; a `manager` is called in the background before and after the save is written.
+
+    The caller was called at `begun` (now, if not given), and has `waited` so many seconds since for the save before.
+    The call ends with the save. With an error raised here, the caller ends it.
+    """
+    begun = time.perf_counter() if begun is None else begun
+    call.doing("copying the state")
+    if manager is None:
+        _raise_failed(call)
+    place = absolute(path)
+    format = formats.for_path(place, wish.format)
+    if format.name == "treering" and wish.options:
+        raise MismatchError(f"{', '.join(wish.options)}: the native format has no such option")
+    work = _work.prepare(call, place, tree, info, wish, format)
+    with _pending.as_save_error(place):
+        if manager and call.index == 0:
+            manager.enter()
+        if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
+            check_free(stores.DISK, place, overwrite=wish.overwrite)
+    pending = PendingSave(
+        place,
+        info.step,
+        work.feed,
+        call,
+        managed=manager is not None,
+        blocking=not wish.background,
+        begun=begun,
+        waited=waited,
+    )
+
+    def write(crew: Crew) -> None:
+        if manager and call.index == 0:
+            manager.before()
+        report = pending._committed(work.write(crew))
+        with contextlib.suppress(Exception):  # a log handler's
+            _log.info("saved %s", report)
+        if manager:
+            call.doing("tidying up")
+            call.tell(functools.partial(manager.after, report))
+
+    previous = _pending.last
+    crew = thread = None
+    try:
+        crew = Crew(_WRITERS)
+        thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
+        crew.start(thread)
+        _pending.last = pending._finished
+        work.hand_over()
+        pending._returns()
+    except BaseException as error:
+        pending._fail(error)
+        if thread and thread.ident is not None:
+            pending._cancel(error)
+        elif crew:  # or an interrupt came before the thread has begun; if it ever does, it finds out at once
+            crew.close()
+        raise
+    return pending
+
+
+def _raise_failed(call: Call) -> None:
+    """Raises what an earlier save in the background failed with, if nobody has been told.
+
+    With several processes process 0 says which, for the others may only be about to hear of it.
+    """
+    failed = [pending for pending in _pending.unseen if not pending._managed]
+    if call.count == 1:
+        if failed:
+            failed[0].result()
+        return
+    first = call.tell(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
+    if first:
+        for pending in _pending.alive():
+            if pending._call.name == first[0]:
+                pending.result()
+        raise SaveError(first[1])  # nobody here has kept the one that failed
+
+
+class Manager(Protocol):
+    """Who wants to do something around a save; with several processes, only process 0 does."""
+
+    def enter(self) -> None:
+        """Called by the caller's thread when the tree is known to be good; what it raises fails the call."""
+        ...
+
+    def before(self) -> None:
+        """Called in the background before anything is written; what it raises fails the save."""
+        ...
+
+    def after(self, report: SaveReport) -> None:
+        """Called in the background after the commit; must not raise."""
+        ...
+
+
+def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+    """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
+    number = None if step is None else step_number(step)
+    numbers = encoded(metrics)
+    metadata = plain(metadata)
+    try:
+        raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
+        msgspec.json.encode(numbers)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
+    software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
+    return native.Info(number, numbers, raw, software)

@@ -1,0 +1,1 @@
+"""Whole checkpoints converted, compared and checked."""

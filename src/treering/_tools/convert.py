@@ -1,0 +1,48 @@
+"""From one format to another."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from .._core.tracebacks import at_the_caller
+from .._run.open import open_checkpoint
+from .._save.options import FormatOptions
+from .._save.pending import SaveReport
+from .._save.save import save
+from ..rules import Rule
+
+
+@at_the_caller
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    at: str = "",
+    rules: Sequence[Rule] = (),
+    dtype: Any = None,
+    overwrite: bool = False,
+    memory_limit: int | None = 1 << 30,
+    progress: bool = False,
+    **options: "Unpack[FormatOptions]",
+) -> SaveReport:
+    """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: its latest good step.
+
+    >>> tr.convert("t5x/checkpoint_1000000", "model.safetensors", at="target")
+
+    It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
+    along where the format has a place for them. memory_limit: bytes of arrays in memory at a time.
+    """
+    ckpt = open_checkpoint(src).at(at)
+    return save(
+        dst,
+        ckpt,
+        format=format,
+        overwrite=overwrite,
+        rules=rules,
+        dtype=dtype,
+        processes="this",
+        memory_limit=memory_limit and memory_limit // 2,  # what formats hold while they read and write comes on top
+        progress=progress,
+        **options,
+    )

@@ -1,0 +1,137 @@
+"""What two checkpoints, or a checkpoint and a live tree, have in common and what not."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._core import dtypes
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.text import describe
+from .._core.tracebacks import at_the_caller
+from .._pytree import box_levels, flax, leaves, transfers, walk
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from .._save import contents
+
+_SLICE = 64 << 20  # bytes of one array that are compared at a time
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Diff:
+    """The differences: paths that only one side has, and what differs at those that both have.
+
+    Truth says whether there is any; print it to read them.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: dict[str, str]
+    equal: int
+
+    def __bool__(self) -> bool:
+        return bool(self.only_a or self.only_b or self.changed)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.only_a)} only in a, {len(self.only_b)} only in b, {len(self.changed)} changed"
+        return f"<Diff {self.equal} equal, {counts}>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.equal} leaves are equal"]
+        lines += [f"  - {path}" for path in self.only_a]
+        lines += [f"  + {path}" for path in self.only_b]
+        lines += [f"  ~ {path}: {what}" for path, what in self.changed.items()]
+        return "\n".join(lines)
+
+
+@at_the_caller
+def diff(a: Any, b: Any) -> Diff:
+    """Compares two trees leaf by leaf and bit by bit; each is a path, a `Checkpoint` or a live pytree.
+
+    >>> print(tr.diff("runs/gpt/step-00001000", state))
+
+    Arrays are read and compared in slices. Whether an array is JAX's or NumPy's makes no difference.
+    """
+    (left, in_left), (right, in_right) = _side(a), _side(b)
+    left, right = _without_boxes(left, right, in_right), _without_boxes(right, left, in_left)
+    changed: dict[str, str] = {}
+    equal = 0
+    for path in left:
+        if path in right:
+            if what := _compare(*left[path], *right[path]):
+                changed[path] = what
+            else:
+                equal += 1
+    only_a = tuple(path for path in left if path not in right)
+    return Diff(only_a, tuple(path for path in right if path not in left), changed, equal)
+
+
+_Side = Mapping[str, tuple[Entry, Any]]  # entry and contents of every leaf by path
+
+
+def _without_boxes(side: _Side, other: _Side, boxes: box_levels.Boxes) -> _Side:
+    """A side, without the levels that its library has for boxes of the other, which is a live tree."""
+    found = {there: path for path, there in box_levels.hidden(other, boxes, side).items()}
+    return {found.get(path, path): leaf for path, leaf in side.items()} if found else side
+
+
+def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
+    """The leaves of a side, and, of a live tree, its boxes."""
+    if isinstance(source, str | os.PathLike):
+        source = open_checkpoint(source)
+    if isinstance(source, Checkpoint):
+        return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
+    walked, _ = contents.grafted(walk.walk(flax.split(source)[0]))
+    entries = leaves.collect(walked.paths, walked.leaves).entries
+    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
+
+
+def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | None:
+    if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
+        same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
+        return None if same else f"{_text(a, x)} → {_text(b, y)}"
+    if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
+        return f"{describe(a)} → {describe(b)}"
+    total = differing = 0
+    largest = 0.0
+    for part in _slices(a):
+        p, q = _bits(x, part), _bits(y, part)
+        total += p.size
+        unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
+        differing += int(unequal.sum())
+        if unequal.any() and p.dtype.kind not in "MmUSb":
+            wide = np.complex128 if p.dtype.kind == "c" else np.float64
+            with np.errstate(invalid="ignore", over="ignore"):
+                gap = np.abs(p.astype(wide) - q.astype(wide))
+            largest = max(largest, float(np.nanmax(gap, initial=0.0)))
+    return f"{differing} of {total} values differ, at most by {largest:.3g}" if differing else None
+
+
+def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
+    if not entry.shape or not all(entry.shape):
+        yield ()
+        return
+    row = math.prod(entry.shape[1:]) * dtypes.itemsize(entry.dtype)
+    count = max(_SLICE // max(row, 1), 1)
+    for start in range(0, entry.shape[0], count):
+        yield (slice(start, start + count),)
+
+
+@transfers.explicit()
+def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
+    """Contiguous little-endian values of a slice."""
+    import jax
+
+    if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
+        source = jax.random.key_data(source)
+    array = np.asarray(source[part] if part else source)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(dtypes.whole_bytes(little)).reshape(-1)
+
+
+def _text(entry: Entry, leaf: Any) -> str:
+    leaf = leaf.decode() if isinstance(leaf, ValueEntry) else leaf
+    return describe(entry) if isinstance(entry, ArrayEntry) else f"{entry.type} {leaf!r:.40}"

@@ -1,0 +1,136 @@
+"""Reading everything and reporting all damage."""
+
+import dataclasses
+import errno
+import os
+
+from .. import formats, stores
+from .._core.paths import absolute
+from .._core.source import Problem
+from .._core.tracebacks import at_the_caller
+from .._run.open import check_known
+from .._run.run import directories
+from ..errors import CorruptError, NotFoundError, UnsupportedError
+from ..formats.treering import manifest
+from ..formats.treering.read import ReplacedError
+from ..stores.local import MANIFEST
+from ..stores.network import look_anew
+from ..stores.on_disk import read_file
+from ..stores.reading import UnreadableError, reading
+
+_TRIES = 5  # at checking a checkpoint that is replaced meanwhile
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class VerifyReport:
+    """What `verify` found: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
+
+    path: str
+    nbytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was saved."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        found = f"{len(self.problems)} problems" if self.problems else "all good"
+        return f"<VerifyReport {self.path}: {self.nbytes} bytes, {found}>"
+
+    def __str__(self) -> str:
+        found = f"{len(self.problems)} problems" if self.problems else "all good"
+        return "\n".join([f"{self.path}: {self.nbytes} bytes, {found}", *(f"  {problem}" for problem in self.problems)])
+
+
+@at_the_caller
+def verify(path: str | os.PathLike[str]) -> VerifyReport:
+    """Checks every byte of a checkpoint, or of all steps of a run (whoever wrote them), against its checksum.
+
+    >>> assert tr.verify("runs/gpt").ok
+
+    Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
+    what a later release wrote, when all else is checked: the message says what damage there is.
+    """
+    place = absolute(path)
+    try:
+        with reading(place):
+            return _verify(place)
+    except UnreadableError as error:
+        return VerifyReport(place, 0, (Problem(place, (), None, str(error)),))
+
+
+def _verify(place: str) -> VerifyReport:
+    disk = stores.DISK
+    names = [] if disk.stat(os.path.join(place, MANIFEST)) else [name for _, name in directories(place)]
+    others = [] if disk.stat(os.path.join(place, MANIFEST)) else formats.foreign_steps(disk, place, set(names)).values()
+    parts = [os.path.join(place, name) for name in names] + sorted(others)
+    if not parts or formats.is_known(disk, place):  # such as the weights that a run began with, beside its steps
+        parts.insert(0, place)
+    total = 0
+    found: list[Problem] = []
+    unsupported: list[UnsupportedError] = []
+    for part in parts:
+        try:
+            total += _verify_one(part, "" if part == place else os.path.relpath(part, place), found)
+        except NotFoundError:
+            if part == place:
+                raise
+            continue  # deleted since it was listed
+        except UnsupportedError as error:
+            unsupported.append(error)
+    report = VerifyReport(place, total, tuple(found))
+    if unsupported and len(parts) == 1 and report.ok:
+        raise unsupported[0]
+    if unsupported:
+        cannot = "\n".join(f"  {error}" for error in unsupported)
+        raise UnsupportedError(
+            f"{place}: {len(unsupported)} of {len(parts)} checkpoints cannot be checked:\n{cannot}\nand of all else, "
+            f"{report}"
+        )
+    return report
+
+
+def _verify_one(path: str, below: str, found: list[Problem]) -> int:
+    """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
+    for _ in range(_TRIES):
+        file = path
+        try:
+            check_known(path)
+            format = formats.detect(stores.DISK, path)
+            file = os.path.join(below, MANIFEST) if format.name == "treering" else path
+            with reading(path):
+                reader = format.open(stores.DISK, path)
+        except CorruptError as error:
+            found.append(Problem(file, (), None, str(error)))
+            return 0
+        problems: list[Problem] = []
+        unsupported: UnsupportedError | None = None
+        try:
+            problems.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
+        except UnsupportedError as error:
+            unsupported = error
+        if not problems or format.name != "treering" or _is_current(path, reader.identity):
+            found.extend(problems)
+            if unsupported:
+                raise unsupported
+            return reader.nbytes
+    raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
+
+
+def _is_current(path: str, identity: str) -> bool:
+    """Whether a checkpoint is the one that was opened, and what its files lack is damage.
+
+    Another host may have replaced it. Raises `ReplacedError` when it was deleted.
+    """
+    look_anew(stores.DISK, path)
+    try:
+        return manifest.xxh3(read_file(stores.DISK, os.path.join(path, MANIFEST))) == identity
+    except (CorruptError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _GONE:
+            raise ReplacedError(f"{path}: it was deleted while it was checked") from None
+        return True

@@ -1,0 +1,1 @@
+"""What several formats have in common."""

@@ -1,0 +1,33 @@
+"""Names that are different, and one and the same on a file system that does not tell upper from lower case."""
+
+import os
+import unicodedata
+
+from ...errors import UnsupportedError
+from ...stores.on_disk import make_dirs
+from ...stores.posix import Disk
+
+
+class Folders:
+    """The names of arrays that get folders below a folder, which is to become a checkpoint at a path."""
+
+    def __init__(self, disk: Disk, folder: str, path: str):
+        self._disk, self._folder, self._path = disk, folder, path
+        self._known: dict[str, str] = {}  # each as it came first, by what the coarsest file system makes of it
+
+    def add(self, name: str) -> None:
+        """Raises `UnsupportedError` when the file system takes a name, or the beginning of one, for another's."""
+        begin = ""
+        for part in name.split("/"):
+            begin = os.path.join(begin, part)
+            other = self._known.setdefault(unicodedata.normalize("NFC", begin).casefold(), begin)
+            if other != begin and self._is_one(other, begin):
+                raise UnsupportedError(
+                    f"{self._path}: expected a file system that tells upper from lower case, found one on which the "
+                    f"keys {other!r} and {begin!r} are one folder; rename one of them with treering.rules.rename, or "
+                    "save in the native format"
+                )
+
+    def _is_one(self, a: str, b: str) -> bool:
+        make_dirs(self._disk, os.path.join(self._folder, a), [])
+        return self._disk.stat(os.path.join(self._folder, b)) is not None

@@ -1,0 +1,76 @@
+"""What a file is that is no checkpoint, and what to do with it."""
+
+import os
+import stat
+
+from ...stores.on_disk import opened
+from ...stores.posix import Disk
+
+_TORCH = (
+    "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+)
+_PICKLE = "a pickle, of which opening could run anything, so none is"
+_UNPACK = "unpack it first"
+_BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE}; {_TORCH}"),
+    *((0, bytes([0x80, n]), f"{_PICKLE}; load it where it comes from, and save its arrays") for n in range(2, 6)),
+    (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
+    (0, b"\x93NUMPY", "an array of NumPy; load it with numpy.load, and save it"),
+    (0, b"GGUF", "GGUF, as llama.cpp has it; open the model that it was made of"),
+    (0, b"\x1f\x8b", f"compressed by gzip; {_UNPACK}"),
+    (0, b"BZh", f"compressed by bzip2; {_UNPACK}"),
+    (0, b"\xfd7zXZ\0", f"compressed by xz; {_UNPACK}"),
+    (0, b"\x28\xb5\x2f\xfd", f"compressed by zstd; {_UNPACK}"),
+    (0, b"7z\xbc\xaf\x27\x1c", f"a 7z archive; {_UNPACK}"),
+    (257, b"ustar", f"a tar archive; {_UNPACK}"),
+    (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
+    (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
+)
+_LONGEST = 512  # bytes of a beginning
+_MOST_NAMES = 1000  # in a folder that are looked at
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_OTHERS = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
+
+
+def described(disk: Disk, path: str) -> str | None:
+    """What lies at a path and what to do with it, or what lies in a folder; None where that is not known."""
+    try:
+        found = disk.stat(path)
+        if found is None:
+            return None
+        if stat.S_ISREG(found.st_mode):
+            what = _file(disk, path)
+            return f"it is {what}" if what else None
+        if not stat.S_ISDIR(found.st_mode):
+            return None
+        for name in sorted(name for name in disk.list(path) if name.endswith(_OTHERS))[:_MOST_NAMES]:
+            inner = os.path.join(path, name)
+            there = disk.stat(inner)
+            if there is not None and stat.S_ISREG(there.st_mode) and (what := _file(disk, inner)):
+                return f"{name} in it is {what}"
+    except (OSError, ValueError):
+        pass  # of which the formats have told
+    return None
+
+
+def _file(disk: Disk, path: str) -> str | None:
+    buffer = bytearray(_LONGEST)
+    with opened(disk, path) as fd:
+        begin = bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+    if not begin:
+        return "empty; fetch it again"
+    if begin.startswith(b"PK\x03\x04"):
+        return _zip(begin, path)
+    return next((what for at, magic, what in _BEGINNINGS if begin[at:].startswith(magic)), None)
+
+
+def _zip(begin: bytes, path: str) -> str:
+    """An archive by the name of the first file in it."""
+    first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
+    if first.endswith(b".npy"):
+        return "an archive of NumPy (.npz); load it with numpy.load, and save what it holds"
+    if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
+        return f"a zip archive of PyTorch's around {_PICKLE}; {_TORCH}"
+    if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
+        return "a model of Keras; load it with Keras, and save its arrays"
+    return f"a zip archive; {_UNPACK}"

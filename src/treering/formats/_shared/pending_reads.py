@@ -1,0 +1,70 @@
+"""TensorStore's futures: a bounded number of bytes under way, and its errors as ours."""
+
+import contextlib
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from ... import stores
+from ...errors import CorruptError
+from ...stores import git_lfs
+
+_FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
+
+_CODE = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
+
+
+class Waiting:
+    """Futures under way, and the bytes they take."""
+
+    def __init__(self, limit: int):
+        self._limit, self._held = limit, 0
+        self._futures: deque[tuple[Any, int, str]] = deque()
+
+    def make_room(self, nbytes: int) -> None:
+        """Waits for the oldest until so many bytes more are within the limit, or nothing is left to wait for."""
+        while self._futures and self._held + nbytes > self._limit:
+            self._end_one()
+
+    def add(self, future: Any, nbytes: int, path: str) -> None:
+        self._held += nbytes
+        self._futures.append((future, nbytes, path))
+
+    def end(self) -> None:
+        """Waits for all. Raises the first error."""
+        while self._futures:
+            self._end_one()
+
+    @contextlib.contextmanager
+    def ended_on_errors(self) -> Iterator[None]:
+        """After an error nothing is under way any more, for what was written is about to be removed."""
+        try:
+            yield
+        except BaseException:
+            while self._futures:
+                with contextlib.suppress(Exception):
+                    self._futures.popleft()[0].result()
+            raise
+
+    def _end_one(self) -> None:
+        future, nbytes, path = self._futures.popleft()
+        with errors(path):
+            future.result()
+        self._held -= nbytes
+
+
+@contextlib.contextmanager
+def errors(path: str) -> Iterator[None]:
+    """TensorStore's errors as ours: `OSError` for those of the file system, `CorruptError` for all others."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+        if text.startswith(_FAILURES):
+            code = _CODE.search(text)
+            raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
+        place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
+        git_lfs.check_all(stores.DISK, place)
+        raise CorruptError(f"{path}: {text}") from None

@@ -1,0 +1,174 @@
+"""What readers of other libraries' formats have in common: a catalogue, and arrays that read boxes of themselves."""
+
+import datetime
+import functools
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..._core.boxes import Box, in_slices, whole
+from ..._core.dtypes import itemsize
+from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
+from ..._core.skeleton import Skeleton
+from ..._core.source import Problem
+from ..._threads.pool import in_parallel
+from ...errors import CorruptError, UnsafeError
+from ...stores.posix import Disk
+from ...stores.reading import reading
+from .extents import Runs, Small, mapped
+
+_SLICE = 64 << 20  # bytes of an array that are checked at a time
+T = TypeVar("T")
+
+
+class Stored(Protocol):
+    """An array where it lies."""
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        """A box of it, native-endian, in memory that is the caller's to change. Raises `CorruptError`.
+
+        With `map` it may be a view of a private mapping of the file.
+        """
+        ...
+
+    def can_map(self) -> bool:
+        """Whether it lies in one piece on a file system that is known to be safe for mapping."""
+        ...
+
+
+def attempt(read: Callable[[], T]) -> T | CorruptError:
+    """What is read, or why it cannot be. What can only be meant to do harm is raised."""
+    try:
+        return read()
+    except UnsafeError:
+        raise
+    except CorruptError as error:
+        return error
+
+
+def check_file(disk: Disk, path: str, index: str) -> str:
+    """The path of a file that an index names. Raises `CorruptError` unless there is one."""
+    there = disk.stat(path)
+    if there is None or not stat.S_ISREG(there.st_mode):
+        raise CorruptError(f"{path}: expected the file that {os.path.basename(index)} names, found nothing")
+    return path
+
+
+class _Lost:
+    """What stands for the array of a `LostEntry`; see `Stored`."""
+
+    def __init__(self, why: Sequence[str]):
+        self._why = why
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        raise CorruptError("\n".join(self._why))
+
+    def can_map(self) -> bool:
+        return False
+
+
+class ForeignReader:
+    """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
+
+    positional = False
+    untold: frozenset[str] = frozenset()
+    identity = ""
+
+    def __init__(
+        self,
+        format: str,
+        path: str,
+        entries: Sequence[Entry],
+        arrays: Mapping[str, Stored],
+        *,
+        skeleton: Skeleton | None = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Any = None,
+        nbytes: int = 0,
+        created: datetime.datetime | None = None,
+        immutable: bool = False,
+        numbers_are_arrays: bool = False,
+    ):
+        self.format, self.path = format, path
+        self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
+        if len(self.entries) != len(entries):
+            raise CorruptError(f"{path}: two leaves have one path")
+        self.skeleton = skeleton
+        self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
+        self.created = created
+        lost = {path: _Lost(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
+        self._arrays: Mapping[str, Stored] = {**arrays, **lost} if lost else arrays
+        self.numbers_are_arrays = numbers_are_arrays
+        self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
+
+    def check_present(self) -> None: ...
+
+    def stored(self) -> Collection[Stored]:
+        """The arrays where they lie."""
+        return self._arrays.values()
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        return None
+
+    def maps(self, wish: bool | None) -> bool:
+        return self._immutable and self._can_map if wish is None else wish
+
+    @functools.cached_property
+    def _can_map(self) -> bool:
+        return all(array.can_map() for array in self._arrays.values())
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        found: list[Any] = [None] * len(wanted)
+        free = map is None and self._immutable
+        every = self._can_map if free else bool(map)
+        small = Small()
+        copied: list[tuple[int, Runs, Box, np.ndarray]] = []  # plain bytes of files, which several threads may read
+        plain: list[tuple[int, Runs, Box]] = []
+        views: list[tuple[int, Runs, Box]] = []
+        for n, (entry, box) in enumerate(wanted):
+            array = self._arrays[entry.path]
+            adopted = every or (free and array.can_map())
+            if type(array) is Runs:
+                (views if adopted else plain).append((n, array, box))
+            else:
+                with reading(self.path):
+                    found[n] = array.read(box, adopted)
+        for n, array in mapped(views):
+            found[n] = array
+        plain += [one for one in views if found[one[0]] is None]
+        for n, array, box in plain:
+            if not small.take(array, box, n):
+                copied.append((n, array, box, array.room(box)))
+        for n, array in small.read():
+            found[n] = array
+        in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
+        for n, array, _, memory in copied:
+            found[n] = array.made(memory)
+        return found
+
+    def problems(self) -> Iterator[Problem]:
+        lost: dict[str, list[str]] = {}
+        for path, entry in self.entries.items():
+            for why in entry.why if isinstance(entry, LostEntry) else ():
+                lost.setdefault(why, []).append(path)
+        for why, paths in lost.items():
+            yield Problem(self.path, tuple(paths), None, why)
+        for path, entry in self.entries.items():
+            if not isinstance(entry, ValueEntry | LostEntry):
+                for what in self._damage_of(entry):
+                    yield Problem(self.path, (path,), None, what)
+
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        """Reads all of an array and yields what is wrong, part by part."""
+        for box in in_slices(entry.shape, itemsize(entry.dtype), _SLICE):
+            try:
+                self._arrays[entry.path].read(box, False)
+            except (CorruptError, OSError) as error:
+                part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
+                yield f"{error} (in [{part}])" if part else str(error)

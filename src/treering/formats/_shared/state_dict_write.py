@@ -1,0 +1,149 @@
+"""Writing Flax's state dicts in MessagePack: trees of entries, leaf by leaf and slice by slice."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import in_slices
+from ..._core.entries import ArrayEntry, Entry, ValueEntry
+from ..._core.paths import key_text, split
+from ..._core.skeleton import build, nest
+from ..._core.source import Reader
+from ...errors import MismatchError, UnsupportedError
+from ...stores.atomic import Appended
+from .msgpack import bin_head, ext_head, list_head, map_head, pack
+from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
+
+MAX_CHUNK = 1 << 30  # bytes of an array that Flax puts into one extension
+_SLICE = 64 << 20  # bytes of an array that are held in memory
+_LEVELS = 500  # that the MessagePack package still reads
+
+
+def tree_of(contents: Reader) -> Any:
+    """The paths of the leaves in nested dicts, lists and tuples."""
+    paths = list(contents.entries)
+    return nest(paths, paths) if contents.skeleton is None else build(contents.skeleton, paths)
+
+
+def check(
+    format: str,
+    contents: Reader,
+    options: Mapping[str, Any],
+    refused: Callable[[str, Entry], str | None] = lambda path, entry: None,
+) -> None:
+    """Raises `UnsupportedError`, which names every leaf that a file cannot hold, and `MismatchError` for options.
+
+    refused: why a format cannot hold a leaf that state dicts can.
+    """
+    if options:
+        raise MismatchError(f"format={format!r}: expected no options of its own, found {', '.join(options)}")
+    reasons = [(path, _refused(path, entry) or refused(path, entry)) for path, entry in contents.entries.items()]
+    if problems := [f"  {path or '(root)'}: {reason}" for path, reason in reasons if reason]:
+        raise UnsupportedError("\n".join([f"format={format!r} cannot hold these leaves:", *problems]))
+
+
+def _refused(path: str, entry: Entry) -> str | None:
+    if path.count("/") > _LEVELS:
+        return f"it lies more than {_LEVELS} levels deep, which no reader of this format can parse"
+    if CHUNKED in path and CHUNKED in split(path):
+        return f"the key {CHUNKED} means something else in this format"
+    if isinstance(entry, ArrayEntry):
+        if entry.type == "key":
+            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
+        return f"dtype {entry.dtype}, which Flax cannot read back" if entry.dtype[0] in "<|" else None
+    value = entry.decode()
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return "an int of more than 64 bits"
+    return "Flax takes such text for an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
+
+
+def write(out: Appended, tree: Any, contents: Reader, instead: Mapping[str, bytes] | None = None) -> None:
+    """Writes a tree of paths as a state dict, of the leaves that `contents` has there.
+
+    What is `bytes` in the tree, or instead of a leaf, is MessagePack already.
+    """
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        value = instead.get(value, value) if instead and isinstance(value, str) else value
+        if isinstance(value, bytes):
+            out.write(value)
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            parts = [part for key, child in items for part in (pack(split(key_text(key))[0]), child)]
+            out.write(map_head(len(value)))
+            stack += reversed(parts)
+        else:
+            for part in leaf(contents.entries[value], contents):
+                out.write(part)
+
+
+def leaf(entry: Entry, contents: Reader) -> Iterator[bytes | memoryview]:
+    """A leaf as MessagePack, in parts."""
+    if isinstance(entry, ValueEntry):
+        yield _value(entry.decode())
+        return
+    data = _bytes(contents, entry)
+    rest = memoryview(b"")
+    for part in _layout(entry):
+        if isinstance(part, bytes):
+            yield part
+            continue
+        while part:
+            rest = rest or next(data)
+            yield rest[:part]
+            rest, part = rest[part:], part - min(part, len(rest))
+
+
+def number(value: complex) -> bytes:
+    """A number of Python as an array without axes, in MessagePack."""
+    array = np.array(value)
+    head, _ = _extension(ARRAY, dtypes.to_text(array.dtype), (), array.nbytes)
+    assert isinstance(head, bytes)
+    return head + array.tobytes()
+
+
+def leaf_size(entry: Entry) -> int:
+    """The number of bytes of a leaf as MessagePack."""
+    if isinstance(entry, ValueEntry):
+        return len(_value(entry.decode()))
+    return sum(len(part) if isinstance(part, bytes) else part for part in _layout(entry))
+
+
+def _value(value: Any) -> bytes:
+    if type(value) is complex:
+        payload = list_head(2) + pack(value.real) + pack(value.imag)
+        return ext_head(COMPLEX, len(payload)) + payload
+    return pack(value)
+
+
+def _layout(entry: ArrayEntry) -> list[bytes | int]:
+    """What an array consists of: bytes, and numbers of bytes of its contents."""
+    itemsize = dtypes.itemsize(entry.dtype)
+    size = math.prod(entry.shape)
+    if size * itemsize <= MAX_CHUNK:
+        code = SCALAR if entry.type == "numpy-scalar" else ARRAY
+        return _extension(code, entry.dtype, entry.shape, size * itemsize)
+    step = max(1, MAX_CHUNK // itemsize)
+    shape = map_head(len(entry.shape)) + b"".join(pack(str(n)) + pack(s) for n, s in enumerate(entry.shape))
+    parts: list[bytes | int] = [map_head(3) + pack(CHUNKED) + pack(True) + pack("shape") + shape + pack("chunks")]
+    parts.append(map_head(-(-size // step)))
+    for n, start in enumerate(range(0, size, step)):
+        count = min(step, size - start)
+        parts += [pack(str(n)), *_extension(ARRAY, entry.dtype, (count,), count * itemsize)]
+    return parts
+
+
+def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list[bytes | int]:
+    head = list_head(3) + pack(list(shape)) + pack(dtype) + bin_head(nbytes)
+    return [ext_head(code, len(head) + nbytes) + head, nbytes]
+
+
+def _bytes(contents: Reader, entry: ArrayEntry) -> Iterator[memoryview]:
+    """The contents of an array, in C order."""
+    for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):
+        (array,) = contents.read([(entry, box)], verify=True)
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

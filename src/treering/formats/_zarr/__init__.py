@@ -1,0 +1,1 @@
+"""Zarr arrays, as T5X, Orbax and Levanter have them."""

@@ -1,0 +1,411 @@
+"""Zarr arrays, as plain files or in an OCDBT database, through TensorStore.
+
+TensorStore does its own reading and writing, below the `Disk` that everything else goes through; all of that is here.
+It fills in missing chunks unless it is told not to, believes sizes, and ends the process when there is no memory for
+them; so sizes are checked first, against the files where that can be done.
+"""
+
+import itertools
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ... import stores
+from ..._core import dtypes
+from ..._core.boxes import Box, extent, slices
+from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...stores import git_lfs
+from ...stores.buffers import adoptable
+from ...stores.on_disk import opened, read_file
+from ...stores.reading import reading
+from .._shared.pending_reads import Waiting, errors
+from . import metadata as zarr_metadata
+
+Driver = Literal["zarr", "zarr3"]
+IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
+_KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
+_LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
+_PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
+_MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
+_EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
+_CONTEXT = {
+    "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
+    "file_io_concurrency": {"limit": 32},
+    "file_io_sync": False,
+}
+# As Orbax has it: metadata of arrays lies in the tree itself, and the tree in one node, for there is one writer.
+_DATABASE = {
+    "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
+    "assume_config": True,
+    "target_data_file_size": 1 << 31,
+}
+DATABASE = "manifest.ocdbt"
+DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
+_GZIP = {"id": "gzip", "level": 1}
+
+
+class Folder:
+    """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
+
+    def __init__(self, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
+        import tensorstore as ts
+
+        self.path, self.ocdbt = path, ocdbt
+        if ocdbt and options is None:
+            self._check_database()
+        self.context = ts.Context(_CONTEXT)
+        spec: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
+        if ocdbt:
+            spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
+        with errors(path):
+            self.keys = ts.KvStore.open(spec, context=self.context).result()
+        self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
+
+    def _check_database(self) -> None:
+        """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
+        manifest = os.path.join(self.path, DATABASE)
+        if (size := _check_file(manifest).st_size) > _MOST_METADATA:
+            raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
+        for place, folders, names in os.walk(self.path):
+            if place == self.path:  # where other things may lie beside it
+                folders[:] = filter(DATABASE_PARTS.fullmatch, folders)
+                names = filter(DATABASE_PARTS.fullmatch, names)
+            for name in names:
+                _check_file(os.path.join(place, name))
+
+    def list(self, prefix: str = "") -> "list[str]":
+        """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
+        import tensorstore as ts
+
+        with errors(self.path):
+            start = prefix.encode()
+            between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
+            found = self.keys.list(between).result()
+        return sorted(key.decode(errors="surrogateescape") for key in found)
+
+    def arrays(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array]":
+        """The arrays of these names; see `Array`. Raises the first `CorruptError`."""
+        found: list[Array] = []
+        for array in self.find(names, driver, filled=filled):
+            if isinstance(array, CorruptError):
+                raise array
+            found.append(array)
+        return found
+
+    def find(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array | CorruptError]":
+        """For each name the array, whose metadata is read at once with that of the others, or why there is none."""
+        pending = [self.keys.read(_about(name, driver)) if self.ocdbt else None for name in names]
+        found: list[Array | CorruptError] = []
+        for name, future in zip(names, pending, strict=True):
+            try:
+                found.append(Array(self, name, driver, self.metadata(name, driver, future), filled=filled))
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                found.append(error)
+        return found
+
+    def metadata(self, name: str, driver: Driver, future: Any = None) -> bytes:
+        """The contents of an array's metadata file, which may be on their way already.
+
+        Raises `CorruptError` where there is none.
+        """
+        key = _about(name, driver)
+        path = os.path.join(self.path, key)
+        if not self.ocdbt:
+            return self._file(path)
+        with errors(self.path):
+            found = (future or self.keys.read(key)).result()
+        if found.state != "value":
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        return found.value
+
+    def _file(self, path: str) -> bytes:
+        there = stores.DISK.stat(path)
+        if there is None:
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        if there.st_size > _MOST_METADATA:
+            raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be meant as an array's metadata")
+        folder = os.path.realpath(self.path)
+        if os.path.commonpath([folder, os.path.realpath(os.path.dirname(path))]) != folder:
+            raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
+        return read_file(stores.DISK, path)
+
+
+class Array:
+    """A zarr array in a folder, given its metadata; see `treering.formats.foreign.Stored`.
+
+    Every chunk has to be there: a missing one is a `CorruptError` that names it. With `filled`, chunks that are left
+    out are those of the fill value, as zarr 3 has it and JAX's own serializer does it.
+    """
+
+    def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
+        self.folder, self.name, self.filled = folder, name, filled
+        self.driver: Driver = driver
+        self.path = os.path.join(folder.path, name)
+        self._layout = zarr_metadata.parse(metadata, driver, self.path)
+        self.shape, self.dtype = self._layout.shape, self._layout.dtype
+
+    @property
+    def cells(self) -> int:
+        """How many parts there are that are read at a time."""
+        return math.prod(-(-n // cell) for n, cell in zip(self.shape, self._layout.cells, strict=True))
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        return read([(self, box)])[0]
+
+    def room(self, box: Box) -> np.ndarray:
+        """Memory for a box. Raises `UnsupportedError` when there is not enough for it, or for one chunk."""
+        nbytes = math.prod(extent(box)) * self._layout.itemsize
+        most = max(nbytes, self._layout.cell_bytes)
+        try:
+            if most >= _PROBED:
+                np.empty(most, np.uint8)
+            return adoptable(extent(box), dtypes.to_numpy(self.dtype))
+        except (MemoryError, ValueError):
+            raise UnsupportedError(f"{self.path}: {most} bytes at a time do not fit into memory") from None
+
+    def open(self, box: Box) -> Any:
+        """The array in TensorStore, after a look at the chunks that the box needs.
+
+        Where large parts of chunks are read, the chunks are kept until another array is read, or this one's end.
+        """
+        import tensorstore as ts
+
+        self._check_chunks(box)
+        folder, kept = self.folder, self.folder.kept
+        folder.kept = None
+        keep = self._is_in_parts(box)
+        if keep and kept and kept[0] is self:
+            stored = kept[1]
+        else:
+            spec = {"driver": self.driver, "metadata": self._layout.spec, "fill_missing_data_reads": self.filled}
+            context = folder.context
+            if keep:
+                spec["recheck_cached_data"] = "open"
+                most = max(_KEPT, self._layout.cell_bytes + (1 << 20))
+                context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
+            with errors(self.path):
+                kvstore = folder.keys / _below(self.name)
+                stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
+            if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
+                raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
+        if keep and any(stop != size for (_, stop), size in zip(box, self.shape, strict=True)):
+            folder.kept = (self, stored)
+        return stored
+
+    def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
+        """Parts of a box, cut between chunks, and the bytes that each takes: at most `limit` unless it is one chunk."""
+        stack = [box]
+        while stack:
+            part = stack.pop()
+            firsts = [start // cell for (start, _), cell in zip(part, self._layout.cells, strict=True)]
+            counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.cells, firsts, strict=True)]
+            nbytes = math.prod(counts) * (self._layout.cell_bytes + _EACH)
+            axis = next((axis for axis, count in enumerate(counts) if count > 1), None)
+            if nbytes <= limit or axis is None:
+                yield part, nbytes
+                continue
+            middle = (firsts[axis] + counts[axis] // 2) * self._layout.cells[axis]
+            (start, stop), before, after = part[axis], part[:axis], part[axis + 1 :]
+            stack += [(*before, (middle, stop), *after), (*before, (start, middle), *after)]
+
+    def _is_in_parts(self, box: Box) -> bool:
+        bounds = zip(box, self.shape, self._layout.cells, strict=True)
+        cut = any(start % cell or (stop % cell and stop != size) for (start, stop), size, cell in bounds)
+        return cut and math.prod(extent(box)) * self._layout.itemsize >= _LARGE
+
+    def _check_chunks(self, box: Box) -> None:
+        """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
+
+        Of those that are missing in a database TensorStore tells when it comes to them.
+        """
+        chunks = self._layout.chunks
+        axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
+        keys = (_below(self.name) + self._layout.key(index) for index in _indices(axes))
+        if not self.folder.ocdbt:
+            for key in keys:
+                self._check_file(os.path.join(self.folder.path, key))
+        elif self._layout.blosc:
+            for key in keys:
+                with errors(self.path):
+                    found = self.folder.keys.read(key).result()
+                if found.state == "value":
+                    self._check_blosc(found.value, key)
+
+    def _check_file(self, path: str) -> None:
+        nbytes = self._layout.chunk_bytes
+        if self.filled and stores.DISK.stat(path) is None:
+            return
+        there = _check_file(path)
+        if self._layout.plain and there.st_size != nbytes:
+            git_lfs.check_all(stores.DISK, path)
+            raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
+        if there.st_size > 2 * nbytes + _MOST_METADATA:
+            raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
+        if self._layout.blosc:
+            head = bytearray(16)
+            with reading(path), opened(stores.DISK, path) as fd:
+                stores.DISK.read(fd, memoryview(head), 0)
+                git_lfs.check_open(stores.DISK, fd, path)
+            self._check_blosc(head, path)
+
+    def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
+        """Blosc believes the size that a chunk says it has."""
+        if int.from_bytes(head[4:8], "little") != self._layout.chunk_bytes:
+            raise CorruptError(f"{path}: expected a chunk of {self._layout.chunk_bytes} bytes, found another size")
+
+
+class ZarrArray(Array):
+    """A zarr array by itself. `shape`, and `dtype` as Treering's text.
+
+    `path` is its folder or, with `base`, its name in the OCDBT database in that folder.
+    """
+
+    def __init__(self, path: str, *, driver: Driver = "zarr", base: str | None = None):
+        parent, name = _place(path, base)
+        folder = Folder(parent, ocdbt=base is not None)
+        super().__init__(folder, name, driver, folder.metadata(name, driver))
+
+
+def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
+    """Boxes of arrays, read at once as far as the limit of bytes in flight allows."""
+    import tensorstore as ts
+
+    found: list[np.ndarray] = []
+    waiting = Waiting(limit)
+    for array, box in wanted:
+        out = array.room(box)
+        found.append(out)
+        if out.size:
+            stored = array.open(box)
+            for part, nbytes in array.split(box, limit):
+                waiting.make_room(nbytes)
+                target = ts.array(out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
+                waiting.add(target.write(stored[tuple(slice(*bounds) for bounds in part)]), nbytes, array.path)
+    waiting.end()
+    return found
+
+
+class Writer:
+    """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
+
+    Nothing is synced: that is for whoever makes the folder appear.
+    """
+
+    def __init__(self, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
+        self._folder, self._driver = Folder(path, ocdbt=ocdbt, options=_DATABASE), driver
+        self._waiting = Waiting(limit)
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        *,
+        chunks: Sequence[int],
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins to write an array in chunks of that shape, which are asked for one by one. All of them are stored.
+
+        What `read_box` gives must not change until `close`.
+        """
+        with self._waiting.ended_on_errors():
+            self._add(name, shape, dtype, read_box, chunks, compressor)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        with self._waiting.ended_on_errors():
+            self._waiting.end()
+
+    def _add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        chunks: Sequence[int],
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
+        import tensorstore as ts
+
+        metadata = zarr_metadata.new(self._driver, shape, dtype, chunks, compressor)
+        path, keys = os.path.join(self._folder.path, name), self._folder.keys / _below(name)
+        text = msgspec.json.encode(metadata)
+        self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+        spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
+        with errors(path):
+            context = self._folder.context
+            array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
+        nbytes = math.prod(chunks) * dtypes.itemsize(dtype)
+        for index in itertools.product(*(range(0, size, chunk) for size, chunk in zip(shape, chunks, strict=True))):
+            box = tuple((n, min(n + c, size)) for n, c, size in zip(index, chunks, shape, strict=True))
+            self._waiting.make_room(nbytes)
+            part = array[tuple(slice(*bounds) for bounds in box)]
+            self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
+
+
+def write(
+    path: str,
+    shape: Sequence[int],
+    dtype: str,
+    read_box: Callable[[Box], np.ndarray],
+    *,
+    chunks: Sequence[int],
+    compressor: Mapping[str, Any] | None = _GZIP,
+    driver: Driver = "zarr",
+    base: str | None = None,
+) -> None:
+    """Writes one array: see `ZarrArray` for `path` and `base`, and `Writer.add` for the rest.
+
+    Raises `UnsupportedError` for dtypes that zarr has not, see `zarr_metadata.can_hold`.
+    """
+    folder, name = _place(path, base)
+    writer = Writer(folder, driver=driver, ocdbt=base is not None)
+    writer.add(name, shape, dtype, read_box, chunks=chunks, compressor=compressor)
+    writer.close()
+
+
+def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """What `itertools.product` gives, which first makes lists of the ranges, however long they say they are."""
+    if not axes:
+        yield ()
+        return
+    for first in axes[0]:
+        for rest in _indices(axes[1:]):
+            yield (first, *rest)
+
+
+def _check_file(path: str) -> os.stat_result:
+    with reading(path):
+        there = stores.DISK.stat(path)
+    if there is None:
+        raise CorruptError(f"{path}: expected a chunk, found nothing")
+    if not stat.S_ISREG(there.st_mode):
+        raise CorruptError(f"{path}: expected a file, found a folder, a pipe or a device")
+    return there
+
+
+def _below(name: str) -> str:
+    """What the keys of an array begin with."""
+    return name if not name or name.endswith("/") else f"{name}/"
+
+
+def _about(name: str, driver: Driver) -> str:
+    """The key of an array's metadata."""
+    return _below(name) + zarr_metadata.FILES[driver]
+
+
+def _place(path: str, base: str | None) -> tuple[str, str]:
+    """A folder, and the name of an array in it."""
+    return os.path.split(os.path.normpath(path)) if base is None else (base, path.rstrip("/"))

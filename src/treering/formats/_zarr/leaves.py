@@ -1,0 +1,188 @@
+"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such, and files."""
+
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box, extent, in_slices, whole
+from ..._core.entries import ArrayEntry, Entry
+from ..._core.source import Reader
+from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
+from ...stores.on_disk import read_file
+from ...stores.posix import Disk
+from ...stores.reading import reading
+from ...stores.replaced import files_in, is_dir
+from .._shared.msgpack import beginning
+from .._shared.reader import ForeignReader, Stored
+from . import array as zarr
+from . import metadata
+
+_CHUNK = 16 << 20  # bytes
+_RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
+_FEW = 1 << 18  # chunks, of which each takes time even when it is left out
+_MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
+_MAGIC = bytes.fromhex("0cdb3a2a")  # with which the manifest of a database begins
+_DATA, _DATA_FILE = "d", re.compile(r"[0-9a-f]{32}")  # the folder of its other files, and their names
+_LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
+
+
+class ZarrReader(ForeignReader):
+    """A reader of arrays of which those that are zarr arrays are read at once.
+
+    `nbytes` are those of all files. Raises `UnsafeError` for arrays larger than any compression makes of them.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        path: str,
+        entries: Sequence[Entry],
+        arrays: Mapping[str, Stored],
+        *,
+        nbytes: int,
+        **about: Any,
+    ):
+        super().__init__(format, path, entries, arrays, nbytes=nbytes, **about)
+        for name, array in arrays.items():
+            if isinstance(array, zarr.Array):
+                size = math.prod(max(n, 1) for n in array.shape)
+                if size > _RATIO * nbytes + (_LEFT_OUT if array.filled else 0):
+                    raise UnsafeError(
+                        f"{path}: {name} claims {size} elements, but all files are {nbytes} bytes together"
+                    )
+                if array.filled and array.cells > _FEW + nbytes:
+                    raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, which cannot all be left out")
+
+    def maps(self, wish: bool | None) -> bool:
+        return False
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        arrays = [self._arrays[entry.path] for entry, _ in wanted]
+        boxes = [(array, box) for array, (_, box) in zip(arrays, wanted, strict=True) if isinstance(array, zarr.Array)]
+        rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
+        with reading(self.path):
+            found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
+        return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
+
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        array = self._arrays[entry.path]
+        yield from _damage(array) if isinstance(array, zarr.Array) else super()._damage_of(entry)
+
+
+def _damage(array: zarr.Array) -> Iterator[str]:
+    """Reads everything and yields what is wrong, chunk by chunk where there is something."""
+    seen: set[str] = set()
+    for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT):
+        try:
+            array.read(part, False)
+            continue
+        except (CorruptError, OSError):
+            pass
+        for box, _ in array.split(part, 0):
+            try:
+                array.read(box, False)
+            except (CorruptError, OSError) as error:
+                if str(error) not in seen:
+                    seen.add(str(error))
+                    yield str(error)
+            if len(seen) >= _MOST_DAMAGE:
+                yield f"{array.path}: {len(seen)} chunks are damaged, and what comes after them was not looked at"
+                return
+
+
+def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Reader) -> Sequence[int]:
+    """Writes an array in chunks that lie in one piece where it comes from; returns their shape."""
+    first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
+    chunks = [max(size, 1) for size in extent(first)] or [1] * len(entry.shape)
+
+    def read_box(box: Box) -> np.ndarray:
+        return contents.read([(entry, box)], verify=True)[0]
+
+    writer.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=None)
+    return chunks
+
+
+def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
+    """Writes a number of Python as an array without axes."""
+    array = np.array(value)
+    writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
+
+
+def parts_of(disk: Disk, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
+    """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
+
+    Of an array whose metadata cannot be read it is unknown what is part of it.
+    """
+    path, about = os.path.join(folder, name), metadata.FILES[driver]
+    try:
+        layout = metadata.parse(read_file(disk, os.path.join(path, about)), driver, path)
+    except (TreeringError, OSError):
+        return
+    for file in files_in(disk, path):
+        if file in (about, ".zattrs") or layout.has_chunk(file):
+            yield f"{name}/{file}" if name else file
+
+
+def database_parts(disk: Disk, folder: str) -> Iterator[str]:
+    """The files of an OCDBT database in a folder, by their paths within the folder; none where there is no database.
+
+    Also those of the databases that several processes had written, of which it was put together.
+    """
+    if beginning(disk, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
+        return
+    for name in filter(zarr.DATABASE_PARTS.fullmatch, disk.list(folder)):
+        place = os.path.join(folder, name)
+        if name == zarr.DATABASE:
+            yield name
+        elif name == _DATA and is_dir(place):
+            yield from (f"{name}/{file}" for file in filter(_DATA_FILE.fullmatch, disk.list(place)))
+        elif is_dir(place):
+            yield from (f"{name}/{part}" for part in database_parts(disk, place))
+
+
+def parts_of_arrays(disk: Disk, path: str, open_reader: Callable[[], ForeignReader]) -> set[str]:
+    """The files of all zarr arrays that the reader of a folder has, by their paths within the folder.
+
+    Raises `ExistsError` for folders in it when it cannot be opened: it is unknown then what they are.
+    """
+    found: set[str] = set()
+    databases: set[str] = set()
+    try:
+        arrays = [array for array in open_reader().stored() if isinstance(array, zarr.Array)]
+    except (TreeringError, OSError) as error:
+        if any(is_dir(os.path.join(path, name)) for name in disk.list(path)):
+            raise ExistsError(
+                f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "
+                f"is part of it: {error}; write to another path, or remove it yourself"
+            ) from None
+        return found
+    for array in arrays:
+        folder = os.path.relpath(array.folder.path, path)
+        prefix = "" if folder == "." else f"{folder}/"
+        if not array.folder.ocdbt:
+            found.update(prefix + part for part in parts_of(disk, array.folder.path, array.name, array.driver))
+        elif folder not in databases:
+            databases.add(folder)
+            found.update(prefix + part for part in database_parts(disk, array.folder.path))
+    return found
+
+
+def folder_size(disk: Disk, path: str) -> int:
+    """The bytes of all files in a folder."""
+    total = 0
+    for name in disk.list(path):
+        inner = os.path.join(path, name)
+        there = disk.stat(inner)
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            total += 0 if os.path.islink(inner) else folder_size(disk, inner)
+        elif there is not None:
+            total += there.st_size
+    return total

@@ -1,0 +1,247 @@
+"""What a zarr array's own metadata says of it, checked before TensorStore is given any of it.
+
+Both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends the process when it cannot have the
+memory that a claim asks for, so absurd claims must not reach it.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..._core import dtypes
+from ...errors import CorruptError, UnsafeError, UnsupportedError
+
+FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
+_MOST = 1 << 62  # elements, and bytes of a chunk
+_RANK = 32  # of TensorStore
+_DIGITS = 19  # of a chunk's number along an axis
+_NUMPY = re.compile(r"[<>|][biufc](\d+)")
+_NAMED = re.compile(
+    r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
+)
+_COMPRESSORS = ("zlib", "gzip", "bz2", "blosc", "zstd")
+_CODECS = ("bytes", "transpose", "gzip", "blosc", "zstd", "crc32c", "sharding_indexed")
+_PLAIN = ("bytes", "transpose")
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_Extent = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+
+
+class _Version2(msgspec.Struct):
+    zarr_format: Literal[2]
+    shape: list[_Size]
+    chunks: list[_Extent]
+    dtype: Any
+    compressor: dict[str, Any] | None
+    order: Literal["C", "F"]
+    filters: list[Any] | None = None
+    dimension_separator: Literal[".", "/"] = "."
+
+
+class _Named(msgspec.Struct):
+    name: str
+    configuration: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _Chunks(msgspec.Struct):
+    chunk_shape: list[_Extent]
+
+
+class _Grid(msgspec.Struct):
+    name: str
+    configuration: _Chunks
+
+
+class _Version3(msgspec.Struct):
+    zarr_format: Literal[3]
+    node_type: Literal["array"]
+    shape: list[_Size]
+    data_type: str
+    chunk_grid: _Grid
+    chunk_key_encoding: _Named
+    codecs: list[_Named]
+    fill_value: Any
+    storage_transformers: list[Any] = msgspec.field(default_factory=list)
+
+
+class Layout(NamedTuple):
+    """An array as its metadata describes it. `spec` is that metadata for TensorStore, reduced to what it needs."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...]  # what has a key of its own
+    cells: tuple[int, ...]  # what is read at a time: the parts of a sharded chunk, or the chunk itself
+    spec: Mapping[str, Any]
+    start: str  # of a chunk's key
+    separator: str
+    plain: bool  # whether a chunk lies there as its elements' bytes
+    blosc: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in memory, and in a chunk before compression."""
+        return dtypes.itemsize(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk's elements."""
+        return math.prod(self.chunks) * self.itemsize
+
+    @property
+    def cell_bytes(self) -> int:
+        """The size of the elements that are read at a time."""
+        return math.prod(self.cells) * self.itemsize
+
+    def key(self, index: Sequence[int]) -> str:
+        """The key of a chunk, relative to the array."""
+        parts = [self.start] if self.start else []
+        return self.separator.join([*parts, *map(str, index)]) or "0"
+
+    def has_chunk(self, key: str) -> bool:
+        """Whether a text is the key of one of the chunks, relative to the array."""
+        numbers = re.findall(r"[0-9]+", key) if self.shape else []
+        if len(numbers) != len(self.shape) or any(len(number) > _DIGITS for number in numbers):
+            return False
+        index = tuple(map(int, numbers))
+        grid = (-(-n // chunk) for n, chunk in zip(self.shape, self.chunks, strict=True))
+        return key == self.key(index) and all(n < max(count, 1) for n, count in zip(index, grid, strict=True))
+
+
+def parse(data: bytes, driver: str, name: str) -> Layout:
+    """The layout that the contents of a metadata file describe.
+
+    Raises `CorruptError` for what is no such file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes
+    and codecs that are not known here.
+    """
+    try:
+        made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{name}: expected the metadata of a zarr array: {error}") from None
+    if not len(made.shape) == len(made.chunks) == len(made.cells):
+        raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
+    if len(made.shape) > _RANK:
+        raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore knows {_RANK} at most")
+    if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MOST or made.chunk_bytes > _MOST:
+        raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} cannot be meant")
+    return made
+
+
+def _version_2(data: bytes, name: str) -> Layout:
+    found = msgspec.json.decode(data, type=_Version2)
+    kind = found.compressor and found.compressor.get("id")
+    if found.compressor is not None and kind not in _COMPRESSORS:
+        raise UnsupportedError(f"{name}: compressor {kind!r}; known here: {', '.join(_COMPRESSORS)}")
+    if found.filters:
+        raise UnsupportedError(f"{name}: filters, which TensorStore does not know")
+    spec = {
+        "zarr_format": 2,
+        "shape": found.shape,
+        "chunks": found.chunks,
+        "dtype": found.dtype,
+        "compressor": found.compressor,
+        "order": found.order,
+        "filters": None,
+        "fill_value": None,
+        "dimension_separator": found.dimension_separator,
+    }
+    dtype = _dtype(found.dtype, name)
+    plain, blosc = kind is None, kind == "blosc"
+    shape, chunks = tuple(found.shape), tuple(found.chunks)
+    return Layout(shape, dtype, chunks, chunks, spec, "", found.dimension_separator, plain, blosc)
+
+
+def _version_3(data: bytes, name: str) -> Layout:
+    found = msgspec.json.decode(data, type=_Version3)
+    names = [codec.name for codec in found.codecs]
+    if unknown := [codec for codec in names if codec not in _CODECS]:
+        raise UnsupportedError(f"{name}: codec {unknown[0]!r}; known here: {', '.join(_CODECS)}")
+    if found.chunk_grid.name != "regular" or found.storage_transformers:
+        raise UnsupportedError(f"{name}: another chunk grid than a regular one, or storage transformers")
+    encoding = found.chunk_key_encoding
+    if encoding.name not in ("default", "v2"):
+        raise UnsupportedError(f"{name}: chunk key encoding {encoding.name!r}")
+    separator = encoding.configuration.get("separator", "/" if encoding.name == "default" else ".")
+    if separator not in (".", "/"):
+        raise CorruptError(f"{name}: expected a separator '/' or '.', found {separator!r}")
+    dtype = _dtype(found.data_type, name)
+    if dtype != found.data_type:
+        raise CorruptError(f"{name}: expected a data type of zarr 3, found {found.data_type!r}")
+    chunks = cells = found.chunk_grid.configuration.chunk_shape
+    if names[:1] == ["sharding_indexed"]:
+        cells = msgspec.convert(found.codecs[0].configuration, _Chunks).chunk_shape
+    spec = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": found.shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+        "chunk_key_encoding": {"name": encoding.name, "configuration": {"separator": separator}},
+        "codecs": [msgspec.to_builtins(codec) for codec in found.codecs],
+        "fill_value": found.fill_value,
+    }
+    start = "c" if encoding.name == "default" else ""
+    plain, blosc = all(codec in _PLAIN for codec in names), names[-1:] == ["blosc"]
+    return Layout(tuple(found.shape), dtype, tuple(chunks), tuple(cells), spec, start, separator, plain, blosc)
+
+
+def _dtype(found: Any, name: str) -> str:
+    try:
+        if isinstance(found, str) and can_hold(found):
+            return dtypes.to_text(dtypes.to_numpy(found))
+        if isinstance(found, str) and _NUMPY.fullmatch(found):
+            return dtypes.to_text(np.dtype(found))
+    except TypeError:
+        pass
+    raise UnsupportedError(f"{name}: dtype {found!r:.100}, which TensorStore cannot read as an array of numbers")
+
+
+def new(
+    driver: str, shape: Sequence[int], dtype: str, chunks: Sequence[int], compressor: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The metadata of an array to be written, for TensorStore. Raises `UnsupportedError` for other dtypes."""
+    if not can_hold(dtype):
+        raise UnsupportedError(f"dtype {dtype}, which zarr arrays of TensorStore cannot have")
+    if driver == "zarr":
+        named = dtype.startswith(("bfloat", "float8", "float4", "int2", "int4"))
+        return {
+            "zarr_format": 2,
+            "shape": list(shape),
+            "chunks": list(chunks),
+            "dtype": dtype if named else np.dtype(dtype).str,
+            "compressor": compressor,
+            "order": "C",
+            "filters": None,
+            "fill_value": None,
+            "dimension_separator": ".",
+        }
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if compressor:
+        rest = {key: value for key, value in compressor.items() if key != "id"}
+        codecs.append({"name": compressor["id"], "configuration": rest})
+    zero: Any = False if dtype == "bool" else [0.0, 0.0] if dtype.startswith("complex") else 0
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": codecs,
+        "fill_value": zero if "float" not in dtype else 0.0,
+    }
+
+
+@functools.lru_cache(maxsize=512)
+def can_hold(dtype: str) -> bool:
+    """Whether the release of TensorStore that is installed has zarr arrays of a dtype."""
+    import tensorstore as ts
+
+    try:
+        return bool(_NAMED.fullmatch(dtype) and ts.dtype(dtype))
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Equinox: `.eqx` files."""

@@ -1,0 +1,60 @@
+"""Equinox's files: `.npy` records one after another, without names, often after a line of JSON.
+
+Which record is which leaf only a template tells. The records are named by their numbers.
+"""
+
+import stat
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Reader
+from ...errors import MismatchError
+from ...stores.posix import Disk
+from ...stores.reading import refusal
+from .schema import NAME, SUFFIX, line_before
+
+
+class Equinox:
+    """See `treering.formats.Format`.
+
+    Metadata is the line of JSON before the records. Who reads such a file with Equinox calls `readline` first; without
+    metadata there is no such line. Step and metrics have no place in the format. Of None, functions, text and bytes
+    nothing is written: Equinox takes them from the template. Text and bytes that are left out are logged.
+    """
+
+    name = NAME
+    suffixes = (SUFFIX,)
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            found = disk.stat(path)
+            if found is None or not stat.S_ISREG(found.st_mode):
+                return "there is nothing" if found is None else "not a file"
+            line_before(disk, path)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return refusal(error, path)
+        return None
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import EquinoxReader
+
+        return EquinoxReader(disk, path)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        return {}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ("metadata",)
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .write import write
+
+        if options:
+            raise MismatchError(f"equinox: expected no options, found {', '.join(options)}")
+        return write(disk, path, contents, overwrite=overwrite)
+
+
+FORMAT = Equinox()

@@ -1,0 +1,40 @@
+"""How an `.eqx` file begins."""
+
+import json
+from typing import Any
+
+from ...stores.on_disk import opened
+from ...stores.posix import Disk
+from ...stores.reading import reading
+
+NAME = "equinox"
+MAGIC = b"\x93NUMPY"
+SUFFIX = ".eqx"
+MAX_LINE_BYTES = 1 << 20  # bytes; longer lines are not looked for
+
+
+def line_before(disk: Disk, path: str) -> tuple[Any, int]:
+    """What the line of JSON says, and where the records begin. Raises `ValueError` for a file of another kind."""
+    begin = _begin(disk, path, len(MAGIC))
+    if begin.startswith(MAGIC):
+        return None, 0
+    if begin[:1] not in b'{["0123456789-tfnNI':
+        raise ValueError("it begins neither with an .npy record nor with a line of JSON")
+    begin = _begin(disk, path, MAX_LINE_BYTES)
+    line, end, rest = begin.partition(b"\n")
+    if not rest and not path.endswith(SUFFIX):
+        raise ValueError(f"it has no .npy record, and is not called *{SUFFIX}")
+    if not begin:
+        return None, 0
+    if not end or not MAGIC.startswith(rest[: len(MAGIC)]):
+        raise ValueError(f"no .npy record follows its first line, of at most {MAX_LINE_BYTES} bytes")
+    try:
+        return json.loads(line), len(line) + 1
+    except (ValueError, RecursionError):
+        raise ValueError("its first line is not JSON") from None
+
+
+def _begin(disk: Disk, path: str, size: int) -> bytes:
+    buffer = bytearray(size)
+    with reading(path), opened(disk, path) as fd:
+        return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])

@@ -1,0 +1,75 @@
+"""Writing Equinox's files."""
+
+import io
+import json
+import logging
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import in_slices
+from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
+from ..._core.paths import few
+from ..._core.source import Reader
+from ...errors import UnsupportedError
+from ...stores.atomic import Appended, new_file
+from ...stores.posix import Disk
+
+_log = logging.getLogger("treering")
+_TEXT = ("str", "bytes")
+_SLICE = 64 << 20  # bytes of an array in memory at a time
+
+
+def write(disk: Disk, path: str, contents: Reader, *, overwrite: bool) -> int:
+    """See `Equinox`. Returns the size in bytes."""
+    problems = [f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(entry))]
+    if problems:
+        head = "these leaves cannot be held by a file of Equinox; nothing was written:"
+        raise UnsupportedError("\n".join([head, *problems]))
+    if guessed := tuple(place or "(root)" for place in getattr(contents, "guessed", ())):
+        _log.warning(
+            "%s: the order of the leaves in %s is that of their names, and this format has nothing but an order; a "
+            "model with another one takes wrong leaves where shapes are equal: restore into the model, and save that",
+            path,
+            few(guessed),
+        )
+    with new_file(disk, path, overwrite=overwrite) as file:
+        if contents.metadata is not None:
+            file.write(json.dumps(contents.metadata).encode() + b"\n")
+        for entry in contents.entries.values():
+            if isinstance(entry, ArrayEntry):
+                dtype = dtypes.to_numpy(entry.dtype)
+                file.write(_header(dtype, entry.shape))
+                for box in in_slices(entry.shape, dtype.itemsize, _SLICE):
+                    _append(file, contents.read([(entry, box)], verify=True)[0])
+            elif entry.type not in (*NO_ARRAY, *_TEXT):
+                value = np.asarray(entry.decode())
+                file.write(_header(value.dtype, ()))
+                _append(file, value)
+    if text := [leaf or "(root)" for leaf, entry in contents.entries.items() if entry.type in _TEXT]:
+        _log.info("%s: left out, for Equinox takes text and bytes from the template: %s", path, ", ".join(text))
+    return file.size
+
+
+def _problem(entry: Entry) -> str | None:
+    """Why Equinox could not read a leaf back."""
+    if isinstance(entry, ArrayEntry):
+        if entry.type == "key":
+            return "typed PRNG keys; store jax.random.key_data of it, or drop it by a rule"
+        dtype = dtypes.to_numpy(entry.dtype)
+        known = dtype.kind in "biufcSUmM" and dtype.str != "<f1"
+        return None if known or entry.dtype == "bfloat16" else f"{entry.dtype}, which Equinox cannot read; cast it"
+    if entry.type == "int" and not -(1 << 63) <= entry.decode() < 1 << 64:
+        return "an int of more than 64 bits"
+    return None
+
+
+def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    return text.getvalue()
+
+
+def _append(file: Appended, array: np.ndarray) -> None:
+    if array.size:
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,0 +1,1 @@
+"""FJFormer and EasyLM: streams."""

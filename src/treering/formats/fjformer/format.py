@@ -1,0 +1,160 @@
+"""The streams of FJFormer and EasyLM: one leaf after another, each with its key.
+
+A file is a sequence of ``[[key, …], bin]``, the bin being Flax's MessagePack of the leaf; empty containers leave no
+trace in it, and nothing says how many leaves there are: a file that was cut off between two of them looks complete.
+
+What their loaders call ``state_params`` or ``trainstate_params`` is ``at="params/params"`` here; ``params`` is a file
+of its own, ``streaming_params``, and ``flax_params`` a file of the format "flax".
+"""
+
+import functools
+import itertools
+import os
+import re
+import stat
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..._core.entries import Entry
+from ..._core.paths import key_text, split
+from ..._core.skeleton import assemble, inferred
+from ..._core.source import Reader
+from ..._threads.gc import paused
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.atomic import new_file
+from ...stores.posix import Disk
+from ...stores.reading import refusal
+from .. import accepts
+from .._shared.msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
+
+if TYPE_CHECKING:
+    from .._shared.state_dict import Leaves
+
+_NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
+_USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a whole state is more than parameters
+_LIMIT = 1 << 32  # bytes of a bin
+_PICKLE = "it is a pickle, as they lie beside streams (metadata, dataset); opening it could run anything, so none is"
+
+
+class FJFormer:
+    """See `treering.formats.Format`."""
+
+    name = "fjformer"
+    suffixes = ()
+    boxes = ("axis-metadata",)
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            if stat.S_ISDIR(found.st_mode):
+                return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
+            data = beginning(disk, path)
+        except OSError as error:
+            return refusal(error, path)
+        if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
+            return _PICKLE
+        kinds = tokens(data)  # of which no more are looked at than needed: other files are full of them
+        first, second = itertools.islice(itertools.chain(kinds, [(NEVER, 0)] * 2), 2)
+        count = second[1] if first == (LIST, 2) and second[0] == LIST else 0
+        if count and all(kind == STR for kind, _ in itertools.islice(kinds, count)) and next(kinds, (BIN, 0))[0] == BIN:
+            return None
+        return "it does not begin like a stream, with the key and the bytes of a leaf"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .._shared.reader import ForeignReader
+        from .._shared.state_dict import own_step
+
+        found = _NAME.fullmatch(os.path.basename(path))
+        main = _main(disk, path) or path
+        with paused():
+            leaves, nbytes = _read(disk, main)
+        step = int(found[2]) if found and found[2] else own_step(leaves, "step")
+        by_path = {entry.path: entry for entry in leaves.entries}
+        state_dict = functools.partial(inferred, lists=False, sort=False)  # as Flax has it
+        order, skeleton = assemble(by_path, state_dict)
+        entries = [by_path[path] for path in order]
+        return ForeignReader(self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        matches = [found for name in names if (found := _NAME.fullmatch(name))]
+        # What has its step in its name comes first, and states come before parameters.
+        for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
+            path = os.path.join(folder, found[0])
+            if accepts(self, disk, path):
+                step = int(found[2]) if found[2] else _step_of(disk, path)
+                if step is not None:
+                    steps.setdefault(step, found[0])
+        return steps
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = _NAME.fullmatch(os.path.basename(path))
+        return ("step",) if found and found[2] and int(found[2]) == contents.step else ()
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .._shared import state_dict_write as writing
+
+        def refused(leaf: str, entry: Entry) -> str | None:
+            if contents.skeleton is not None and len(contents.skeleton) == 1:
+                return "it is not in a container, so it has no key"
+            return "more than 4 GiB" if writing.leaf_size(entry) >= _LIMIT else None
+
+        writing.check(self.name, contents, options, refused)
+        if not contents.entries:
+            raise UnsupportedError(f"{path}: a tree without leaves, of which nothing would be left in a stream")
+        with new_file(disk, path, overwrite=overwrite) as file:
+            for leaf, entry in contents.entries.items():
+                keys = split(leaf)
+                file.write(list_head(2) + list_head(len(keys)) + b"".join(map(pack, keys)))
+                file.write(bin_head(writing.leaf_size(entry)))
+                for part in writing.leaf(entry, contents):
+                    file.write(part)
+        return file.size
+
+
+def _main(disk: Disk, folder: str) -> str | None:
+    """The stream without a step in a folder that is to be opened as one; None where there is none."""
+    paths = [os.path.join(folder, name) for name in _USUAL]
+    return next((path for path in paths if (found := disk.stat(path)) and stat.S_ISREG(found.st_mode)), None)
+
+
+def _read(disk: Disk, path: str) -> "tuple[Leaves, int]":
+    """The leaves of a stream, and its size."""
+    from .._shared.extents import File
+    from .._shared.state_dict import Leaves, StateDict, check_apart
+
+    file = File(disk, path)
+    scanned = StateDict(file)
+    found = Leaves([], {}, ())
+    at = 0
+    while at < file.size:
+        pair, at = scanned.scan(at, file.size)
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) is not list or type(pair[1]) is not Raw:
+            raise CorruptError(f"{path}: expected a key and bytes up to byte {at}, found {named(pair)}")
+        keys, raw = pair
+        if not keys or not all(type(key) is str for key in keys):
+            raise CorruptError(f"{path}: expected a key of texts up to byte {at}, found {keys!r:.100}")
+        if len(keys) > DEPTH:
+            raise UnsafeError(f"{path}: a leaf more than {DEPTH} levels deep")
+        place = "/".join(map(key_text, keys))
+        leaves = scanned.leaves(scanned.whole(raw.offset, raw.offset + raw.size), place)
+        found.entries.extend(leaves.entries)
+        found.arrays.update(leaves.arrays)
+    if not found.entries:
+        raise CorruptError(f"{path}: expected the leaves of a stream, found none; it is cut short")
+    check_apart([entry.path for entry in found.entries], path)
+    return found, file.size
+
+
+def _step_of(disk: Disk, path: str) -> int | None:
+    from .._shared.state_dict import own_step
+
+    try:
+        return own_step(_read(disk, path)[0], "step")
+    except (TreeringError, OSError):
+        return None  # whoever opens it is told why
+
+
+FORMAT = FJFormer()

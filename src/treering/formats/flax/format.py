@@ -1,0 +1,265 @@
+"""Flax's MessagePack files: those of `flax.serialization` and of the checkpoints from before Orbax.
+
+One file is one state dict. Hugging Face calls it ``flax_model.msgpack`` in a folder of its own, and cuts large ones up
+into several files with an index. Jobs of several processes put the arrays that they share into a folder of zarr arrays
+beside the file, ``{file}_gda``. clu writes ``ckpt-3.flax`` and then TensorFlow's ``ckpt-3.index``, and calls both
+``ckpt-3``; what TensorFlow has, such as an iterator over data, goes by the name of the index. Of a tree that is
+written, lists and tuples become maps from ``"0"``, as Flax has it; functions, which have no value, become nil.
+"""
+
+import itertools
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..._core.entries import lost
+from ..._core.paths import few, key_text, split
+from ..._core.source import Reader
+from ..._threads.gc import paused
+from ...errors import CorruptError, UnsafeError
+from ...stores.atomic import new_file
+from ...stores.on_disk import is_file, read_file
+from ...stores.posix import Disk
+from ...stores.reading import refusal
+from .. import accepts, may_be_file
+from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
+
+if TYPE_CHECKING:
+    from .._shared.state_dict import Leaves
+
+_WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
+_INDEX = _WEIGHTS + ".index.json"
+_ARRAYS = "_gda"  # what the folder is called beside the file
+_PREFIX = "checkpoint_"  # unless it is asked for another
+_OF_CLU, _COMMIT = ".flax", ".index"
+_CLU = re.compile(r"(.+-)(\d{1,18})\.flax")
+_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
+# The shortest beginning after which a number is left, of which a sign is part unless it divides words.
+_STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
+
+
+def step_of(name: str) -> tuple[str, int | float] | None:
+    """Prefix and step of a file name, None when it does not end in a number from 0. ``1e1`` is the int 10."""
+    if clu := _CLU.fullmatch(name):
+        return clu[1], int(clu[2])
+    found = None if _OF_TENSORFLOW.fullmatch(name) else _STEP.fullmatch(name)
+    if found is None:
+        return None
+    if found[2].isdecimal():
+        return found[1], int(found[2])
+    number = float(found[2])
+    if number < 0 or math.isinf(number):
+        return None
+    return found[1], int(number) if number.is_integer() else number
+
+
+_Runs = Mapping[str, dict[int | float, str]]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Flax:
+    """See `treering.formats.Format`."""
+
+    name = "flax"
+    suffixes = (".msgpack",)
+    boxes = ("axis-metadata",)
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            path = _main(disk, path) if disk.stat(path) is None else path
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            if stat.S_ISDIR(found.st_mode):
+                if path.endswith(_ARRAYS):
+                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
+                if _main(disk, path) != path:
+                    return None
+                runs = self._runs(disk, path, disk.list(path))
+                if (run := _meant(runs)) and isinstance(max(run), float):
+                    return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
+                return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
+            if os.path.basename(path) == _INDEX:
+                return None if stat.S_ISREG(found.st_mode) else "not a file"
+            data = beginning(disk, path)
+        except OSError as error:
+            return refusal(error, path)
+        return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .._shared.reader import ForeignReader
+        from .._zarr import array as zarr
+        from .._zarr.leaves import ZarrReader
+
+        main = _main(disk, path)
+        with paused():
+            leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
+        named = step_of(os.path.basename(main)) if main in (path, path + _OF_CLU) else None
+        beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
+        return (ZarrReader if beside else ForeignReader)(
+            self.name,
+            path,
+            leaves.entries,
+            leaves.arrays,
+            skeleton=leaves.skeleton or None,
+            step=named[1] if named and isinstance(named[1], int) else None,
+            nbytes=nbytes,
+        )
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        run = _meant(self._runs(disk, folder, names))
+        if run and isinstance(max(run), float):  # whoever takes the latest must not get one before it
+            return {}
+        return {step: name for step, name in run.items() if isinstance(step, int)}
+
+    def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> "_Runs":
+        """The names of checkpoints in a folder by their prefixes and steps."""
+        runs: dict[str, dict[int | float, str]] = {}
+        there = set(names)
+        for name in () if _INDEX in there else names:  # a folder with an index is one checkpoint
+            if _CLU.fullmatch(name) and name.removesuffix(_OF_CLU) + _COMMIT not in there:
+                continue  # it was never finished
+            named = step_of(name)
+            if named is not None and named[1] not in runs.get(named[0], ()):
+                path = os.path.join(folder, name)
+                if may_be_file(disk, path) and accepts(self, disk, path):
+                    runs.setdefault(named[0], {})[named[1]] = name
+        # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
+        steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
+        return steps or runs
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        named = step_of(os.path.basename(path))
+        return ("step",) if named and named[1] == contents.step else ()
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .._shared import state_dict_write as writing
+
+        writing.check(self.name, contents, options)
+        with new_file(disk, path, overwrite=overwrite) as file:
+            writing.write(file, writing.tree_of(contents), contents)
+        return file.size
+
+
+def _main(disk: Disk, path: str) -> str:
+    """The file by which a path is opened: in a folder that of Hugging Face's model, of clu's the one that is Flax's."""
+    found = disk.stat(path)
+    if found is None and all(is_file(disk, path + ending) for ending in (_OF_CLU, _COMMIT)):
+        return path + _OF_CLU
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        for file in (os.path.join(path, _INDEX), os.path.join(path, _WEIGHTS)):
+            if is_file(disk, file):
+                return file
+    return path
+
+
+def _meant(runs: "_Runs") -> dict[int | float, str]:
+    """The one run of a folder. Files of several prefixes are several runs, and it is not known which is meant."""
+    return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+
+def _several(folder: str, runs: "_Runs") -> str:
+    """Why a folder with the steps of several runs is neither."""
+    latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
+    return (
+        f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "
+        f"the file that is meant ({few(tuple(latest))}), or give each run a folder of its own"
+    )
+
+
+def _plausible(data: bytes, size: int, path: str) -> bool:
+    """Whether a file that begins so may be a state dict; by any other name than ours a single array or a map."""
+    if not data or data[0] == 0xC1:
+        return False
+    if path.endswith(Flax.suffixes) or (size == 1 and data[0] == 0x80):
+        return True
+    if data[8:9] == b"{" and 8 + int.from_bytes(data[:8], "little") <= size:
+        return False  # a safetensors file whose header's length looks like a map
+    first, second = itertools.islice(itertools.chain(tokens(data), [(NEVER, None)] * 2), 2)
+    return (first[0] == EXT and first[1] in (1, 2, 3)) or (first[0] == MAP and first[1] and second[0] == STR)
+
+
+def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
+    """What a file holds, and the bytes that it and the arrays beside it take."""
+    from .._shared.extents import File
+    from .._shared.reader import attempt
+    from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict, check_inside
+
+    file = File(disk, path)
+    beside = 0
+
+    def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
+        nonlocal beside
+        if type(value) is not str or not value.startswith(PLACEHOLDER):
+            return None
+        from .._zarr.array import ZarrArray
+        from .._zarr.leaves import folder_size
+
+        place, name = path + _ARRAYS, value.removeprefix(PLACEHOLDER)
+        if name:  # or else the whole tree is one array
+            check_inside(place, name)
+            place = os.path.join(place, name)
+        array = attempt(lambda: ZarrArray(place))
+        if isinstance(array, CorruptError):
+            return array
+        beside += folder_size(disk, place)
+        return Elsewhere(array.dtype, array.shape, array)
+
+    scanned = StateDict(file, find=find)
+    return scanned.leaves(scanned.whole(0, file.size)), file.size + beside
+
+
+def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
+    """The same of a state dict in several files, which are named by an index."""
+    from .._shared.reader import attempt, check_file
+    from .._shared.state_dict import Leaves, check_apart, check_inside
+
+    folder = os.path.dirname(index)
+    try:
+        places = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{index}: it is not the index of a checkpoint in several files: {error}") from None
+    found = Leaves([], {}, ())
+    total = 0
+    damage: dict[str, str] = {}
+    for name in sorted(set(places.values())):
+        check_inside(folder, name)
+        path = os.path.join(folder, name)
+        opened = attempt(lambda path=path: _open_file(disk, check_file(disk, path, index)))
+        if isinstance(opened, CorruptError):
+            damage[name] = str(opened)
+            continue
+        leaves, nbytes = opened
+        total += nbytes
+        for entry in leaves.entries:
+            key = "/".join(split(entry.path))  # the files may be nested or not
+            if places.get(key) != name:
+                raise CorruptError(f"{path}: expected no leaf {key}, for {index} places it elsewhere")
+            place = _path(key, index)
+            found.entries.append(entry.at(place))
+            if entry.path in leaves.arrays:
+                found.arrays[place] = leaves.arrays[entry.path]
+    there = {entry.path for entry in found.entries}
+    for key, name in places.items():
+        if (place := _path(key, index)) not in there:
+            why = f"{os.path.join(folder, name)}: expected the leaf {key!r}, which the index says is here"
+            found.entries.append(lost(place, damage.get(name, why)))
+    check_apart([entry.path for entry in found.entries], index)
+    return found, total
+
+
+def _path(key: str, index: str) -> str:
+    if key.count("/") > DEPTH:
+        raise UnsafeError(f"{index}: a leaf more than {DEPTH} levels deep: {key:.100}")
+    return "/".join(key_text(part) for part in key.split("/"))
+
+
+FORMAT = Flax()

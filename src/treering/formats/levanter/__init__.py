@@ -1,0 +1,1 @@
+"""Levanter: zarr arrays by TensorStore."""

@@ -1,0 +1,78 @@
+"""Levanter: a folder ``step-{n}`` with a zarr array for each leaf and, written last, ``metadata.json``.
+
+Where a leaf lies is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
+database of zarr 3, in which chunks of zeros are left out. No tree is recorded: numbers are arrays, and None and empty
+containers are nowhere. Folders of zarr 2 are written, which all releases read.
+"""
+
+import datetime
+import logging
+import os
+import stat
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Reader
+from ...errors import CorruptError
+from ...stores.posix import Disk
+from ...stores.reading import UnreadableError, refusal
+from ..orbax.schema import CHECKPOINT, TREE
+from .schema import FILE, own_metadata, read_metadata
+
+_log = logging.getLogger("treering")
+
+
+class Levanter:
+    """See `treering.formats.Format`."""
+
+    name = "levanter"
+    suffixes = ()
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            there = disk.stat(path)
+            if there is None:
+                return "there is nothing"
+            if not stat.S_ISDIR(there.st_mode):
+                return "it is a file"
+            if any(disk.stat(os.path.join(path, name)) for name in (CHECKPOINT, TREE)):
+                return "it was written with Orbax"
+            if disk.stat(os.path.join(path, FILE)) is None:
+                return f"it is a folder without {FILE}"
+            read_metadata(disk, path)
+        except (CorruptError, OSError) as error:
+            return refusal(error, path)
+        return None
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import open_checkpoint
+
+        return open_checkpoint(disk, path)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        # In the order in which Levanter has looked for the latest one since May 2026: by step, time and path. Before
+        # that, the time came first, which only shows in folders in which somebody went back to an earlier step.
+        found: dict[int, tuple[datetime.datetime, str]] = {}
+        for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
+            path = os.path.join(folder, name)
+            try:
+                if self.refuses(disk, path) is not None:  # or nobody may look
+                    continue
+                about = read_metadata(disk, path)
+            except UnreadableError as error:  # and it is unknown which step it is
+                _log.warning("left out of the steps of %s: %s", folder, error)
+                continue
+            found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
+        return {step: name for step, (_, name) in found.items()}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ("step",) if own_metadata(contents) is None else ("step", "metadata")
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .write import write
+
+        return write(disk, path, contents, options, overwrite=overwrite)
+
+
+FORMAT = Levanter()

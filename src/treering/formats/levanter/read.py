@@ -1,0 +1,107 @@
+"""Reading Levanter: whatever zarr arrays lie in a folder."""
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+
+from ..._core.entries import ArrayEntry, Entry, lost
+from ..._core.paths import key_text
+from ...errors import CorruptError, UnsafeError
+from ...stores.posix import Disk
+from .._shared.state_dict import check_apart
+from .._zarr import array as zarr
+from .._zarr.leaves import ZarrReader, folder_size
+from .._zarr.metadata import FILES
+from .schema import read_metadata
+
+_DRIVERS: dict[str, zarr.Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
+_LEVELS = 200  # of folders
+CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
+_OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # the key of one, of zarr 3 or 2
+_log = logging.getLogger("treering")
+
+
+def open_checkpoint(disk: Disk, path: str) -> ZarrReader:
+    """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
+    about = read_metadata(disk, path)
+    entries: dict[str, Entry] = {}
+    arrays: dict[str, zarr.Array] = {}
+    for folder, prefix, names in _folders(disk, path):
+        for file, driver in _DRIVERS.items():
+            own = [name.removesuffix(f"/{file}") for name in names if name.endswith(f"/{file}")]
+            filled = folder.ocdbt and driver == "zarr3"
+            for name, array in zip(own, folder.find(own, driver, filled=filled), strict=True):
+                place = _path(prefix + name)
+                if isinstance(array, CorruptError):
+                    entries[place] = lost(place, str(array))
+                else:
+                    entries[place], arrays[place] = ArrayEntry(place, "numpy", array.dtype, array.shape), array
+        for name in _undescribed(names):
+            place, file = _path(prefix + name), FILES["zarr3" if folder.ocdbt else "zarr"]
+            why = "expected what describes the array whose chunks are here, found nothing"
+            entries.setdefault(place, lost(place, f"{os.path.join(folder.path, name, file)}: {why}"))
+    paths = sorted(entries)
+    check_apart(paths, path)
+    return ZarrReader(
+        "levanter",
+        path,
+        [entries[name] for name in paths],
+        arrays,
+        step=about.step,
+        metadata={"timestamp": about.timestamp, "is_temporary": about.is_temporary},
+        nbytes=folder_size(disk, path),
+        numbers_are_arrays=True,
+    )
+
+
+def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str]]]:
+    """Folders of arrays, what precedes the arrays' names there, and the files that describe them or are chunks."""
+    files: list[str] = []
+    stack = [""]
+    while stack:
+        prefix = stack.pop()
+        place = os.path.join(path, prefix)
+        names = disk.list(place)
+        if zarr.DATABASE in names:
+            folder = zarr.Folder(place, ocdbt=True)
+            yield folder, prefix, folder.list()
+            continue
+        described = [name for name in names if name in _DRIVERS]
+        if described:
+            files.append(prefix + described[0])
+            continue
+        folders = [name for name in names if _is_folder(disk, os.path.join(place, name))]
+        files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
+        if not names:
+            _log.warning("%s: passed over, for it is empty; if it was an array, that is lost", place.rstrip("/"))
+        if prefix.count("/") > _LEVELS:
+            raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
+        stack += [f"{prefix}{name}/" for name in reversed(folders)]
+    if files:
+        yield zarr.Folder(path, ocdbt=False), "", files
+
+
+def _undescribed(names: Iterable[str]) -> Iterator[str]:
+    """The arrays of which there are chunks, and nothing that describes them."""
+    described = {os.path.dirname(name) for name in names if os.path.basename(name) in _DRIVERS}
+    arrays = dict.fromkeys(found[1] for name in names if (found := _OF_ARRAY.fullmatch(name)))
+    for name in arrays:
+        keys = name.split("/")
+        if not any("/".join(keys[:n]) in described for n in range(len(keys) + 1)):
+            yield name
+
+
+def _path(name: str) -> str:
+    """The path of an array."""
+    return "/".join(key_text(key) for key in name.split("/"))
+
+
+def _is_folder(disk: Disk, path: str) -> bool:
+    there = disk.stat(path)
+    if there is None or not stat.S_ISDIR(there.st_mode):
+        return False
+    if os.path.islink(path):
+        raise UnsafeError(f"{path}: expected a folder, found a link, which may lead out of the checkpoint")
+    return True

@@ -1,0 +1,57 @@
+"""The metadata file of Levanter's folders."""
+
+import datetime
+import os
+import re
+
+import msgspec
+
+from ..._core.source import Reader
+from ...errors import CorruptError
+from ...stores.on_disk import opened
+from ...stores.posix import Disk
+from ...stores.reading import reading
+
+FILE = "metadata.json"
+MAX_METADATA_BYTES = 1 << 16  # bytes of that file
+NAME = re.compile(r"step-([0-9]+)")
+
+
+class Metadata(msgspec.Struct):
+    """What ``metadata.json`` says. Temporary checkpoints go when there is a later one."""
+
+    step: int
+    timestamp: str
+    is_temporary: bool = False
+
+    def time(self) -> datetime.datetime:
+        """When it was written, the beginning of time where that is not to be read."""
+        try:
+            time = datetime.datetime.fromisoformat(self.timestamp)
+        except ValueError:
+            time = datetime.datetime.min
+        return time.replace(tzinfo=time.tzinfo or datetime.UTC)
+
+
+def own_metadata(contents: Reader) -> tuple[str, bool] | None:
+    """Time stamp and whether it is temporary, of what Levanter wrote; None where there is other metadata, or none."""
+    about = contents.metadata
+    if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
+        return None
+    timestamp, temporary = about["timestamp"], about["is_temporary"]
+    return (timestamp, temporary) if type(timestamp) is str and type(temporary) is bool else None
+
+
+def read_metadata(disk: Disk, path: str) -> Metadata:
+    """What is said of a checkpoint. Raises `CorruptError`."""
+    file = os.path.join(path, FILE)
+    with reading(file), opened(disk, file) as fd:
+        buffer = bytearray(min(disk.size(fd), MAX_METADATA_BYTES))
+        data = bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+    try:
+        about = msgspec.json.decode(data, type=Metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{file}: expected step and timestamp of a Levanter checkpoint: {error}") from None
+    if about.step < 0:
+        raise CorruptError(f"{file}: expected a step, found {about.step}")
+    return about

@@ -1,0 +1,96 @@
+"""Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
+from ..._core.paths import split
+from ..._core.source import Reader
+from ...errors import ExistsError, MismatchError, UnsupportedError
+from ...stores.atomic import Appended, new_directory
+from ...stores.posix import Disk
+from .._shared.folding import Folders
+from .._zarr import array, metadata
+from .._zarr.leaves import add_array, add_number, folder_size, parts_of_arrays
+from ..orbax.schema import CHECKPOINT, TREE
+from .read import CHUNK, open_checkpoint
+from .schema import FILE, NAME, Metadata, own_metadata
+
+_LONGEST = 255  # bytes of the name of a folder
+
+
+def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+    """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
+    if options:
+        raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
+    entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
+    _check(entries)
+    names = {FILE, CHECKPOINT, TREE, array.DATABASE, *metadata.FILES.values()}
+    names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
+    with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
+        folders = Folders(disk, folder, path)
+        for entry in entries:
+            folders.add("/".join(split(entry.path)))
+        writer = array.Writer(folder, driver="zarr", ocdbt=False)
+        for entry in entries:
+            name = "/".join(split(entry.path))
+            if isinstance(entry, ArrayEntry):
+                add_array(writer, name, entry, contents)
+            else:
+                add_number(writer, name, entry.decode())
+        writer.close()
+        named = NAME.fullmatch(os.path.basename(path))
+        step = contents.step if contents.step is not None else int(named[1]) if named else 0
+        file = Appended(disk, os.path.join(folder, FILE))
+        try:
+            timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
+            file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))
+            file.close()
+        finally:
+            file.discard()
+        return folder_size(disk, folder)
+
+
+def _owned(disk: Disk, folder: str) -> set[str]:
+    """What Levanter has written of a step: whatever arrays lie in its folder."""
+    return {FILE, *parts_of_arrays(disk, folder, lambda: open_checkpoint(disk, folder))}
+
+
+def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
+    """Raises `ExistsError` for what a reader would take for parts of the checkpoint."""
+    for name in others:
+        place = os.path.join(folder, name)
+        if CHUNK.fullmatch(name) or (os.path.islink(place) and os.path.isdir(place)):
+            raise ExistsError(
+                f"{place}: expected nothing beside a checkpoint of Levanter that would be taken for an array of it, "
+                "found a link to a folder, or a file with a chunk's name; write to another path, or move it"
+            )
+
+
+def _check(entries: list[Entry]) -> None:
+    """Raises `UnsupportedError` that names every leaf which Levanter cannot hold."""
+    reasons = [(entry.path, _refused(entry)) for entry in entries]
+    if problems := [f"  {path or '(root)'}: {reason}" for path, reason in reasons if reason]:
+        raise UnsupportedError("\n".join(["format='levanter' cannot hold these leaves:", *problems]))
+
+
+def _refused(entry: Entry) -> str | None:
+    keys = split(entry.path)
+    if any(not key or set(key) & set("./\\\0") or len(key.encode()) > _LONGEST for key in keys):
+        return f"keys become names of folders, of {_LONGEST} bytes at most, and dots divide them; rename it"
+    if isinstance(entry, ArrayEntry):
+        if entry.type == "key":
+            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
+        return None if metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr has not"
+    value = entry.decode()
+    if type(value) is int:
+        return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
+    return (
+        None
+        if type(value) in (bool, float, complex)
+        else f"a {type(value).__name__}, which is no number; drop it by a rule"
+    )

@@ -1,0 +1,123 @@
+"""Orbax: folders of items, most of them trees of zarr arrays, in plain files or in an OCDBT database.
+
+What its `Checkpointer`s, its `CheckpointManager` and its version 1 write is read. Items are subtrees: ``state/…``,
+``config/…``; items in JSON are values; the item ``metrics`` is the metrics. There is no level for an item where there
+is no name that its user has chosen: for a tree that lies right in the folder (``StandardCheckpointer``), for the item
+``default`` by itself (``CheckpointManager.save(step, args=StandardSave(tree))``), and for the item ``state`` (in early
+releases ``pytree``) by itself in a checkpoint of version 1 (``save(path, tree)``). Trees are as Orbax keeps them:
+tuples have become lists, named tuples and other classes dicts, and a node without children that is none of these
+``None``. Folders without marks of their completion are no checkpoints.
+
+What is written is a tree right in a folder, in an OCDBT database of zarr 2, for `StandardCheckpointer().restore` and
+version 1's `load`.
+"""
+
+import os
+import stat
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Reader
+from ...errors import CorruptError
+from ...stores.posix import Disk
+from ...stores.reading import refusal
+from .. import is_step
+from .schema import (
+    ABOUT_ARRAYS,
+    CHECKPOINT,
+    COMMIT_TIME,
+    COMMITTED,
+    SHARDINGS,
+    STEP,
+    TREE,
+    UNFINISHED,
+    read_about,
+    tree_file,
+)
+
+
+class Orbax:
+    """See `treering.formats.Format`."""
+
+    name = "orbax"
+    suffixes = ()
+    boxes = ("variable", "axis-metadata")
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            there = disk.stat(path)
+            if there is None:
+                return "there is nothing"
+            if not stat.S_ISDIR(there.st_mode):
+                return "it is a file"
+            if UNFINISHED in os.path.basename(path):
+                return "it was never finished"
+            if disk.stat(os.path.join(path, CHECKPOINT)) is not None:
+                return None if _is_committed(disk, path) else "it was never committed"
+            if _is_tree(disk, path):
+                return None
+            # Until 2024 there was no file about the checkpoint as a whole.
+            names = disk.list(path)
+            checkpoints = [name for name in names if disk.stat(os.path.join(path, name, CHECKPOINT)) is not None]
+            items = [name for name in names if _is_tree(disk, os.path.join(path, name))]
+        except OSError as error:
+            return refusal(error, path)
+        if any(map(STEP.fullmatch, [*checkpoints, *items])):
+            return "it is a folder of steps"
+        if checkpoints:  # an item of one has no such file
+            return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
+        return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import open_checkpoint
+
+        found = STEP.fullmatch(os.path.basename(path))
+        return open_checkpoint(disk, path, int(found[2]) if found else None)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        if CHECKPOINT in names or TREE in names:  # the folder is a checkpoint itself
+            return {}
+        runs: dict[str, dict[int, str]] = {}
+        for name in names:
+            found = STEP.fullmatch(name)
+            if found and is_step(self, disk, os.path.join(folder, name)):
+                runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
+        # Steps of several prefixes are several runs, and it is not known which of them is meant.
+        return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = STEP.fullmatch(os.path.basename(path))
+        kept = ["metrics"]
+        if isinstance(contents.metadata, dict):  # as Orbax has it
+            kept.append("metadata")
+        if found and int(found[2]) == contents.step:
+            kept.append("step")
+        return kept
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .write import write
+
+        return write(disk, path, contents, options, overwrite=overwrite)
+
+
+def _is_committed(disk: Disk, path: str) -> bool:
+    """Whether a checkpoint is complete: where folders cannot be renamed, it has its name from the beginning on."""
+    if disk.stat(os.path.join(path, COMMITTED)) is not None:
+        return True
+    try:
+        about = read_about(disk, path)
+    except CorruptError:
+        return True  # which is found when it is opened
+    # The time of the commit is null until then. It may be left out altogether, for Orbax goes by the folder's name.
+    begun_only = isinstance(about, dict) and about.get("init_timestamp_nsecs") and COMMIT_TIME in about
+    return not begun_only or bool(about[COMMIT_TIME])
+
+
+def _is_tree(disk: Disk, folder: str) -> bool:
+    """Whether a tree lies in a folder, be it that the list of its leaves is gone."""
+    return tree_file(disk, folder) is not None or any(
+        disk.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
+    )
+
+
+FORMAT = Orbax()

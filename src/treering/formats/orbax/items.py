@@ -1,0 +1,240 @@
+"""The items of an Orbax checkpoint: trees of arrays, and values in JSON."""
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
+from ..._core.paths import join, key_text
+from ..._core.skeleton import LEAF, Node
+from ..._core.values import encode
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.on_disk import is_file
+from ...stores.posix import Disk
+from .schema import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
+from .state import read_state
+from .tree import LEVELS, Tree, read_remnant, read_tree
+
+VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
+_METRICS = "metrics"
+_NAMELESS = {False: ("default",), True: ("state", "pytree")}  # what Orbax calls an only item; in version 1?
+_ARRAY = "checkpoint"  # what an array that is an item by itself is called within its folder
+_KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # of a PRNG key that is one
+_NESTED = 2  # levels of items that consist of items
+_INTERNAL = "DescriptorHandler"  # of an item that is no user's, and is only there within Google
+_JSON = ("JsonCheckpointHandler", "JsonHandler")
+_TREES = (
+    "PyTreeCheckpointHandler",
+    "StandardCheckpointHandler",
+    "BasePyTreeCheckpointHandler",
+    "PyTreeHandler",
+    "ArrayCheckpointHandler",
+    "JaxRandomKeyCheckpointHandler",
+)
+_log = logging.getLogger("treering")
+
+
+class Items(NamedTuple):
+    """The tree of all items, the metrics, why there are none where there should be, and the name of an only item."""
+
+    tree: Tree
+    metrics: Mapping[str, float]
+    damage: str | None = None
+    level: str = ""
+
+
+def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
+    """Reads what lies in a folder: of items that are listed with their handlers, or found there.
+
+    Damaged items are leaves that cannot be read. Raises `CorruptError` when that is all there is.
+    """
+    names = [name for name in _folders(disk, path) if name != deleted]
+    expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL]
+    metrics, damage = _read_metrics(disk, path, handlers) if _METRICS in (*names, *expected) else (None, None)
+    if metrics is not None or damage:
+        names = [name for name in names if name != _METRICS]
+        expected = [name for name in expected if name != _METRICS]
+    if damage:
+        _log.warning("%s: opened without metrics: %s", path, damage)
+    if not names and not expected and (file := _value_file(disk, path)):  # right in the folder, as trees may lie
+        return Items(_tree_of_values(read_json(disk, file), None, file), metrics or {}, damage)
+    gone = [name for name in expected if name not in names]
+    if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
+        tree = _read_item(disk, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
+        if tree is not None:
+            return Items(tree, metrics or {}, damage, names[0])
+    trees: dict[str, Tree] = {}
+    unknown: list[str] = []
+    for name in names:
+        at = key_text(name)
+        try:
+            tree = _read_item(disk, os.path.join(path, name), at, handlers.get(name), _NESTED)
+        except UnsafeError:
+            raise
+        except CorruptError as error:
+            tree = Tree.lost(at, str(error))
+        if tree is None:
+            unknown.append(name)
+        else:
+            trees[name] = tree
+    for name in gone:
+        trees[name] = Tree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
+    if unknown and not trees:
+        raise UnsupportedError(
+            f"{path}: expected items that are trees of arrays or in JSON, found {', '.join(unknown)}"
+        )
+    _leave_out(path, unknown)
+    made = _together({name: trees[name] for name in sorted(trees)})
+    if all(isinstance(entry, LostEntry) for entry in made.entries):
+        check_whole(made.entries)
+    return Items(made, metrics or {}, damage)
+
+
+def read_tree_of(disk: Disk, path: str, at: str | None) -> Tree | None:
+    """The tree of arrays in a folder, as it lies at a path or (None) as the root; None where there is none."""
+    file = tree_file(disk, path)
+    if file == TREE:
+        return read_tree(disk, path, at)
+    if file == STATE:
+        leaves = read_state(disk, path, at)
+        return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
+    if not has_arrays(disk, path):
+        return None
+    lacks = "" if disk.list(os.path.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
+    _log.warning("%s: its file %s is gone; leaves are called as their arrays are%s", path, TREE, lacks)
+    return read_remnant(disk, path, at)
+
+
+def numbers(value: Any) -> dict[str, float] | None:
+    """A map of numbers, None for anything else."""
+    if not isinstance(value, dict) or not all(type(number) in (int, float) for number in value.values()):
+        return None
+    try:
+        return {name: float(number) for name, number in value.items()}
+    except OverflowError:
+        return None
+
+
+def _read_metrics(disk: Disk, path: str, handlers: Mapping[str, str]) -> tuple[Mapping[str, float] | None, str | None]:
+    """The metrics, None for an item that only has their name; and why they cannot be read."""
+    folder = os.path.join(path, _METRICS)
+    file = _value_file(disk, folder)
+    try:
+        if file is not None:
+            return numbers(read_json(disk, file)), None
+        if handlers.get(_METRICS) in _JSON:
+            raise CorruptError(f"{folder}: expected the metrics in JSON, found nothing")
+    except UnsafeError:
+        raise
+    except CorruptError as error:
+        return None, str(error)
+    return None, None
+
+
+def _read_item(disk: Disk, path: str, at: str | None, handler: str | None, levels: int) -> Tree | None:
+    """An item as the tree at a path, None when it is of a kind that is not known here. Raises `CorruptError`."""
+    tree = read_tree_of(disk, path, at)
+    if tree is not None:
+        return _as_saved(tree, path, at, handler)
+    file = _value_file(disk, path)
+    if file is not None:
+        return _tree_of_values(read_json(disk, file), at, file)
+    found: dict[str, Tree] = {}
+    unknown: list[str] = []
+    for name in _folders(disk, path) if levels else ():
+        below = join(at or "", key_text(name), root=at is None)
+        tree = _read_item(disk, os.path.join(path, name), below, None, levels - 1)
+        if tree is None:
+            unknown.append(name)
+        else:
+            found[name] = tree
+    if found:
+        _leave_out(path, unknown)
+        return _as_saved(_together(found), path, at, handler)
+    if handler in _TREES:
+        raise CorruptError(f"{os.path.join(path, TREE)}: expected the list of the tree's leaves, found nothing")
+    if handler in _JSON:
+        raise CorruptError(f"{path}: expected a file of JSON, found nothing")
+    return None
+
+
+def _leave_out(path: str, unknown: list[str]) -> None:
+    if unknown:
+        listed = ", ".join(unknown)
+        _log.warning("%s: left out, for they are no trees of arrays and not in JSON: %s", path, listed)
+
+
+def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:
+    """An item, without the names that are its handler's where it was one array or one PRNG key."""
+    array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY, _TYPED))
+    found = {entry.path: entry for entry in tree.entries}
+    path = {"ArrayCheckpointHandler": array, "JaxRandomKeyCheckpointHandler": key}.get(handler or "", "")
+    if path and path not in found:
+        raise CorruptError(f"{folder}: expected the array {path!r} in it, found {', '.join(found) or 'nothing'}")
+    if path == key and type(is_typed := _value(found.get(typed))) is not bool:
+        raise CorruptError(f"{folder}: expected true or false at {typed!r}, found {is_typed!r}")
+    rest = found.keys() - {path}
+    entry = found.get(path)
+    if not isinstance(entry, ArrayEntry) or rest != (set() if path == array else {typed}):
+        return tree
+    one = entry.at(at or "")
+    if rest and _value(found[typed]) is True and not isinstance(entry, LostEntry):
+        if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
+            return tree  # Orbax does not say of which kind the key is, and only one kind is of this size
+        one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
+    return Tree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
+
+
+def _together(trees: Mapping[str, Tree]) -> Tree:
+    """A dict of trees."""
+    return Tree(
+        [entry for tree in trees.values() for entry in tree.entries],
+        {path: array for tree in trees.values() for path, array in tree.arrays.items()},
+        [Node("dict", "", list(trees)), *(node for tree in trees.values() for node in tree.skeleton)],
+        numbers_are_arrays=any(tree.numbers_are_arrays for tree in trees.values()),
+    )
+
+
+def _folders(disk: Disk, path: str) -> list[str]:
+    """The names of the finished folders in a folder."""
+    found: list[str] = []
+    for name in disk.list(path):
+        there = disk.stat(os.path.join(path, name))
+        if there is not None and stat.S_ISDIR(there.st_mode) and UNFINISHED not in name:
+            found.append(name)
+    return found
+
+
+def _value_file(disk: Disk, path: str) -> str | None:
+    for name in VALUES:
+        if is_file(disk, os.path.join(path, name)):
+            return os.path.join(path, name)
+    return None
+
+
+def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
+    """What JSON says, as leaves at a path."""
+    tree = Tree([], {}, [])
+    stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
+    while stack:
+        path, root, level, one = stack.pop()
+        if level > LEVELS:
+            raise UnsafeError(f"{file}: nested deeper than {LEVELS} levels")
+        try:
+            if not isinstance(one, dict | list):
+                tree.skeleton.append(LEAF)
+                tree.entries.append(ValueEntry(path, *encode(one)))
+                continue
+            keys = list(one) if isinstance(one, dict) else range(len(one))
+            below = [(join(path, key_text(key), root=root), False, level + 1, one[key]) for key in keys]
+        except TreeringError as error:
+            raise type(error)(f"{file}: {path or '(root)'}: {error}") from None
+        tree.skeleton.append(Node("dict", "", list(one)) if isinstance(one, dict) else Node("list", "", len(one)))
+        stack += reversed(below)
+    return tree
+
+
+def _value(entry: Entry | None) -> Any:
+    return entry.decode() if isinstance(entry, ValueEntry) else None

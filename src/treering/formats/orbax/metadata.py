@@ -1,0 +1,85 @@
+"""What Orbax's file `_METADATA` says of a tree of arrays, or where it is gone, what the names of the arrays do."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...errors import CorruptError
+from ...stores.posix import Disk
+from .._zarr import array, metadata
+from .schema import TREE, read_json
+
+SEQUENCE, DICT = 1, 2  # kinds of keys: the latter of attributes as well
+STRINGS = "_strings.json"
+
+
+class _Key(msgspec.Struct):
+    key: str
+    key_type: int
+
+
+class _Kind(msgspec.Struct):
+    value_type: str
+    skip_deserialize: bool = False
+    write_shape: Any = None  # copied from what is said of the array in `ABOUT_ARRAYS`, of which it is a proof
+
+
+class Leaf(msgspec.Struct):
+    """A leaf, or a container without children: the keys to it, and its kind."""
+
+    key_metadata: list[_Key]
+    value_metadata: _Kind
+
+
+class TreeMetadata(msgspec.Struct):
+    """All leaves of a tree, and how they are stored as far as that is recorded."""
+
+    tree_metadata: dict[str, Leaf]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool | None = None
+    custom_metadata: Any = None
+
+
+def read_metadata(disk: Disk, folder: str) -> TreeMetadata:
+    """What the file in a folder says. Raises `CorruptError`."""
+    file = os.path.join(folder, TREE)
+    try:
+        return msgspec.convert(read_json(disk, file), TreeMetadata)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise CorruptError(f"{file}: {error}") from None
+
+
+def guess_metadata(disk: Disk, folder: str) -> TreeMetadata:
+    """A tree of dicts with the arrays and texts in a folder, whose names consist of their keys.
+
+    Raises `CorruptError` when there are none.
+    """
+    ocdbt = disk.stat(os.path.join(folder, array.DATABASE)) is not None
+    if ocdbt:
+        keys = array.Folder(folder, ocdbt=True).list()
+    else:
+        files = [os.path.join(name, file) for name in disk.list(folder) for file in metadata.FILES.values()]
+        keys = [file for file in files if disk.stat(os.path.join(folder, file)) is not None]
+    by_driver = {
+        driver: [name for key in keys if (name := key.removesuffix(f"/{file}")) != key]
+        for driver, file in metadata.FILES.items()
+    }
+    if all(by_driver.values()) or not any(by_driver.values()):
+        raise CorruptError(f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing")
+    kinds = {name: "np.ndarray" for names in by_driver.values() for name in names}
+    kinds |= dict.fromkeys(read_texts(disk, folder), "string")
+    leaves = {
+        name: Leaf([_Key(key, DICT) for key in name.split(".")], _Kind(kind)) for name, kind in sorted(kinds.items())
+    }
+    return TreeMetadata(leaves, ocdbt, bool(by_driver["zarr3"]))
+
+
+def read_texts(disk: Disk, folder: str) -> Mapping[str, Any]:
+    """The leaves of a tree that are text, by name. Raises `CorruptError`."""
+    file = os.path.join(folder, STRINGS)
+    found = read_json(disk, file) if disk.stat(file) is not None else {}
+    if not isinstance(found, dict):
+        raise CorruptError(f"{file}: expected a map of texts")
+    return found

@@ -1,0 +1,120 @@
+"""Which files in a folder are an Orbax checkpoint: what it lists itself, and nothing that only has its names."""
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from ...errors import TreeringError
+from ...stores.on_disk import is_file
+from ...stores.posix import Disk
+from ...stores.replaced import files_in, is_dir
+from .._shared.msgpack import MAP, beginning, tokens
+from .._zarr.array import DATABASE
+from .._zarr.leaves import database_parts, parts_of
+from .items import VALUES
+from .metadata import STRINGS, read_metadata
+from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, STEP, TREE, read_about, read_json
+from .state import placeholder, read_aggregated
+
+_NESTED = 2  # levels of items that consist of items
+_VERSION_1 = "orbax.checkpoint"
+_DELETED = "_CHECKPOINT_DELETION"
+NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, DATABASE, "d", _VERSION_1, _DELETED}
+_ABOUT_ARRAY = re.compile(r"process_\d+")
+_ITERATOR = re.compile(r"process_\d+-of-\d+\.json")  # of Grain
+_MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the mark of completion begins
+
+
+def parts(disk: Disk, folder: str) -> Collection[str]:
+    """The files of a checkpoint, by their paths within its folder."""
+    found = {CHECKPOINT, *_marks(disk, folder), *_json(disk, folder, _DELETED)}
+    if is_file(disk, os.path.join(folder, _VERSION_1)) and not os.path.getsize(os.path.join(folder, _VERSION_1)):
+        found.add(_VERSION_1)
+    if is_dir(os.path.join(folder, "descriptor")):
+        found.add("descriptor/descriptor.pbtxt")
+    tree = set(_tree(disk, folder))
+    if tree:  # right in the folder: then there are no items
+        return found | tree
+    for name in _items(disk, folder):
+        found.update(f"{name}/{part}" for part in _item(disk, os.path.join(folder, name), _NESTED))
+    return found
+
+
+def _items(disk: Disk, folder: str) -> list[str]:
+    """The names of the items: those that are listed.
+
+    Before there was a list, a manager had steps of items, whose folders are called by their numbers; other folders may
+    be those of several checkpoints.
+    """
+    listed = None
+    with contextlib.suppress(TreeringError, OSError):
+        about = read_about(disk, folder) if is_file(disk, os.path.join(folder, CHECKPOINT)) else {}
+        listed = about.get("item_handlers") if isinstance(about, Mapping) else ()
+    folders = [name for name in disk.list(folder) if is_dir(os.path.join(folder, name))]
+    if isinstance(listed, Mapping):
+        return [name for name in folders if name in listed]
+    steps = listed is None and STEP.fullmatch(os.path.basename(folder))
+    nested = [name for name in folders if is_file(disk, os.path.join(folder, name, CHECKPOINT))]
+    return folders if steps and not nested else []
+
+
+def _item(disk: Disk, folder: str, levels: int) -> Iterator[str]:
+    yield from _marks(disk, folder)
+    tree = list(_tree(disk, folder))
+    if tree:
+        yield from tree
+        return
+    for name in disk.list(folder):
+        place = os.path.join(folder, name)
+        if name in VALUES or _ITERATOR.fullmatch(name):
+            yield from _json(disk, folder, name)
+        elif levels and is_dir(place):
+            yield from (f"{name}/{part}" for part in _item(disk, place, levels - 1))
+
+
+def _tree(disk: Disk, folder: str) -> Iterator[str]:
+    """The files of a tree, where there is a list of its leaves that can be read."""
+    named: set[str] = set()
+    zarr3 = None
+    found: list[str] = []
+    try:
+        if is_file(disk, os.path.join(folder, TREE)):
+            about = read_metadata(disk, folder)
+            zarr3 = about.use_zarr3
+            named |= {".".join(key.key for key in leaf.key_metadata) for leaf in about.tree_metadata.values()}
+            found.append(TREE)
+        data = (
+            beginning(disk, os.path.join(folder, STATE), 1 << 16) if is_file(disk, os.path.join(folder, STATE)) else b""
+        )
+        if next((kind for kind, _ in tokens(data)), None) == MAP:
+            aggregated = read_aggregated(disk, folder, None).entries
+            named |= {name for entry in aggregated if (name := placeholder(entry)) is not None}
+            found.append(STATE)
+    except (TreeringError, OSError):
+        return
+    if not found:
+        return
+    yield from found
+    for name in (SHARDINGS, STRINGS):
+        yield from _json(disk, folder, name)
+    about_arrays = files_in(disk, os.path.join(folder, ABOUT_ARRAYS))
+    yield from (f"{ABOUT_ARRAYS}/{name}" for name in about_arrays if _ABOUT_ARRAY.fullmatch(name))
+    yield from database_parts(disk, folder)
+    for name in named:
+        if not os.path.isabs(name) and ".." not in name.split("/"):
+            yield from parts_of(disk, folder, name, "zarr3" if zarr3 else "zarr")
+
+
+def _marks(disk: Disk, folder: str) -> Iterator[str]:
+    if beginning(disk, os.path.join(folder, COMMITTED), 64).startswith(_MARKS):
+        yield COMMITTED
+
+
+def _json(disk: Disk, folder: str, name: str) -> Iterator[str]:
+    """A file, if it is in JSON."""
+    path = os.path.join(folder, name)
+    with contextlib.suppress(TreeringError, OSError):
+        if is_file(disk, path):
+            read_json(disk, path)
+            yield name

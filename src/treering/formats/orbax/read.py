@@ -1,0 +1,139 @@
+"""Reading Orbax: what is known of a checkpoint as a whole. For its items see `orbax_items`."""
+
+import base64
+import datetime
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..._core.entries import ArrayEntry
+from ..._core.source import Problem
+from ..._threads.gc import paused
+from ...errors import CorruptError, UnsafeError
+from ...stores.on_disk import is_file
+from ...stores.posix import Disk
+from .._zarr import array as zarr
+from .._zarr.leaves import ZarrReader, folder_size
+from .items import Items, numbers, read_items, read_tree_of
+from .schema import CHECKPOINT, SHARDINGS, read_about, read_json
+
+_DELETED = "_CHECKPOINT_DELETION"
+_VERSION_1 = "orbax.checkpoint"  # an empty file
+_ROOT_METADATA = "_ROOT_METADATA", "metadata"  # files in a folder `metadata` beside the steps, the latter of old
+_log = logging.getLogger("treering")
+
+
+class OrbaxReader(ZarrReader):
+    """See `treering.formats.Reader`."""
+
+    def __init__(self, disk: Disk, path: str, items: Items, *, nbytes: int, **about: Any):
+        tree, level, damage = items.tree, items.level, items.damage
+        about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
+        super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
+        self._disk, self._damage = disk, damage
+        self.level = level  # of an only item, which a template may have and the paths here have not
+        self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
+
+    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
+        array = self._arrays[entry.path]
+        if not isinstance(array, zarr.Array):
+            return None
+        folder = array.folder.path
+        if folder not in self._shardings:
+            self._shardings[folder] = _read_shardings(self._disk, folder)
+        return self._shardings[folder].get(array.name)
+
+    def problems(self) -> Iterator[Problem]:
+        if self._damage:
+            yield Problem(self.path, (), None, self._damage)
+        yield from super().problems()
+
+
+class _About(NamedTuple):
+    """What is known of a checkpoint as a whole: the items that must be there, and one that is about to go."""
+
+    items: dict[str, str]  # with the classes of their handlers
+    version_1: bool
+    deleted: Any
+    metrics: Mapping[str, float]
+    metadata: Any
+    created: datetime.datetime | None
+
+
+def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
+    """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
+    with paused():
+        about = _read_about(disk, path)
+        direct = read_tree_of(disk, path, None)
+        if direct is not None:
+            found = Items(direct, {})
+        else:
+            found = read_items(disk, path, about.items, about.deleted, version_1=about.version_1)
+    metadata = about.metadata or found.tree.metadata
+    if step is not None and disk.stat(os.path.join(os.path.dirname(path), CHECKPOINT)) is None:
+        of_run = _read_root_metadata(disk, os.path.dirname(path))
+        both = isinstance(of_run, dict) and isinstance(metadata, dict)
+        metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
+    metrics = {**about.metrics, **found.metrics}
+    about_all = {"step": step, "metrics": metrics, "metadata": metadata, "created": about.created}
+    return OrbaxReader(disk, path, found, nbytes=folder_size(disk, path), **about_all)
+
+
+def _read_about(disk: Disk, path: str) -> _About:
+    names = disk.list(path)
+    found = read_about(disk, path) if CHECKPOINT in names else {}
+    deletion = read_json(disk, os.path.join(path, _DELETED)) if _DELETED in names else {}
+    if not isinstance(found, dict) or not isinstance(deletion, dict):
+        raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")
+    handlers = found.get("item_handlers")
+    items = handlers if isinstance(handlers, dict) else {}
+    version_1 = _VERSION_1 in names or any(".v1." in str(handler) for handler in items.values())
+    metrics = numbers(found.get("metrics")) or {}
+    classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
+    metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
+    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+
+
+def _read_root_metadata(disk: Disk, run: str) -> Any:
+    """The metadata that a `CheckpointManager` was given for all its steps; None where there is none."""
+    for name in _ROOT_METADATA:
+        file = os.path.join(run, "metadata", name)
+        if is_file(disk, file):
+            try:
+                found = read_json(disk, file)
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                _log.warning("%s: opened without the metadata of the run: %s", run, error)
+                return None
+            if name == _ROOT_METADATA[0]:
+                found = found.get("custom_metadata") if isinstance(found, dict) else None
+            return found or None
+    return None
+
+
+def _time(nanoseconds: Any) -> datetime.datetime | None:
+    """A moment since 1970, None for what is none."""
+    if type(nanoseconds) is not int or nanoseconds <= 0:
+        return None
+    try:
+        return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
+    except OverflowError:
+        return None
+
+
+def _read_shardings(disk: Disk, folder: str) -> dict[str, Any]:
+    """How arrays were spread, by their names in a folder; what is not understood is left out."""
+    found: dict[str, Any] = {}
+    try:
+        listed = read_json(disk, os.path.join(folder, SHARDINGS))
+        for name, text in listed.items():
+            about = json.loads(text)
+            if about["sharding_type"] == "NamedSharding":
+                mesh = dict(zip(about["axis_names"], about["shape"], strict=True))
+                found[base64.urlsafe_b64decode(name).decode()] = {"mesh": mesh, "spec": about["partition_spec"]}
+    except (OSError, CorruptError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass  # for information only
+    return found

@@ -1,0 +1,52 @@
+"""State dicts in MessagePack that Orbax wrote until 2024: whole trees, or the leaves of one that were aggregated.
+
+Text in them stands for the zarr arrays beside them.
+"""
+
+import os
+
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
+from ...errors import CorruptError
+from ...stores.posix import Disk
+from .._shared.extents import File
+from .._shared.reader import Stored
+from .._shared.state_dict import Leaves, StateDict, check_inside
+from .._zarr import array as zarr
+from .schema import PLACEHOLDERS, STATE
+
+
+def read_aggregated(disk: Disk, folder: str, at: str | None) -> Leaves:
+    """What the file in a folder holds, as it lies at a path or (None) as the root. Raises `CorruptError`.
+
+    Text that stands for an array is left as it is, see `placeholder`.
+    """
+    file = File(disk, os.path.join(folder, STATE))
+    scanned = StateDict(file)
+    return scanned.leaves(scanned.whole(0, file.size), at)
+
+
+def read_state(disk: Disk, folder: str, at: str | None) -> Leaves:
+    """The same with the arrays that are only mentioned."""
+    leaves = read_aggregated(disk, folder, at)
+    names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
+    ocdbt = disk.stat(os.path.join(folder, zarr.DATABASE)) is not None
+    for name in () if ocdbt else names.values():
+        check_inside(folder, name)
+    arrays = zarr.Folder(folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
+    entries: dict[str, Entry] = {entry.path: entry for entry in leaves.entries}
+    stored: dict[str, Stored] = {**leaves.arrays}
+    for path, array in zip(names, arrays, strict=True):
+        if isinstance(array, CorruptError):
+            entries[path] = lost(path, str(array))
+        else:
+            entries[path], stored[path] = ArrayEntry(path, "numpy", array.dtype, array.shape), array
+    return Leaves(list(entries.values()), stored, leaves.skeleton)
+
+
+def placeholder(entry: Entry) -> str | None:
+    """The name of the array for which a leaf stands that is text; None for all others."""
+    if not isinstance(entry, ValueEntry) or entry.type != "str":
+        return None
+    text = entry.decode()
+    prefix = next((prefix for prefix in PLACEHOLDERS if text.startswith(prefix)), None)
+    return None if prefix is None else text.removeprefix(prefix)

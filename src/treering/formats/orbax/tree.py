@@ -1,0 +1,294 @@
+"""A tree as Orbax stores it: a list of key paths in JSON, and a zarr array for each leaf that is no text.
+
+Releases up to 2024 put leaves into one file in MessagePack when they were asked to, as Flax did: aggregated ones.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..._core import dtypes
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
+from ..._core.paths import few, join, key_text
+from ..._core.skeleton import LEAF, Node
+from ..._core.values import encode
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.on_disk import is_file
+from ...stores.posix import Disk
+from .._shared.reader import Stored
+from .._shared.state_dict import Leaves, check_inside
+from .._zarr import array as zarr
+from .metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
+from .schema import ABOUT_ARRAYS, STATE, TREE, read_json
+from .state import placeholder, read_aggregated
+
+KEY = "random_key_impl"
+LEVELS = 1000
+_EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
+_EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # of which class, is not recorded
+_BARE = (*_EMPTY, "None")  # kinds of places where nothing is stored
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+
+class Tree(NamedTuple):
+    """Leaves in order, the arrays among them, and the containers around them."""
+
+    entries: list[Entry]
+    arrays: Mapping[str, Stored]
+    skeleton: list[Node | int]
+    metadata: Any = None
+    numbers_are_arrays: bool = False  # see `treering.formats.Reader`
+
+    @classmethod
+    def lost(cls, path: str, why: str) -> "Tree":
+        """A tree of which nothing can be read."""
+        return cls([lost(path, why, tree=True)], {}, [LEAF])
+
+
+class _Array(msgspec.Struct):
+    param_name: str
+    ext_metadata: dict[str, Any] | None = None
+
+
+class _ArrayAbout(msgspec.Struct):
+    array_metadata: _Array
+
+
+class _ArraysAbout(msgspec.Struct):
+    array_metadatas: list[_ArrayAbout]
+
+
+class _Place(NamedTuple):
+    """A leaf's path here, its name there, and of what kind it is said to be."""
+
+    path: str
+    name: str
+    kind: str
+    aggregated: bool
+    described: bool  # in `ABOUT_ARRAYS` as well
+
+
+class _Branch:
+    """A container that is being put together, and the kinds of its keys.
+
+    Of both kinds are those of a list within a module that was saved itself (`nnx.List`): an attribute, and numbers, of
+    which those are left out where there is nothing to save.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Branch | _Place] = {}
+        self.kinds: dict[str, int] = {}
+
+    def is_list(self) -> bool:
+        return bool(self.kinds) and DICT not in self.kinds.values()
+
+    def keys(self, path: str) -> list[str]:
+        """In order, numbers first. Raises `CorruptError` where an item of a list is not there."""
+        numbers = sorted((key for key, kind in self.kinds.items() if kind == SEQUENCE), key=lambda key: (len(key), key))
+        if self.is_list() and numbers != [str(n) for n in range(len(numbers))]:
+            raise CorruptError(f"{path or '(root)'}: expected items numbered from 0, found {[*self.kinds]!r:.100}")
+        return numbers + [key for key, kind in self.kinds.items() if kind == DICT]
+
+
+def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
+    """The tree in a folder, as it lies at a path or (None) as the root.
+
+    Numbers that were no arrays are read, arrays are not. Raises `CorruptError` and `UnsupportedError`.
+    """
+    return _tree(disk, folder, at, read_metadata(disk, folder))
+
+
+def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
+    """What is left of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
+
+    Which names were keys with dots in them, which containers lists, and which leaves were no arrays, is not known any
+    more. So there is a leaf in the place of the list that cannot be read.
+    """
+    why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
+    tree = _tree(disk, folder, at, guess_metadata(disk, folder))
+    top = tree.skeleton[0]
+    if not isinstance(top, Node):
+        return Tree.lost(at or "", why)
+    missing = lost(join(at or "", TREE, root=at is None), why)
+    top = Node("dict", "", [*top.children(), TREE])
+    skeleton = [top, *tree.skeleton[1:], LEAF]
+    return Tree(
+        [*tree.entries, missing],
+        tree.arrays,
+        skeleton,
+        tree.metadata,
+        numbers_are_arrays=True,
+    )
+
+
+def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
+    inline = read_aggregated(disk, folder, at) if is_file(disk, os.path.join(folder, STATE)) else Leaves([], {}, ())
+    aggregated = {entry.path: entry for entry in inline.entries if placeholder(entry) is None}
+    try:
+        places, skeleton = _places(_branches(about.tree_metadata.values()), at)
+        _check([place for place in places if place.path not in aggregated and not place.aggregated])
+    except TreeringError as error:
+        raise type(error)(f"{os.path.join(folder, TREE)}: {error}") from None
+    listed = [p for p in places if p.kind in _ARRAYS and p.path not in aggregated and not p.aggregated]
+    found = dict(zip((place.path for place in listed), _open(disk, folder, listed, about), strict=True))
+    arrays: dict[str, zarr.Array] = {path: one for path, one in found.items() if isinstance(one, zarr.Array)}
+    reasons = {path: str(one) for path, one in found.items() if isinstance(one, CorruptError)}
+    values: dict[str, Any] = _read_numbers(arrays, listed, reasons)
+    texts = read_texts(disk, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
+    uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
+    keys, rest = _read_keys(disk, folder, uints)
+    for place in listed:
+        if place.described and place.name in rest and arrays[place.path].shape:
+            reasons[place.path] = (
+                f"{os.path.join(folder, ABOUT_ARRAYS)}: expected what tells whether {place.name!r} is a PRNG key or "
+                "plain numbers, found nothing; was the checkpoint copied as a whole?"
+            )
+    entries: list[Entry] = []
+    stored: dict[str, Stored] = {}
+    for path, name, kind, skipped, _ in places:
+        if path in aggregated and kind != "None":
+            entries.append(aggregated[path])
+            if path in inline.arrays:
+                stored[path] = inline.arrays[path]
+            continue
+        if skipped:
+            reasons[path] = f"{os.path.join(folder, STATE)}: expected the leaf {name!r}, found none"
+        elif kind == "string" and not isinstance(texts.get(name), str):
+            reasons[path] = f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none"
+        if path in reasons:
+            entries.append(lost(path, reasons[path]))
+        elif path in values or kind in ("None", "string"):
+            value = values[path] if path in values else texts[name] if kind == "string" else None
+            entries.append(ValueEntry(path, *encode(value)))
+        else:
+            dtype, shape, impl = arrays[path].dtype, arrays[path].shape, keys.get(name, "")
+            if impl and not shape:
+                raise CorruptError(f"{folder}: {path}: expected the data of a key, found a number")
+            entries.append(ArrayEntry(path, "key" if impl else "numpy", dtype, shape, impl))
+            stored[path] = arrays[path]
+    return Tree(entries, stored, skeleton, about.custom_metadata)
+
+
+def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
+    """The containers that key paths describe. Raises `CorruptError` when they contradict each other."""
+    root: _Branch | _Place | None = None
+    for leaf in leaves:
+        keys, kind = leaf.key_metadata, leaf.value_metadata.value_type
+        name = ".".join(key.key for key in keys)
+        if len(keys) > LEVELS:
+            raise UnsafeError(f"a leaf more than {LEVELS} levels deep")
+        aggregated = leaf.value_metadata.skip_deserialize and kind not in _BARE
+        described = leaf.value_metadata.write_shape is not None
+        parent, last = None, ""
+        for key in keys:
+            place = root if parent is None else parent.children.get(last)
+            if place is None or (isinstance(place, _Place) and place.kind in _BARE):  # which was filled later
+                place = _Branch()
+                if parent is None:
+                    root = place
+                else:
+                    parent.children[last] = place
+            if isinstance(place, _Place):
+                raise CorruptError(f"{name}: expected a leaf or a container at each place, found both")
+            if key.key_type not in (SEQUENCE, DICT):
+                raise CorruptError(f"{name}: expected keys of a kind that is known, found the kind {key.key_type}")
+            if place.kinds.setdefault(key.key, key.key_type) != key.key_type:
+                raise CorruptError(f"{name}: expected one key {key.key!r} at this place, found a number and a name")
+            parent, last = place, key.key
+        there = root if parent is None else parent.children.get(last)
+        if there is not None and not (isinstance(there, _Branch) and kind in _BARE):
+            raise CorruptError(f"{name}: expected one leaf of this name, found two")
+        if there is None and parent is not None:
+            parent.children[last] = _Place("", name, kind, aggregated, described)
+        elif there is None:
+            root = _Place("", name, kind, aggregated, described)
+    return root or _Branch()
+
+
+def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[Node | int]]:
+    """The leaves in order, with their paths, and the skeleton."""
+    found: list[_Place] = []
+    skeleton: list[Node | int] = []
+    stack: list[tuple[str, bool, _Branch | _Place]] = [(at or "", at is None, tree)]
+    while stack:
+        path, root, place = stack.pop()
+        if isinstance(place, _Place):
+            skeleton.append(_EMPTY.get(place.kind, LEAF))
+            if place.kind not in _EMPTY:
+                found.append(place._replace(path=path))
+            continue
+        keys = place.keys(path)
+        skeleton.append(Node("list", "", len(keys)) if place.is_list() else Node("dict", "", keys))
+        stack += [(join(path, key_text(key), root=root), False, place.children[key]) for key in reversed(keys)]
+    return found, skeleton
+
+
+def _check(places: Sequence[_Place]) -> None:
+    """Raises `UnsupportedError` for leaves of other kinds, and `CorruptError` where one is lost."""
+    if unknown := [place for place in places if place.kind not in (*_ARRAYS, "None", "string")]:
+        listed = few(tuple(f"{place.path} ({place.kind})" for place in unknown))
+        raise UnsupportedError(f"leaves of types that only their own handlers can read: {listed}")
+    names: dict[str, str] = {}
+    for path, name, kind, *_ in places:
+        if kind != "None" and names.setdefault(name, path) != path:
+            raise CorruptError(f"{path} and {names[name]} were stored under one name, {name!r}; one of them is lost")
+
+
+def _open(disk: Disk, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
+    if not places:
+        return []
+    manifest = os.path.join(folder, zarr.DATABASE)
+    there = disk.stat(manifest) is not None
+    ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
+    if ocdbt and not there:
+        raise CorruptError(f"{manifest}: expected a database, found nothing; was the checkpoint copied as a whole?")
+    for place in places:
+        if not ocdbt and place.name:
+            check_inside(folder, place.name)
+    return zarr.Folder(folder, ocdbt=ocdbt).find(
+        [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
+    )
+
+
+def _read_numbers(
+    arrays: Mapping[str, zarr.Array], places: Sequence[_Place], reasons: dict[str, str]
+) -> dict[str, Any]:
+    """The values of leaves that were Python's numbers, by path; adds why others cannot be read."""
+    scalars = {place.path for place in places if place.kind == "scalar"}
+    paths = [path for path, array in arrays.items() if path in scalars and array.shape == ()]
+    try:
+        values = zarr.read([(arrays[path], ()) for path in paths])
+    except UnsafeError:
+        raise
+    except CorruptError as error:
+        if len(paths) == 1:
+            reasons[paths[0]] = str(error)
+            return {}
+        alone = [_read_numbers({path: arrays[path]}, places, reasons) for path in paths]
+        return {path: value for one in alone for path, value in one.items()}
+    found: dict[str, Any] = {}
+    for path, value in zip(paths, values, strict=True):
+        kind = bool if value.dtype == bool else int if dtypes.is_integer(value.dtype) else float
+        found[path] = (complex if value.dtype.kind == "c" else kind)(value)
+    return found
+
+
+def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """The implementations of those of the arrays of these names that are typed keys, and names that are not there."""
+    left, found = set(names), dict[str, str]()
+    place = os.path.join(folder, ABOUT_ARRAYS)
+    for file in disk.list(place):
+        if not left:
+            break
+        try:
+            about = msgspec.convert(read_json(disk, os.path.join(place, file)), _ArraysAbout)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise CorruptError(f"{os.path.join(place, file)}: {error}") from None
+        for one in about.array_metadatas:
+            impl = (one.array_metadata.ext_metadata or {}).get(KEY)
+            if impl and one.array_metadata.param_name in left:
+                found[one.array_metadata.param_name] = str(impl)
+            left.discard(one.array_metadata.param_name)
+    return found, left

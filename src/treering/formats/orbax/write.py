@@ -1,0 +1,188 @@
+"""Writing Orbax: one tree right in a folder, its arrays in an OCDBT database of zarr 2."""
+
+import base64
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
+from ..._core.paths import key_text, split
+from ..._core.skeleton import Node
+from ..._core.source import Reader
+from ...errors import MismatchError, UnsupportedError
+from ...stores.atomic import Appended, new_directory
+from ...stores.posix import Disk
+from .._zarr import array, metadata
+from .._zarr.leaves import add_array, add_number, folder_size
+from .metadata import DICT, SEQUENCE, STRINGS
+from .parts import NAMES, parts
+from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
+from .tree import KEY, LEVELS
+
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # of other kinds Orbax says "None"
+# Where JAX arrays go when they are restored without being told: to the first device, whatever it is.
+_ONE_DEVICE = {
+    "sharding_type": "NamedSharding",
+    "shape": [1],
+    "axis_names": ["_"],
+    "axis_types": ["AxisType.Auto"],
+    "partition_spec": [],
+    "device_mesh": {"mesh": [{"id": 0}]},
+}
+
+
+class _Leaf(NamedTuple):
+    """A leaf, or a container without children, as Orbax lists it: the keys to it and their kinds, and its own kind."""
+
+    keys: tuple[tuple[str, int], ...]
+    kind: str
+    entry: Entry | None
+
+    @property
+    def name(self) -> str:
+        return ".".join(key for key, _ in self.keys)
+
+
+def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+    """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
+    if options:
+        raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
+    leaves = list(_leaves(contents))
+    _check(leaves)
+    with new_directory(disk, path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
+        begun = time.time_ns()
+        chunks = _write_arrays(folder, contents, leaves)
+        _put(disk, os.path.join(folder, TREE), _tree(leaves))
+        texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
+        if texts:
+            _put(disk, os.path.join(folder, STRINGS), texts)
+        on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
+        if on_device:
+            names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
+            _put(disk, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
+            disk.make_dir(os.path.join(folder, ABOUT_ARRAYS))
+            about = {"array_metadatas": [_array(leaf, chunks[leaf.name]) for leaf in on_device]}
+            _put(disk, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
+        _put(disk, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
+        _put(disk, os.path.join(folder, COMMITTED), "committed")
+        return folder_size(disk, folder)
+
+
+def _leaves(contents: Reader) -> Iterator[_Leaf]:
+    """What Orbax lists of a tree, in order."""
+    assert contents.skeleton is not None
+    entries = iter(contents.entries.values())
+    stack: list[tuple[tuple[str, int], ...]] = [()]
+    for node in contents.skeleton:
+        keys = stack.pop()
+        if not isinstance(node, Node):
+            entry = next(entries)
+            yield _Leaf(keys, _kind(entry), entry)
+        elif node.count():
+            kind = SEQUENCE if node.kind in ("list", "tuple", "positional") else DICT
+            stack += [(*keys, (split(key_text(key))[0], kind)) for key in reversed(node.children())]
+        else:
+            yield _Leaf(keys, _EMPTY.get(node.kind, "None"), None)
+
+
+def _kind(entry: Entry) -> str:
+    if isinstance(entry, ArrayEntry):
+        return "np.ndarray" if entry.type.startswith("numpy") else "jax.Array"
+    return "None" if entry.type in NO_ARRAY else "string" if entry.type == "str" else "scalar"
+
+
+def _check(leaves: Sequence[_Leaf]) -> None:
+    """Raises `UnsupportedError` that names every leaf which Orbax cannot hold."""
+    problems: list[str] = []
+    names: dict[str, str] = {}
+    for leaf in leaves:
+        path = "/".join(key for key, _ in leaf.keys)
+        if reason := _refused(leaf):
+            problems.append(f"  {path or '(root)'}: {reason}")
+        if leaf.kind not in _EMPTY.values() and leaf.kind != "None" and names.setdefault(leaf.name, path) != path:
+            problems.append(
+                f"  {path}: Orbax would store it under one name with {names[leaf.name]}; rename one of them"
+            )
+    if problems:
+        raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *problems]))
+
+
+def _refused(leaf: _Leaf) -> str | None:
+    if len(leaf.keys) > LEVELS:
+        return f"it lies more than {LEVELS} levels deep"
+    if isinstance(leaf.entry, ArrayEntry):
+        dtype = leaf.entry.dtype
+        return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr has not"
+    if leaf.kind != "scalar":
+        return None
+    value = _value(leaf)
+    if type(value) is int:
+        return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
+    return None if type(value) in (bool, float) else f"a {type(value).__name__}, which Orbax has not"
+
+
+def _value(leaf: _Leaf) -> Any:
+    assert isinstance(leaf.entry, ValueEntry)
+    return leaf.entry.decode()
+
+
+def _write_arrays(folder: str, contents: Reader, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
+    """Writes arrays and numbers; returns the shapes of the chunks by name."""
+    writer = array.Writer(folder, driver="zarr", ocdbt=True)
+    chunks: dict[str, Sequence[int]] = {}
+    for leaf in leaves:
+        if isinstance(leaf.entry, ArrayEntry):
+            chunks[leaf.name] = add_array(writer, leaf.name, leaf.entry, contents)
+        elif leaf.kind == "scalar":
+            add_number(writer, leaf.name, _value(leaf))
+    writer.close()
+    return chunks
+
+
+def _tree(leaves: Sequence[_Leaf]) -> Any:
+    listed: dict[str, Any] = {}
+    for leaf in leaves:
+        keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
+        empty = leaf.entry is None or leaf.kind == "None"
+        value: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": empty}
+        if leaf.kind == "jax.Array":
+            assert isinstance(leaf.entry, ArrayEntry)
+            value["write_shape"] = leaf.entry.shape
+        listed[str(tuple(key for key, _ in leaf.keys))] = {"key_metadata": keys, "value_metadata": value}
+    return {
+        "tree_metadata": listed,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _array(leaf: _Leaf, chunks: Sequence[int]) -> Any:
+    assert isinstance(leaf.entry, ArrayEntry)
+    key = {KEY: leaf.entry.impl} if leaf.entry.type == "key" else None
+    about = {"param_name": leaf.name, "write_shape": leaf.entry.shape, "chunk_shape": chunks, "ext_metadata": key}
+    return {"array_metadata": about}
+
+
+def _checkpoint(contents: Reader, begun: int) -> Any:
+    return {
+        "item_handlers": _HANDLER,
+        "metrics": dict(contents.metrics),
+        "performance_metrics": {},
+        "init_timestamp_nsecs": begun,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": contents.metadata if isinstance(contents.metadata, dict) else {},
+    }
+
+
+def _put(disk: Disk, path: str, value: Any) -> None:
+    file = Appended(disk, path)
+    try:
+        file.write((value if isinstance(value, str) else json.dumps(value)).encode())
+        file.close()
+    finally:
+        file.discard()

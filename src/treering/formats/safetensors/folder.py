@@ -1,0 +1,106 @@
+"""Which files of a folder are a checkpoint in safetensors."""
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..._core.paths import few
+from ...errors import CorruptError, UnsafeError
+from ...stores.on_disk import read_file
+from ...stores.posix import Disk
+
+SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+_NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # left over, without a manifest
+_PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})(.*)\.safetensors", re.DOTALL)
+_SHOWN = 3  # of the files that are missing
+
+
+class Chosen(NamedTuple):
+    """The index, the file or the files by which a folder is opened; `missing` are the first that their set lacks."""
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def candidates(names: Sequence[str]) -> list[str]:
+    """The names of indexes and of files of tensors, but for what the native format may have left over."""
+    return [name for name in names if name.endswith((INDEX, SUFFIX)) and not _NATIVE.fullmatch(name)]
+
+
+def chosen(names: Sequence[str]) -> Chosen | str:
+    """What a folder with these names is opened by, or why it cannot be."""
+    found = candidates(names)
+    indexes = [name for name in found if name.endswith(INDEX)]
+    files = indexes or found
+    for usual in ("model" + INDEX, "model" + SUFFIX):
+        if usual in files:
+            return Chosen((usual,))
+    if not files:
+        return "there is no safetensors file in this folder"
+    if not indexes and (parts := _set(files)):
+        return parts
+    if len(files) > 1:
+        kind = "indexes" if indexes else "safetensors files and no index"
+        return f"several {kind} ({few(tuple(sorted(files)))}); open the one that is meant by its own path"
+    return Chosen((files[0],))
+
+
+def _set(files: Sequence[str]) -> Chosen | None:
+    """The files as parts that are numbered, ``model-00001-of-00003.safetensors``, in order; None when they are not."""
+    parts = {int(part[2]): part for name in files if (part := _PART.fullmatch(name))}
+    if len(parts) < len(files) or len({(part[1], part[3], part[4]) for part in parts.values()}) > 1:
+        return None
+    one = next(iter(parts.values()))
+    first = min(min(parts), 1)  # some writers count from 0
+    count = int(one[3])
+    if max(parts) >= first + count:
+        return None
+    absent = (number for number in range(first, first + count) if number not in parts)
+    missing = [
+        f"{one[1]}-{number:0{len(one[2])}}-of-{one[3]}{one[4]}{SUFFIX}"
+        for number in itertools.islice(absent, _SHOWN)  # of however many there are said to be
+    ]
+    return Chosen(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
+
+
+def weights_of(disk: Disk, index: str) -> dict[str, str]:
+    """The names of files by the keys of tensors, as an index has them. Raises `CorruptError`."""
+    try:
+        weights = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+    except FileNotFoundError:
+        raise CorruptError(f"{index}: expected an index of safetensors files, found nothing") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{index}: not an index of safetensors files: {error}") from None
+    for name in dict.fromkeys(weights.values()):
+        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+            raise UnsafeError(f"{index}: {name!r} is not the name of a file beside it")
+    return weights
+
+
+def written_names(disk: Disk, folder: str) -> set[str]:
+    """The names in a folder that are its checkpoint: the index and the files it names, or what is opened without one.
+
+    None where it is unknown which of several is meant. Of an index that cannot be read: those that are called like its.
+    """
+    names = disk.list(folder)
+    main = chosen(names)
+    if isinstance(main, str):
+        return set()
+    (index, *_) = main.names
+    if not index.endswith(INDEX):
+        return set(main.names)
+    try:
+        shards = set(weights_of(disk, os.path.join(folder, index)).values())
+    except (CorruptError, OSError):
+        stem = index.removesuffix(INDEX)
+        shards = {name for name in names if (part := _PART.fullmatch(name)) and (part[1], part[4]) == (stem, "")}
+    return {index, *shards.intersection(names)}

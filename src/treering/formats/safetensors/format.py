@@ -1,0 +1,102 @@
+"""Safetensors files of other programs: a single file, or a folder of shards, with an index or numbered.
+
+A key is the path as it is, slashes being levels; only ``~`` that escapes nothing is written ``~0`` in the path.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.paths import few
+from ..._core.source import ABOUT, Reader
+from ...errors import CorruptError, UnsupportedError
+from ...stores.on_disk import opened
+from ...stores.posix import Disk
+from ...stores.reading import UnreadableError, reading, refusal
+from .folder import INDEX, SUFFIX, candidates, chosen
+from .header import header_size
+
+_FLAX = ("flax_model.msgpack", "flax_model.msgpack.index.json")
+_log = logging.getLogger("treering")
+
+
+class Safetensors:
+    """See `treering.formats.Format`.
+
+    `__metadata__` is the checkpoint's metadata. Metadata that is not text by name lies there as JSON under the key
+    ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, and so do step and metrics.
+
+    Options for writing a folder, as Hugging Face lays it out: `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
+    ``"2GiB"`` (of 2^30), for files of at most that size (a larger array has one of its own) with an index, where one
+    file does not do; `filename_pattern`, for other names than ``"model{suffix}.safetensors"``. A folder that is there
+    already takes them in beside what it has, unless that is a checkpoint.
+    """
+
+    name = "safetensors"
+    suffixes = (SUFFIX,)
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            if stat.S_ISDIR(found.st_mode):
+                main = chosen(disk.list(path))
+                return main if isinstance(main, str) else None
+            if not stat.S_ISREG(found.st_mode):
+                return "not a file"
+            if path.endswith(INDEX):
+                return None
+            begin = bytearray(9)
+            with reading(path), opened(disk, path) as fd:
+                disk.read(fd, memoryview(begin), 0)
+            header_size(bytes(begin[:8]), found.st_size, path)
+            return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
+        except UnreadableError:
+            raise
+        except CorruptError:
+            return "the first eight bytes are not the size of a header"
+        except OSError as error:
+            return refusal(error, path)
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import open_files, open_shards
+
+        found, files = disk.stat(path), [path]
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            names = disk.list(path)
+            main = chosen(names)
+            if isinstance(main, str):
+                raise UnsupportedError(f"{path}: {main}")
+            if main.missing:
+                raise CorruptError(
+                    f"{path}: expected as many files as {main.names[0]} says, found {len(main.names)}; fetch "
+                    f"{', '.join(main.missing)}, or open a single file by its own path"
+                )
+            files = [os.path.join(path, name) for name in main.names]
+            _log_others(path, main.names, names)
+        return open_shards(disk, path, files[0]) if files[0].endswith(INDEX) else open_files(disk, path, files)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        return {}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ABOUT
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .write import write
+
+        return write(disk, path, contents, overwrite=overwrite, **options)
+
+
+FORMAT = Safetensors()
+
+
+def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
+    """Says what a folder has beside what it is opened by; of an index, beside whatever files it names."""
+    others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
+    if beside := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
+        _log.info("%s: opens %s; beside it, to be opened by their own paths: %s", folder, opened[0], few(tuple(beside)))

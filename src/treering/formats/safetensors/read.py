@@ -1,0 +1,153 @@
+"""Reading safetensors files, single or in shards with an index."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box
+from ..._core.entries import ArrayEntry, Entry, lost
+from ..._core.source import Reader
+from ..._core.values import decode_float
+from ..._threads.gc import paused
+from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...stores.posix import Disk
+from .._shared.extents import File, Layout, Runs, layout
+from .._shared.reader import ForeignReader, Stored, attempt, check_file
+from .folder import weights_of
+from .header import Header, check_side_by_side, decode_header, header_size
+from .schema import path_of, read_sidecar
+
+_NAMES = {code: name for name, (code, _) in dtypes.SAFETENSORS.items()}
+_NIBBLES = "float4_e2m1fn"
+_NAMES["F4"] = _NIBBLES
+
+
+class _Opened(NamedTuple):
+    file: File
+    header: Header
+
+
+def open_files(disk: Disk, path: str, files: Sequence[str]) -> Reader:
+    """A single file, or several that are one checkpoint."""
+    with paused():
+        found = [_open(disk, file) for file in files]
+        return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
+
+
+def open_shards(disk: Disk, path: str, index: str) -> Reader:
+    """The files beside an index."""
+    weights = weights_of(disk, index)
+    there = disk.stat(index)
+    size = 0 if there is None else there.st_size
+    files: dict[str, _Opened] = {}
+    damage: dict[str, str] = {}
+    for name in dict.fromkeys(weights.values()):
+        place = os.path.join(os.path.dirname(index), name)
+        found = attempt(lambda place=place: _open(disk, check_file(disk, place, index)))
+        if isinstance(found, CorruptError):
+            damage[name] = str(found)
+        else:
+            files[name] = found
+    tensors: list[tuple[str, _Opened | str]] = []
+    for key, name in weights.items():
+        if name in files and key not in files[name].header.tensors:
+            place = files[name].file.path
+            tensors.append((key, f"{place}: expected the tensor {key!r}, which the index says is here"))
+        else:
+            tensors.append((key, files[name] if name in files else damage[name]))
+    # What no index names is there all the same; of several files that have a key, the index says which one counts.
+    tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
+    with paused():
+        return _reader(path, list(files.values()), tensors, size)
+
+
+def _open(disk: Disk, path: str) -> _Opened:
+    file = File(disk, path)
+    size = header_size(file.read(0, min(8, file.size)), file.size, path)
+    header = decode_header(file.read(0, size), path)
+    check_side_by_side(header, file.size, path)
+    return _Opened(file, header)
+
+
+class _Nibbles:
+    """An array of four-bit floats, two in a byte, the first in the lower half; the size of the last axis is even."""
+
+    def __init__(self, runs: Runs):
+        self._runs = runs
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        start, stop = box[-1]
+        pairs = self._runs.read((*box[:-1], (start // 2, -(-stop // 2))), False)
+        both = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
+        own = both[..., start % 2 : start % 2 + stop - start]
+        return np.ascontiguousarray(own).view(dtypes.to_numpy(_NIBBLES))
+
+
+def _reader(
+    path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
+) -> Reader:
+    """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of that.
+
+    Arrays may be mapped without being asked to: these files are not rewritten in place.
+    """
+    entries: dict[str, Entry] = {}
+    arrays: dict[str, Stored] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
+    for key, found in tensors:
+        place = path_of(key)
+        if place in entries:
+            raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
+        if isinstance(found, str):
+            entries[place] = lost(place, found)
+            continue
+        tensor = found.header.tensors[key]
+        begin, end = tensor.data_offsets
+        kind = kinds.get((tensor.dtype, tensor.shape))
+        if kind is None:
+            kind = kinds[tensor.dtype, tensor.shape] = _kind(tensor.dtype, tensor.shape, f"{found.file.path}: {key!r}")
+        dtype, about = kind
+        if about.nbytes != end - begin:
+            raise UnsafeError(
+                f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(tensor.shape)}"
+            )
+        entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
+        runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
+        arrays[place] = _Nibbles(runs) if dtype == _NIBBLES else runs
+    beside = read_sidecar({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
+    return ForeignReader(
+        "safetensors",
+        path,
+        list(entries.values()),
+        arrays,
+        step=beside.step,
+        metrics={name: decode_float(value) for name, value in beside.metrics.items()},
+        metadata=beside.metadata,
+        nbytes=index + sum(found.file.size for found in files),
+        immutable=True,
+    )
+
+
+def _holders(place: str, files: Sequence[_Opened]) -> str:
+    return " and ".join(
+        f"{key!r} in {os.path.basename(one.file.path)}"
+        for one in files
+        for key in one.header.tensors
+        if path_of(key) == place
+    )
+
+
+def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, Layout]:
+    """The dtype of a tensor, and the layout in which it lies there: bytes where two elements share one."""
+    dtype = _NAMES.get(code)
+    if dtype is None or (dtype == _NIBBLES and (not shape or shape[-1] % 2)):
+        raise UnsupportedError(f"{name} is {code}{list(shape)}, which cannot be read here")
+    if dtype == _NIBBLES:
+        return dtype, layout((*shape[:-1], shape[-1] // 2), np.uint8, None, name)
+    stored = dtypes.to_numpy(dtype)
+    return dtype, layout(shape, stored.newbyteorder("<"), stored, name)

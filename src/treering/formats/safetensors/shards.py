@@ -1,0 +1,144 @@
+"""Writing a folder of safetensors files: options, names, and how the files get there."""
+
+import contextlib
+import decimal
+import functools
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..._core.entries import ArrayEntry
+from ..._core.paths import few
+from ...errors import ExistsError, MismatchError
+from ...stores.atomic import Appended, new_directory, new_file
+from ...stores.posix import Disk
+from .. import get
+from .. import names as format_names
+from .folder import INDEX, SUFFIX, candidates, chosen, written_names
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
+_UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
+_UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
+_PLACE = "{suffix}"  # in a pattern of names
+Create = Callable[[str], contextlib.AbstractContextManager[Appended]]
+
+
+def limit_of(size: Any) -> int | None:
+    """The bytes that ``max_shard_size`` says."""
+    text = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    limit = int(decimal.Decimal(text[1]) * _UNITS[text[2]]) if text else size
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise MismatchError(
+            f"max_shard_size={size!r}: expected a number of bytes, or text like '5GB' (of 10^9) or '2GiB' (of 2^30)"
+        )
+    return limit
+
+
+def checked(pattern: Any) -> str:
+    """A pattern of names of files. Raises `MismatchError`."""
+    if pattern is None:
+        return f"model{_PLACE}{SUFFIX}"
+    rest = pattern.replace(_PLACE, "", 1) if isinstance(pattern, str) else ""
+    if rest == pattern or not rest.endswith(SUFFIX) or rest[0] == "." or set(rest) & set("/\\\0{}"):
+        raise MismatchError(
+            f"filename_pattern={pattern!r}: expected the name of a file with {_PLACE} where its number goes, like "
+            f"'model{_PLACE}{SUFFIX}'"
+        )
+    return pattern
+
+
+def names_of(pattern: str, count: int) -> list[str]:
+    """The names of so many files and of their index, which comes last; one file has none."""
+    alone = pattern.replace(_PLACE, "")
+    if count == 1:
+        return [alone]
+    names = [pattern.replace(_PLACE, f"-{n:05}-of-{count:05}") for n in range(1, count + 1)]
+    return [*names, alone.removesuffix(SUFFIX) + INDEX]
+
+
+def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntry]]:
+    """The leaves in order, cut into groups of at most `limit` bytes, where there is one and single leaves allow."""
+    shards: list[list[ArrayEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if limit is not None and shards[-1] and held + entry.nbytes > limit:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += entry.nbytes
+    return shards
+
+
+@contextlib.contextmanager
+def created(disk: Disk, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
+    """What makes the files of a folder, within a `with` block; after an error none is left.
+
+    A new folder appears with all of them. In one that is there each appears as a whole, when it is made.
+    """
+    found = disk.stat(folder)
+    if found is not None and stat.S_ISDIR(found.st_mode) and not overwrite:
+        _check_beside(disk, folder, names)
+        with _added(disk, folder) as create:
+            yield create
+    else:
+        beside = functools.partial(_check_others, names=names)
+        with new_directory(
+            disk, folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
+        ) as temporary:
+            yield lambda name: _appended(disk, os.path.join(temporary, name))
+
+
+def _check_others(disk: Disk, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
+    """Raises `ExistsError` for files that would be opened in place of new ones of these names, or with them."""
+    if chosen([*others, *names]) != chosen(names):
+        raise ExistsError(
+            f"{folder}: expected no other safetensors files beside {few(tuple(names))}, or it would not be known what "
+            f"to open; found {few(tuple(candidates(others)))}; write to another path, or move them out of it"
+        )
+
+
+def _check_beside(disk: Disk, folder: str, names: Sequence[str]) -> None:
+    """Raises `ExistsError` unless files of these names make a folder that is there a checkpoint, and replace none."""
+    there = disk.list(folder)
+    if taken := [name for name in names if name in there] or candidates(there):
+        raise ExistsError(
+            f"{folder}: expected a folder without safetensors files, found {few(tuple(taken))}; choose another one, or "
+            "pass overwrite=True to replace them"
+        )
+    known = next((name for name in format_names() if get(name).refuses(disk, folder) is None), "flax")
+    if known != "flax":  # of which there may be both in a folder, as Hugging Face has them
+        raise ExistsError(f"{folder}: expected a folder to write into, found a checkpoint of the format {known!r}")
+
+
+@contextlib.contextmanager
+def _added(disk: Disk, folder: str) -> Iterator[Create]:
+    """What makes files in a folder that is there; each appears as a whole, and after an error none is left."""
+    added: list[str] = []
+
+    @contextlib.contextmanager
+    def create(name: str) -> Iterator[Appended]:
+        place = os.path.join(folder, name)
+        with new_file(disk, place, overwrite=False) as file:
+            yield file
+        added.append(place)
+
+    try:
+        yield create
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for place in reversed(added):
+                disk.unlink(place)
+            disk.sync_dir(folder)
+        raise
+
+
+@contextlib.contextmanager
+def _appended(disk: Disk, path: str) -> Iterator[Appended]:
+    file = Appended(disk, path)
+    try:
+        yield file
+        file.close()
+    finally:
+        file.discard()

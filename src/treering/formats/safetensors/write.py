@@ -1,0 +1,132 @@
+"""Writing safetensors files, single or in shards with an index."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import in_slices
+from ..._core.entries import ArrayEntry
+from ..._core.source import Reader
+from ..._core.values import encode_float
+from ..._processes.assignment import alignment
+from ...errors import MismatchError, UnsupportedError
+from ...stores.atomic import Appended, new_file
+from ...stores.posix import Disk
+from .header import Tensor, encode_header
+from .schema import OWN, Sidecar, key_of
+from .shards import checked, created, cut, limit_of, names_of
+
+_ALIGN = 64  # bytes; from where JAX takes over an array without a copy
+_SLICE = 64 << 20  # bytes of an array in memory at a time
+_HINTS = {
+    "key": "store jax.random.key_data of it, or drop it by a rule",
+    "none": "drop it by a rule",
+    "function": "drop it by a rule",
+    "str": "pass it as metadata=, and drop it by a rule",
+    "bytes": "pass it as metadata=, and drop it by a rule",
+}
+
+
+def write(
+    disk: Disk,
+    path: str,
+    contents: Reader,
+    *,
+    overwrite: bool,
+    max_shard_size: int | str | None = None,
+    filename_pattern: str | None = None,
+    **unknown: Any,
+) -> int:
+    """See `Safetensors`. Returns the size in bytes."""
+    if unknown:
+        raise MismatchError(
+            f"safetensors: expected no options but max_shard_size and filename_pattern, found {', '.join(unknown)}"
+        )
+    folder = max_shard_size is not None or filename_pattern is not None
+    limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
+    entries, metadata = _holdable(contents), _metadata(contents)
+    if not folder:
+        with new_file(disk, path, overwrite=overwrite) as file:
+            _write_tensors(file, *_laid_out(entries, metadata), contents)
+        return file.size
+    shards = cut(entries, limit)
+    names = names_of(pattern, len(shards))
+    plans = [_laid_out(shard, metadata) for shard in shards]
+    with created(disk, path, names, overwrite=overwrite) as create:
+        total = 0
+        for name, plan in zip(names, plans, strict=False):
+            with create(name) as file:
+                _write_tensors(file, *plan, contents)
+            total += file.size
+        if len(shards) > 1:  # then the last name is that of the index, which comes last: nobody opens the half
+            weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=False) for entry in shard}
+            index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weights}
+            with create(names[-1]) as file:
+                file.write(json.dumps(index, indent=2).encode())
+            total += file.size
+    return total
+
+
+def _holdable(contents: Reader) -> list[ArrayEntry]:
+    """The leaves. Raises `UnsupportedError` with all that a safetensors file cannot hold."""
+    arrays: list[ArrayEntry] = []
+    problems: list[str] = []
+    for path, entry in contents.entries.items():
+        if not isinstance(entry, ArrayEntry):
+            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or drop it by a rule')}"
+        elif entry.type == "key":
+            problem = f"typed PRNG keys; {_HINTS['key']}"
+        elif entry.dtype not in dtypes.SAFETENSORS:
+            problem = f"{entry.dtype}; cast it by a rule"
+        elif path == "__metadata__":
+            problem = "a name that the format uses itself; rename it by a rule"
+        else:
+            arrays.append(entry)
+            continue
+        problems.append(f"  {path or '(root)'}: {problem}")
+    if problems:
+        head = "these leaves cannot be held by a safetensors file; nothing was written:"
+        raise UnsupportedError("\n".join([head, *problems]))
+    return arrays
+
+
+def _metadata(contents: Reader) -> dict[str, str]:
+    """`__metadata__`: text by name."""
+    metadata, text = contents.metadata, {}
+    pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
+    if pairs and all(type(part) is str for pair in pairs for part in pair):
+        metadata, text = None, dict(pairs)
+    metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
+    own = Sidecar(contents.step, metrics, metadata)
+    return text if own == Sidecar() else {**text, OWN: msgspec.json.encode(own).decode()}
+
+
+def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
+    """The header of a file, and its tensors in the order in which each is aligned for its elements."""
+    order = sorted(entries, key=lambda entry: alignment(entry.nbytes))
+    tensors: dict[str, Tensor] = {}
+    position = 0
+    for entry in order:
+        end = position + entry.nbytes
+        tensors[key_of(entry.path)] = Tensor(dtypes.SAFETENSORS[entry.dtype][0], entry.shape, (position, end))
+        position = end
+    try:
+        return encode_header(tensors, metadata, _ALIGN), order
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{len(order)} arrays in one safetensors file take {error}, more than the format allows; pass a smaller "
+            "max_shard_size"
+        ) from None
+
+
+def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Reader) -> None:
+    file.write(header)
+    for entry in order:
+        for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):
+            (array,) = contents.read([(entry, box)], verify=True)
+            if array.size:
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

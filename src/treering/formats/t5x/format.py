@@ -1,0 +1,89 @@
+"""T5X: a folder of zarr arrays beside a state dict in MessagePack, the file ``checkpoint``, which mentions them.
+
+The level ``optimizer`` around everything does not show. Versions 0 (a plain state dict), 2 (bfloat16 stored as
+uint16) and 3 are read; 3 is written.
+"""
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Reader
+from ...stores.posix import Disk
+from ...stores.reading import refusal
+from .. import is_step, may_be_file
+from .._shared.msgpack import MAP, STR, beginning, tokens
+from .schema import FILE, OF_ORBAX
+
+_STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
+_LEVELS = ("target", "state", "flax_mutables")  # of the state itself
+
+
+class T5X:
+    """See `treering.formats.Format`."""
+
+    name = "t5x"
+    suffixes = ()
+    boxes = ("axis-metadata",)
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            found = disk.stat(path)
+            if found is None:
+                return "there is nothing"
+            file = os.path.join(path, FILE) if stat.S_ISDIR(found.st_mode) else path
+            if disk.stat(file) is None:
+                return f"it is a folder without a file {FILE}"
+            if file != path and any(disk.stat(os.path.join(path, name)) for name in OF_ORBAX):
+                return "it is a folder of Orbax"
+            data = beginning(disk, file, 1 << 16)
+        except OSError as error:
+            return refusal(error, path)
+        if b"PLACEHOLDER://" in data:
+            return "it names arrays as old releases of Orbax do"
+        first = list(itertools.islice(tokens(data), 4))
+        kinds = [kind for kind, _ in first]
+        if kinds[:2] != [MAP, STR]:
+            return "it does not begin like a state dict in MessagePack"
+        (_, count), (_, key) = first[:2]
+        own_name = os.path.basename(file) == FILE
+        inner = first[3][1] if kinds[2:] == [MAP, STR] else None
+        if (
+            (key == "version" and (count <= 2 or own_name))
+            or (key == "optimizer" and inner in _LEVELS and (count == 2 or (count == 1 and own_name)))
+            or (key in _LEVELS and own_name)
+        ):
+            return None
+        return f"it begins with {key!r:.100} and not with a version, as T5X's state dicts do"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import open_state
+
+        there = disk.stat(path)
+        folder = there is not None and stat.S_ISDIR(there.st_mode)
+        name = os.path.basename(path)
+        found = _STEP.fullmatch(os.path.basename(os.path.dirname(path)) if name == FILE and not folder else name)
+        return open_state(disk, path, os.path.join(path, FILE) if folder else path, int(found[1]) if found else None)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        for name in names:
+            found, path = _STEP.fullmatch(name), os.path.join(folder, name)
+            if found and is_step(self, disk, path) and may_be_file(disk, os.path.join(path, FILE)):
+                steps.setdefault(int(found[1]), name)
+        return steps
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        found = _STEP.fullmatch(os.path.basename(path))
+        return ("step",) if found and int(found[1]) == contents.step else ()
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        from .write import write
+
+        return write(disk, path, contents, options, overwrite=overwrite)
+
+
+FORMAT = T5X()

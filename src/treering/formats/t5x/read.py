@@ -1,0 +1,144 @@
+"""Reading T5X: state dicts whose arrays lie in them or, as TensorStore specs, beside them."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box
+from ..._core.entries import ArrayEntry
+from ..._threads.gc import paused
+from ...errors import CorruptError, UnsupportedError
+from ...stores.posix import Disk
+from .._shared.extents import File
+from .._shared.msgpack import named
+from .._shared.state_dict import Elsewhere, StateDict, check_inside, numbered, own_step
+from .._zarr import array as zarr
+from .._zarr.leaves import ZarrReader, folder_size
+from .schema import FILE
+
+_SPEC = {"driver", "kvstore", "metadata"}  # what makes a map a TensorStore spec
+_STORES = ("file", "gfile", "gcs")  # different ways to the same place, wherever the folder lies by now
+_BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
+
+
+def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader:
+    """What the file `checkpoint` holds, or one of another name. `step`: what the names around it say."""
+    opened, folder = File(disk, file), os.path.dirname(file)
+    arrays = functools.cache(lambda: zarr.Folder(folder, ocdbt=False))
+    seen_as: dict[str, str] = {}
+    beside = 0
+
+    def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
+        nonlocal beside
+        if type(value) is not dict or not value.keys() >= _SPEC:
+            return None
+        name = _name(value)
+        check_inside(folder, name)
+        (array,) = arrays().find([name], "zarr")
+        if isinstance(array, CorruptError):
+            return array
+        if difference := _difference(value, array, seen_as):
+            return CorruptError(difference)
+        beside += folder_size(disk, array.path)
+        return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
+
+    scanned = StateDict(opened, find=find, seen_as=seen_as)
+    with paused():
+        tree = scanned.whole(0, opened.size)
+    if type(tree) is dict:
+        version = tree.pop("version", 0)
+        if type(version) is not int or version not in (0, 2, 3):
+            raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
+        seen_as.update(_BFLOAT16 if version == 2 else {})
+        tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree
+    with paused():
+        leaves = scanned.leaves(tree)
+    step = own_step(leaves, "state/step") if step is None else step
+    nbytes = opened.size + beside
+    return _Reader(
+        "t5x",
+        path,
+        leaves.entries,
+        leaves.arrays,
+        skeleton=leaves.skeleton,
+        step=step,
+        nbytes=nbytes,
+        immutable=True,
+        numbers_are_arrays=True,
+    )
+
+
+class _Reader(ZarrReader):
+    """Names the leaf of which a part is not there; zarr arrays may be seen as a dtype of their size."""
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        try:
+            found = super().read(wanted, verify=verify, map=map)
+        except CorruptError as error:
+            raise type(error)(f"{self.path}: {self._leaf(str(error))}: {error}") from None
+        return [array.view(dtypes.to_numpy(entry.dtype)) for array, (entry, _) in zip(found, wanted, strict=True)]
+
+    def _leaf(self, message: str) -> str:
+        """The leaf whose file a message begins with."""
+        places = {path: array.path for path, array in self._arrays.items() if isinstance(array, zarr.Array)}
+        return next((path for path, place in places.items() if message.startswith((place + "/", place + ":"))), FILE)
+
+
+def _name(spec: Mapping[Any, Any]) -> str:
+    """The name of the array that a spec describes, in the folder of the file."""
+    kvstore = spec["kvstore"]
+    if type(kvstore) is not dict:
+        raise CorruptError(f"expected a TensorStore spec with a kvstore, found {named(kvstore)} in its place")
+    if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
+        drivers = f"{spec['driver']!r:.100} in {kvstore.get('driver')!r:.100}"
+        raise UnsupportedError(f"expected a zarr array in {', '.join(_STORES)}, found {drivers}")
+    path = kvstore.get("path", spec.get("path"))  # specs of before TensorStore 0.1.14 have it outside
+    if type(path) is not str or not path.strip("/"):
+        raise CorruptError(f"expected the path of a zarr array, found {named(path)}")
+    return path.removesuffix("/")
+
+
+def _difference(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> str | None:
+    """In what an array is not what the spec says, if anything. Chunks and compression are the array's own.
+
+    Raises `UnsupportedError` for a transform of it.
+    """
+    metadata = spec["metadata"]
+    shape = metadata.get("shape") if type(metadata) is dict else None
+    shape = numbered(shape) or shape  # as Flax writes lists, unless it is kept from it
+    if shape is not None and shape != list(array.shape):
+        return f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}"
+    dtype = spec.get("dtype", array.dtype)
+    if dtype not in (array.dtype, seen_as.get(array.dtype)):
+        return f"expected {dtype!r:.100} in {array.path}, found {array.dtype}"
+    transform = spec.get("transform")
+    if transform is not None and not _is_identity(transform, array.shape):
+        raise UnsupportedError(f"a transform of {array.path}, which is not followed here: {transform!r:.200}")
+    return None
+
+
+def _is_identity(transform: Any, shape: Sequence[int]) -> bool:
+    """Whether a TensorStore transform is that of an array as it is."""
+    if type(transform) is not dict:
+        return False
+    # Bounds that are implicit are in lists of their own.
+    plain = {
+        key: [one[0] if type(one) is list and len(one) == 1 else one for one in value] if type(value) is list else value
+        for key, value in transform.items()
+        if key != "input_labels"
+    }
+    outputs = [{"input_dimension": axis} for axis in range(len(shape))]
+    expected = {
+        "input_rank": len(shape),
+        "input_inclusive_min": [0] * len(shape),
+        "input_exclusive_max": list(shape),
+        "input_shape": list(shape),
+        "output": outputs,
+    }
+    return all(expected.get(key) == value for key, value in plain.items())

@@ -1,0 +1,68 @@
+"""Checkpoints of TensorFlow, as T5 and Mesh TensorFlow left them: an index and files of data, read without TensorFlow.
+
+    model.ckpt-1000.index
+    model.ckpt-1000.data-00000-of-00002
+    model.ckpt-1000.data-00001-of-00002
+
+Names of variables are paths, slashes being levels. `t5_names` has those of T5 as T5X calls them.
+"""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Reader
+from ...errors import CorruptError, UnsupportedError
+from ...stores.on_disk import opened
+from ...stores.posix import Disk
+from ...stores.reading import reading, refusal
+from .. import accepts
+from .schema import NAME, index_of
+
+_MAGIC = bytes.fromhex("57fb808b247547db")
+_STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001", T5X's iterators over data
+
+
+class TensorFlow:
+    """See `treering.formats.Format`. A checkpoint is named by its prefix, ``model.ckpt-1000``, or by its index.
+
+    A folder is the checkpoint that its file `checkpoint` names as the latest; every index in it is a step. Tensors of
+    text become bytes, one leaf for each element. With `verify`, the checksum of an array is tested when a part of it is
+    first read, for which all of it has to be read.
+    """
+
+    name = NAME
+    suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        try:
+            index = index_of(disk, path)
+            with reading(index), opened(disk, index) as fd:
+                end = bytearray(8)
+                disk.read(fd, memoryview(end), max(disk.size(fd) - 8, 0))
+            return None if end == _MAGIC else f"{os.path.basename(index)} does not end as a table does"
+        except (OSError, CorruptError) as error:
+            return refusal(error, path)
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import TensorFlowReader
+
+        index = index_of(disk, path)
+        step = _STEP.fullmatch(os.path.basename(index))
+        return TensorFlowReader(disk, path, index, int(step[2]) if step else None)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        # TensorFlow writes the index last and deletes it first: where it is, files of data that are not are damage.
+        steps = [step for name in names if (step := _STEP.fullmatch(name))]
+        return {int(step[2]): step[0] for step in steps if accepts(self, disk, os.path.join(folder, step[0]))}
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ()
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        raise UnsupportedError(f"{path}: checkpoints of TensorFlow are only read; choose another format")
+
+
+FORMAT = TensorFlow()

@@ -1,0 +1,161 @@
+"""What the index of a checkpoint of TensorFlow says: protobuf messages by the names of tensors."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from ..._core.boxes import Box
+from ..._core.paths import key_text
+from ...errors import CorruptError, UnsupportedError
+from .table import fields
+
+# The numbers of dtypes in TensorFlow; those of quantized integers are the integers that they are stored as.
+DTYPES = {
+    1: "float32",
+    2: "float64",
+    3: "int32",
+    4: "uint8",
+    5: "int16",
+    6: "int8",
+    8: "complex64",
+    9: "int64",
+    10: "bool",
+    11: "int8",
+    12: "uint8",
+    13: "int32",
+    14: "bfloat16",
+    15: "int16",
+    16: "uint16",
+    17: "uint16",
+    18: "complex128",
+    19: "float16",
+    22: "uint32",
+    23: "uint64",
+    24: "float8_e5m2",
+    25: "float8_e4m3fn",
+    26: "float8_e4m3fnuz",
+    27: "float8_e4m3b11fnuz",
+    28: "float8_e5m2fnuz",
+    29: "int4",
+    30: "uint4",
+    31: "int2",
+    32: "uint2",
+}
+TEXT = 7
+_VERSION = 1  # of the format
+
+Extent = tuple[int, int]  # start and length along an axis; a length of -1 is all of it
+
+
+class Tensor(NamedTuple):
+    """An entry of the index. `parts` are those of a tensor that was partitioned, which have entries of their own."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc: int
+    parts: tuple[tuple[Extent, ...], ...]
+
+
+class Header(NamedTuple):
+    """The number of files of data, and the order of bytes in them."""
+
+    shards: int
+    order: Literal["little", "big"]
+
+
+def read_header(message: bytes, name: str) -> Header:
+    """The first entry."""
+    shards = endianness = needed = 0
+    for field, value in fields(message, name):
+        if field == 1:
+            shards = value
+        elif field == 2:
+            endianness = value
+        elif field == 3:
+            needed = dict(fields(_bytes(value, name), name)).get(2, 0)
+    if needed > _VERSION:
+        raise UnsupportedError(f"{name}: expected version {_VERSION} of the format, found {needed}")
+    if endianness > 1:
+        raise CorruptError(f"{name}: no order of bytes has the number {endianness}")
+    return Header(shards, "big" if endianness else "little")
+
+
+def read_tensor(message: bytes, name: str) -> Tensor:
+    """An entry: dtype 1, shape 2, shard 3, offset 4, size 5, checksum 6, parts 7."""
+    numbers = dict.fromkeys((1, 3, 4, 5, 6), 0)
+    shape: list[int] = []
+    parts: list[tuple[Extent, ...]] = []
+    for field, value in fields(message, name):
+        if field in numbers:
+            numbers[field] = _number(value, name)
+        elif field == 2:
+            for inner, size in fields(_bytes(value, name), name):
+                if inner == 2:
+                    shape.append(_number(dict(fields(_bytes(size, name), name)).get(1, 0), name))
+                elif inner == 3 and size:
+                    raise CorruptError(f"{name}: a tensor of unknown rank")
+        elif field == 7:
+            parts.append(tuple(_extents(_bytes(value, name), name)))
+    return Tensor(numbers[1], tuple(shape), numbers[3], numbers[4], numbers[5], numbers[6], tuple(parts))
+
+
+def path_of(key: bytes, index: str) -> str:
+    """The path of a tensor."""
+    try:
+        return "/".join(key_text(part) for part in key.decode().split("/"))
+    except UnicodeDecodeError:
+        raise CorruptError(f"{index}: the name {key!r:.100} is not valid UTF-8") from None
+
+
+def box_of(part: tuple[Extent, ...], shape: tuple[int, ...], name: str) -> Box:
+    """The box of a part."""
+    full = len(part) == len(shape) and all(
+        (start, length) == (0, -1) or (0 <= start < start + length <= size)
+        for (start, length), size in zip(part, shape, strict=True)
+    )
+    if not full or not shape or not math.prod(shape):
+        raise CorruptError(f"{name}: no tensor of shape {list(shape)} has the part {list(part)}")
+    return tuple(
+        (start, size if length < 0 else start + length) for (start, length), size in zip(part, shape, strict=True)
+    )
+
+
+def part_key(key: bytes, part: tuple[Extent, ...]) -> bytes:
+    """The key of a part: zero, the tensor's key, its rank, and start and length along each axis.
+
+    All are written in such a way that the keys sort as what they stand for.
+    """
+    escaped = re.sub(rb"[\0\xff]", lambda byte: b"\0\xff" if byte[0] == b"\0" else b"\xff\0", key)
+    numbers = b"".join(_sortable(number) for extent in part for number in extent)
+    return b"\0" + escaped + b"\0\1" + bytes([1, len(part)]) + numbers
+
+
+def _sortable(number: int) -> bytes:
+    """As many bytes as the number has groups of seven bits, and as many leading bits, the sign's, that say so."""
+    size = (number if number >= 0 else ~number).bit_length() // 7 + 1
+    leading = (1 << size) - 1 << 7 * size
+    return (number & (1 << 8 * size) - 1 ^ leading).to_bytes(size, "big")
+
+
+def _extents(message: bytes, name: str) -> Iterator[Extent]:
+    for field, value in fields(message, name):
+        if field == 1:
+            found = dict(fields(_bytes(value, name), name))
+            yield _number(found.get(1, 0), name), _number(found[2], name) if 2 in found else -1
+
+
+def _bytes(value: Any, name: str) -> bytes:
+    if not isinstance(value, bytes):
+        raise CorruptError(f"{name}: expected a message, found the number {value}")
+    return value
+
+
+def _number(value: Any, name: str) -> int:
+    """A signed number of 64 bits."""
+    if not isinstance(value, int):
+        raise CorruptError(f"{name}: expected a number, found {value!r:.100}")
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,206 @@
+"""Reading checkpoints of TensorFlow: what the index says, and arrays whose checksums are tested."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box, Cells, extent, intersect, slices
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
+from ..._core.values import encode
+from ...errors import CorruptError, UnsupportedError
+from ...stores.buffers import adoptable
+from ...stores.posix import Disk
+from .._shared.extents import File, Runs, check_shape
+from .._shared.reader import ForeignReader, Stored, attempt, check_file
+from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
+from .schema import INDEX, NAME
+from .table import Cursor, crc32c, items, masked
+
+_SLICE = 16 << 20  # bytes of which the checksum is computed at a time
+_MOST_TEXT = 64 << 20  # bytes of all tensors of text together, which are read when a checkpoint is opened
+
+
+class _Bundle:
+    """An index, and the files of data, which are opened when they are needed."""
+
+    def __init__(self, disk: Disk, index: str):
+        file = File(disk, index)
+        self.index, self.nbytes = index, file.size
+        self.tensors = dict(items(file))
+        if b"" not in self.tensors:
+            raise CorruptError(f"{index}: expected an index with a header, found none")
+        self.header = read_header(self.tensors.pop(b""), index)
+        self._disk, self._files = disk, dict[int, File]()
+
+    def tensor(self, key: bytes) -> Tensor:
+        """An entry of the index."""
+        if key not in self.tensors:
+            raise CorruptError(f"{self.index}: expected an entry {key!r:.100}, found none")
+        return read_tensor(self.tensors[key], self.index)
+
+    def file(self, tensor: Tensor) -> File:
+        """The file with the bytes of a tensor."""
+        shard = tensor.shard
+        if shard not in self._files:
+            if not 0 <= shard < self.header.shards:
+                raise CorruptError(
+                    f"{self.index}: expected one of {self.header.shards} files of data, found number {shard}"
+                )
+            path = f"{self.index.removesuffix(INDEX)}.data-{shard:05}-of-{self.header.shards:05}"
+            self._files[shard] = File(self._disk, check_file(self._disk, path, self.index))
+            self.nbytes += self._files[shard].size
+        return self._files[shard]
+
+
+class TensorFlowReader(ForeignReader):
+    """The checksum of an array is tested once, when a part of it is first read with `verify`."""
+
+    def __init__(self, disk: Disk, path: str, index: str, step: int | None):
+        self._bundle = _Bundle(disk, index)
+        self._parts: dict[str, list[Tensor]] = {}
+        self._good: set[str] = set()
+        entries: list[Entry] = []
+        arrays: dict[str, Stored] = {}
+        problems: list[str] = []
+        text = 0
+        for key in self._bundle.tensors:
+            if key.startswith(b"\0"):
+                continue  # a part of a tensor, which says so itself
+            name, tensor = path_of(key, index), self._bundle.tensor(key)
+            if tensor.dtype == TEXT and not tensor.parts:
+                text += tensor.size
+                if text > _MOST_TEXT:
+                    raise UnsupportedError(f"{index}: tensors of text with more than {_MOST_TEXT} bytes, up to {name}")
+                entries += _texts(self._bundle, name, tensor)
+            elif tensor.dtype not in DTYPES:
+                problems.append(f"  {name}: its dtype has the number {tensor.dtype} in TensorFlow")
+            else:
+                found, self._parts[name] = _stored(self._bundle, key, tensor)
+                if isinstance(found, list):
+                    entries.append(lost(name, *found))
+                else:
+                    entries.append(ArrayEntry(name, "numpy", DTYPES[tensor.dtype], tensor.shape))
+                    arrays[name] = found
+        if problems:
+            raise UnsupportedError("\n".join([f"{index}: these tensors cannot be read here:", *problems]))
+        super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes, immutable=True)
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+    ) -> list[np.ndarray]:
+        for entry, _ in wanted if verify else ():
+            self._verify(entry.path)
+        return super().read(wanted, verify=verify, map=map)
+
+    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+        for part in self._parts[entry.path]:
+            try:
+                self._verify_part(part, entry.path)
+            except (CorruptError, OSError) as error:
+                yield str(error)
+
+    def _verify(self, path: str) -> None:
+        if path not in self._good:
+            for part in self._parts.get(path, ()):  # of what is lost there are none
+                self._verify_part(part, path)
+            self._good.add(path)
+
+    def _verify_part(self, part: Tensor, path: str) -> None:
+        file, crc = self._bundle.file(part), 0
+        buffer = np.empty(min(part.size, _SLICE), np.uint8).data
+        for begin in range(0, part.size, _SLICE):
+            data = buffer[: part.size - begin]
+            file.read_into(data, part.offset + begin)
+            crc = crc32c(data, crc)
+        if masked(crc) != part.crc:
+            raise CorruptError(
+                f"{file.path}: the bytes of {path} are not what was saved; the checksum of the {part.size} from "
+                f"{part.offset} on differs"
+            )
+
+
+class _Partitioned:
+    """An array of which parts lie apart."""
+
+    def __init__(self, parts: Sequence[tuple[Box, Runs]], dtype: np.dtype):
+        self._parts, self._dtype = parts, dtype
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, map: bool) -> np.ndarray:
+        out = adoptable(extent(box), self._dtype)
+        for place, runs in self._parts:
+            if common := intersect(place, box):
+                inner = tuple((a - o, b - o) for (a, b), (o, _) in zip(common, place, strict=True))
+                out[slices(common, box)] = runs.read(inner, False)
+        return out
+
+
+def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[str], list[Tensor]]:
+    """An array, or why it cannot be read, and the entries with its bytes."""
+    check_shape(tensor.shape, bundle.index)
+    if not tensor.parts:
+        runs = _runs(bundle, tensor)
+        return [str(runs)] if isinstance(runs, CorruptError) else runs, [tensor]
+    boxes = [box_of(part, tensor.shape, bundle.index) for part in tensor.parts]
+    try:
+        whole, _ = Cells.of(boxes)
+    except ValueError:
+        whole = None
+    if whole is None or whole.shape != tensor.shape:
+        raise CorruptError(f"{bundle.index}: the parts of {key!r:.100} do not make up its shape {list(tensor.shape)}")
+    parts = [bundle.tensor(part_key(key, part)) for part in tensor.parts]
+    for part, box in zip(parts, boxes, strict=True):
+        if part.parts or part.dtype != tensor.dtype or part.shape != extent(box):
+            raise CorruptError(f"{bundle.index}: a part of {key!r:.100} is not of its dtype, or not of its size")
+    found = [(box, _runs(bundle, part)) for box, part in zip(boxes, parts, strict=True)]
+    if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:
+        return reasons, parts
+    own = [(box, runs) for box, runs in found if isinstance(runs, Runs)]
+    return _Partitioned(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
+
+
+def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
+    """The bytes of an entry, or why they are not there."""
+    dtype = dtypes.to_numpy(DTYPES[tensor.dtype])
+    stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes' have no other byte order
+    order = "<" if bundle.header.order == "little" else ">"
+
+    def runs() -> Runs:
+        run = bundle.file(tensor), tensor.offset, tensor.size
+        return Runs.of([run], tensor.shape, stored.newbyteorder(order), dtype)
+
+    return attempt(runs)
+
+
+def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
+    """The elements of a tensor of text; one entry for all of them where they cannot be read."""
+    check_shape(tensor.shape, bundle.index)
+    found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
+    return [lost(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
+
+
+def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
+    """First come the sizes and the checksum of these, then the bytes."""
+    count = math.prod(tensor.shape)
+    if count > tensor.size:
+        raise CorruptError(f"{bundle.index}: {name} has {count} elements in {tensor.size} bytes")
+    if not tensor.size:
+        return
+    data = bundle.file(tensor).read(tensor.offset, tensor.size)
+    cursor = Cursor(data, bundle.file(tensor).path)
+    sizes = [cursor.varint() for _ in range(count)]
+    crc = crc32c(b"".join(size.to_bytes(4 if size < 1 << 32 else 8, bundle.header.order) for size in sizes))
+    checksum = cursor.take(4)
+    texts = [cursor.take(size) for size in sizes]
+    whole_crc = crc32c(b"".join(texts), crc32c(checksum, crc))
+    if int.from_bytes(checksum, bundle.header.order) != masked(crc) or masked(whole_crc) != tensor.crc or cursor.left():
+        raise CorruptError(f"{bundle.file(tensor).path}: the bytes of {name} are not what was saved")
+    if not count:  # of which there may be any number of rows
+        return
+    for index, text in zip(itertools.product(*map(range, tensor.shape)), texts, strict=True):
+        yield ValueEntry("/".join([name, *map(str, index)]), *encode(text))

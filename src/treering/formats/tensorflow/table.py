@@ -1,0 +1,204 @@
+"""Sorted tables on the disk as LevelDB has them, the protobuf wire format, and CRC-32C: no more than an index needs.
+
+A table is a file of blocks; its footer says where the block lies that says where the others lie. In a block each key
+leaves out what it has in common with the one before.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...errors import CorruptError, UnsafeError, UnsupportedError
+from .._shared.extents import File
+
+FOOTER = 48
+MAGIC = bytes.fromhex("57fb808b247547db")
+_TRAILER = 5  # bytes after a block: how it is compressed, and a checksum
+_KEY = 1 << 16  # bytes of a key
+_MOST = 64 << 20  # bytes of a block; TensorFlow's have 256 KiB
+_GROWTH = 64  # bytes that keys may take for each byte of the blocks, once what they have in common is filled in
+_STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
+
+
+def items(file: File) -> Iterator[tuple[bytes, bytes]]:
+    """The keys and values of a table, ascending. Raises `CorruptError`; every checksum is tested."""
+    if file.size < FOOTER or file.read(file.size - len(MAGIC), len(MAGIC)) != MAGIC:
+        raise CorruptError(f"{file.path}: expected a table that ends in its magic number; it is cut short or no table")
+    cursor = Cursor(file.read(file.size - FOOTER, FOOTER), file.path)
+    _block(file, cursor.varint(), cursor.varint())  # of the names of further blocks, of which there are none
+    last, keys, nbytes = b"", 0, 0
+    handles = _entries(_block(file, cursor.varint(), cursor.varint()), file.path)
+    end = 0
+    for _, handle in handles:
+        cursor = Cursor(handle, file.path)
+        offset, size = cursor.varint(), cursor.varint()
+        if offset < end:
+            raise UnsafeError(f"{file.path}: the blocks of the table overlap")
+        end = offset + size + _TRAILER
+        nbytes += size
+        for key, value in _entries(_block(file, offset, size), file.path):
+            keys += len(key)
+            if keys > _GROWTH * nbytes:
+                raise UnsafeError(f"{file.path}: keys of more than {_GROWTH} times the size of their blocks")
+            if key <= last and last:
+                raise CorruptError(f"{file.path}: the key {key!r:.100} comes after {last!r:.100}")
+            last = key
+            yield key, value
+
+
+def _block(file: File, offset: int, size: int) -> bytes:
+    """The contents of a block."""
+    if size > _MOST:
+        raise UnsafeError(f"{file.path}: a block of {size} bytes, which cannot be meant")
+    data = file.read(offset, size + _TRAILER)
+    stored = int.from_bytes(data[-4:], "little")
+    if masked(crc32c(data[:-4])) != stored:
+        raise CorruptError(f"{file.path}: the block at {offset} is not what was saved; its checksum differs")
+    if data[size] > 1:
+        raise UnsupportedError(f"{file.path}: a block compressed in the unknown way {data[size]}")
+    return _decompressed(data[:size], file.path) if data[size] else data[:size]
+
+
+def _decompressed(data: bytes, name: str) -> bytes:
+    """Snappy: the size, and then bytes as they are, or copies of earlier ones."""
+    cursor, out = Cursor(data, name), bytearray()
+    size = cursor.varint()
+    if size > _GROWTH * len(data):
+        raise UnsafeError(f"{name}: a block that claims to grow from {len(data)} bytes to {size}")
+    while cursor.left():
+        tag = cursor.take(1)[0]
+        count, kind = (tag >> 2) + 1, tag & 3
+        if kind == 0:
+            out += cursor.take(count if count <= 60 else 1 + int.from_bytes(cursor.take(count - 60), "little"))
+            continue
+        if kind == 1:
+            count, back = (tag >> 2 & 7) + 4, tag >> 5 << 8 | cursor.take(1)[0]
+        else:
+            back = int.from_bytes(cursor.take(2 * kind - 2), "little")
+        if not 0 < back <= len(out):
+            raise CorruptError(f"{name}: a block copies from {back} bytes before its byte {len(out)}")
+        piece = bytes(out[len(out) - back :][:count])
+        out += (piece * (count // len(piece) + 1))[:count]
+        if len(out) > size:
+            break
+    if len(out) != size:
+        raise CorruptError(f"{name}: expected a block of {size} bytes, found {len(out)}")
+    return bytes(out)
+
+
+def _entries(block: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
+    restarts = int.from_bytes(block[-4:], "little")
+    cursor = Cursor(block, name, len(block) - 4 * (restarts + 1))
+    key = b""
+    while cursor.left():
+        shared, own, size = cursor.varint(), cursor.varint(), cursor.varint()
+        if shared > len(key) or shared + own > _KEY:
+            raise UnsafeError(f"{name}: a key of {shared + own} bytes, {shared} of them from one of {len(key)}")
+        key = key[:shared] + cursor.take(own)
+        yield key, cursor.take(size)
+
+
+class Cursor:
+    """Bytes that are read from the front. Raises `CorruptError` where they end too early."""
+
+    def __init__(self, data: bytes, name: str, end: int | None = None):
+        self._data, self._name, self._position = data, name, 0
+        self._end = len(data) if end is None else end
+        if self._end < 0:
+            raise self._too_short()
+
+    def left(self) -> int:
+        """How many bytes there still are."""
+        return self._end - self._position
+
+    def take(self, size: int) -> bytes:
+        """The next bytes."""
+        if size > self.left():
+            raise self._too_short()
+        self._position += size
+        return self._data[self._position - size : self._position]
+
+    def varint(self) -> int:
+        """The next number of up to 64 bits, seven to a byte, the lowest first."""
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self.take(1)[0]
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value & (1 << 64) - 1
+        raise CorruptError(f"{self._name}: a number of more than 64 bits at {self._position}; the file is damaged")
+
+    def _too_short(self) -> CorruptError:
+        return CorruptError(f"{self._name}: expected more bytes at {self._position}; the file is damaged")
+
+
+def fields(message: bytes, name: str) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: a number, or bytes of text and of messages within."""
+    cursor = Cursor(message, name)
+    while cursor.left():
+        tag = cursor.varint()
+        kind = tag & 7
+        if kind == 0:
+            yield tag >> 3, cursor.varint()
+        elif kind in (1, 5):
+            yield tag >> 3, int.from_bytes(cursor.take(8 if kind == 1 else 4), "little")
+        elif kind == 2:
+            yield tag >> 3, cursor.take(cursor.varint())
+        else:
+            raise CorruptError(f"{name}: a field of the unknown kind {kind}")
+
+
+def masked(crc: int) -> int:
+    """A checksum as it is stored, so that one of data that holds checksums is no special case."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of a buffer that follows one with the checksum `crc`.
+
+    A checksum is linear: many words of data can be folded into few, of which it is the same. So all but the end goes
+    through NumPy, some 65,536 words at a time.
+    """
+    rest = np.frombuffer(data, np.uint8)
+    register = crc ^ 0xFFFFFFFF
+    for stride in _STRIDES:
+        if rest.size >= 8 * stride:
+            words = rest[: rest.size - rest.size % (4 * stride)].view("<u4").reshape(-1, stride)
+            low, high = _advanced(4 * stride)
+            folded = words[0].astype(np.uint32)
+            folded[0] ^= register
+            register = 0
+            for row in words[1:]:
+                folded = low[folded & 0xFFFF] ^ high[folded >> 16] ^ row
+            rest = np.concatenate([folded.astype("<u4", copy=False).view(np.uint8), rest[words.nbytes :]])
+    table = _bytewise()
+    for byte in rest.tolist():
+        register = table[(register ^ byte) & 255] ^ register >> 8
+    return register ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _bytewise() -> list[int]:
+    """What a register becomes after a byte, by its lowest byte."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
+    return table.tolist()
+
+
+@functools.cache
+def _advanced(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a register becomes after so many bytes of zero, a power of two, by its lower and its upper half."""
+    table, bits = np.array(_bytewise(), np.uint32), np.arange(32, dtype=np.uint32)
+    images = table[1 << bits & 255] ^ np.uint32(1) << bits >> 8  # of each single bit after one byte
+    for _ in range(nbytes.bit_length() - 1):
+        images = np.bitwise_xor.reduce(np.where(images[:, None] >> bits & 1, images, np.uint32(0)), axis=1)
+    halves: list[np.ndarray] = []
+    for first in (0, 16):
+        half = np.zeros(1, np.uint32)
+        for image in images[first : first + 16]:
+            half = np.concatenate([half, half ^ image])
+        halves.append(half)
+    return halves[0], halves[1]

@@ -1,0 +1,38 @@
+"""The native format: a manifest beside safetensors files. `docs/format.md` specifies it."""
+
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import ABOUT, Reader
+from ...errors import UnsupportedError
+from ...stores.local import MANIFEST
+from ...stores.posix import Disk
+
+
+class Native:
+    """See `treering.formats.Format`."""
+
+    name = "treering"
+    suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, disk: Disk, path: str) -> str | None:
+        return None if disk.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
+
+    def open(self, disk: Disk, path: str) -> Reader:
+        from .read import Reader as NativeReader
+
+        return NativeReader(disk, path)
+
+    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+        return {}  # `treering._run` knows those, damaged ones and all
+
+    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+        return ABOUT
+
+    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+        raise UnsupportedError("treering._save writes this format, from many threads and processes")
+
+
+FORMAT = Native()

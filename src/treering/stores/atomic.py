@@ -1,0 +1,277 @@
+"""Files and directories of other formats, which appear under their name as a whole or not at all.
+
+They are written beside their place under a temporary name, ``.name.7f3a9c.tmp``, synced, and put in place in one
+step. An old one is never removed before the new one is durable. What has a temporary name is locked while its writer
+lives; what killed writers have left is removed by the next one, when its own is durable.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Collection, Iterator
+
+from ..errors import ExistsError, SaveError
+from .on_disk import make_dirs
+from .posix import Disk
+from .replaced import Beside, Owned, Replaced, is_dir, look, survey
+from .sequential import Appended, lock
+
+_TRIES = 50  # at making a file or directory, while others tidy up
+_log = logging.getLogger("treering")
+
+
+def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> None:
+    """Raises `ExistsError` when writing a file or directory to a path would touch something it must not."""
+    found = disk.stat(path)
+    if found is not None:
+        what = "directory" if stat.S_ISDIR(found.st_mode) else "file"
+        if what != ("directory" if directory else "file"):
+            raise ExistsError(f"{path}: expected a free path, found a {what}; choose another path or remove it")
+        if not overwrite:
+            raise ExistsError(f"{path}: expected a free path, found a {what}; pass overwrite=True to replace it")
+
+
+@contextlib.contextmanager
+def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
+    """A file to be written within a `with` block; at its end it is in place, after an error it never was."""
+    check_free(disk, path, overwrite=overwrite, directory=False)
+    with _parents(disk, path):
+        file = _new_file(disk, path)
+        try:
+            yield file
+            file.sync()
+            if overwrite:
+                disk.rename(file.path, path)
+            else:
+                _publish(path, lambda: disk.link(file.path, path))
+        finally:
+            with contextlib.suppress(OSError):
+                disk.unlink(file.path)
+            file.discard()
+        try:
+            disk.sync_dir(os.path.dirname(path))
+        except BaseException as error:
+            if overwrite and isinstance(error, OSError):
+                raise SaveError(
+                    f"{path}: the new one is in place, but the disk failed to make that durable ({error}); "
+                    "after a power cut it may be the old one again"
+                ) from error
+            if not overwrite:
+                with contextlib.suppress(OSError):
+                    disk.unlink(path)
+                    disk.sync_dir(os.path.dirname(path))
+            raise
+    _clean(disk, path)
+
+
+@contextlib.contextmanager
+def new_directory(
+    disk: Disk,
+    path: str,
+    *,
+    overwrite: bool,
+    owned: Owned,
+    names: Collection[str] = (),
+    beside: Beside | None = None,
+) -> Iterator[str]:
+    """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
+
+    Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
+    one in one step where the system can, else in two, between which a crash leaves it beside its place. Where the path
+    is a link to a directory, that is what is replaced, and the link stays.
+
+    owned: which files in the old one are part of what is to be replaced. Other files are kept. Raises `ExistsError` for
+    other directories, which may be anything, and for other files whose `names` the new one needs or that must not lie
+    `beside` it.
+    """
+    check_free(disk, path, overwrite=overwrite, directory=True)
+    if os.path.islink(path) and os.path.isdir(path):
+        path = os.path.realpath(path)
+    survey(disk, path, owned, names, beside)
+    parent = os.path.dirname(path)
+    with _parents(disk, path):
+        temporary, fd = _new_directory(disk, path)
+        settled = True  # what has the temporary name would not be in place after a power cut
+        old: Replaced | None = None
+        try:
+            if there := look(path):
+                _set_mode(disk, temporary, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+            yield temporary
+            _sync_tree(disk, temporary)  # which takes time, so others' files are looked at after it
+            if overwrite and look(path) is not None:
+                kept = survey(disk, path, owned, names, beside)
+                _put_in_place_of(disk, temporary, path, kept)
+                old = kept
+            else:
+                _publish(path, lambda: disk.rename_new(temporary, path))
+            settled = False
+            try:
+                disk.sync_dir(parent)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _change_places(disk, temporary, path) if old else disk.rename_new(path, temporary)
+                    disk.sync_dir(parent)
+                    settled, old = True, None
+                raise
+            settled = True
+        finally:
+            if settled:
+                old.clear(disk, temporary, path) if old else remove_tree(disk, temporary)
+            if fd is not None:
+                disk.close(fd)
+    _clean(disk, path)
+
+
+def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None:
+    """Exchanges two directories when the new one has the files that are kept."""
+    changed = replaced.carry_over(disk, old, new)
+    if there := look(old):
+        changed = _set_mode(disk, new, stat.S_IMODE(there.st_mode)) or changed
+    if changed:
+        disk.sync_dir(new)
+    _change_places(disk, new, old)
+
+
+def _set_mode(disk: Disk, path: str, mode: int) -> bool:
+    """Sets the mode of a directory; False where it is that already."""
+    if stat.S_IMODE(os.lstat(path).st_mode) == mode:
+        return False
+    disk.set_mode(path, mode)
+    return True
+
+
+def _new_file(disk: Disk, path: str) -> Appended:
+    """A locked file under a temporary name."""
+    for _ in range(_TRIES):
+        file = Appended(disk, _temporary(path))
+        if file.lock():
+            return file
+        file.discard()
+    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
+
+
+def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
+    """A directory under a temporary name, and what holds its lock."""
+    for _ in range(_TRIES):
+        temporary = _temporary(path)
+        disk.make_dir(temporary)
+        try:
+            fd = disk.open_dir(temporary)
+        except FileNotFoundError:
+            continue
+        except PermissionError:  # Windows opens no directories
+            return temporary, None
+        except BaseException:
+            disk.remove_dir(temporary)
+            raise
+        if lock(disk, fd, temporary):
+            return temporary, fd
+        disk.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
+
+
+def _clean(disk: Disk, path: str) -> None:
+    """Removes what killed writers have left beside a path; to be called when what lies there is durable.
+
+    It may be all that there was of the checkpoint, where two directories do not change places in one step.
+    """
+    directory, name = os.path.split(path)
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{6}}\.tmp")
+    try:
+        for left in filter(ours.fullmatch, disk.list(directory)):
+            left_over = os.path.join(directory, left)
+            with contextlib.suppress(FileNotFoundError):
+                _remove_unlocked(disk, left_over)
+    except OSError as error:
+        _log.warning("%s: tidying up failed: %s", path, error)
+
+
+def _remove_unlocked(disk: Disk, path: str) -> None:
+    """Removes a file or directory unless its writer lives, or nobody can tell. A link is none of ours."""
+    if os.path.islink(path):
+        return
+    fd = disk.open_dir(path) if is_dir(path) else disk.open(path)
+    try:
+        if (disk.lock(fd) if is_dir(path) else disk.lock_shared(fd)) is True:
+            _remove(disk, path)
+    finally:
+        disk.close(fd)
+
+
+def _remove(disk: Disk, path: str) -> None:
+    if is_dir(path):
+        remove_tree(disk, path)
+    else:
+        disk.unlink(path)
+
+
+def _publish(path: str, put: Callable[[], None]) -> None:
+    try:
+        put()
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+            raise
+        raise ExistsError(f"{path}: another writer put something there first; it is untouched") from None
+
+
+def _change_places(disk: Disk, new: str, old: str) -> None:
+    if disk.exchange(new, old):
+        return
+    aside = _temporary(old)
+    disk.rename(old, aside)
+    try:
+        disk.rename(new, old)
+    except OSError:
+        disk.rename(aside, old)
+        raise
+    disk.rename(aside, new)
+
+
+def remove_tree(disk: Disk, path: str) -> None:
+    """Removes a directory and everything in it; what cannot be removed stays. Links are not followed."""
+    for name in disk.list(path) if is_dir(path) else ():
+        inner = os.path.join(path, name)
+        with contextlib.suppress(OSError):
+            if is_dir(inner):
+                remove_tree(disk, inner)
+            else:
+                disk.unlink(inner)
+    with contextlib.suppress(OSError):
+        disk.remove_dir(path)
+
+
+def _sync_tree(disk: Disk, path: str) -> None:
+    for name in disk.list(path):
+        inner = os.path.join(path, name)
+        if is_dir(inner):
+            _sync_tree(disk, inner)
+        else:
+            fd = disk.open(inner)
+            try:
+                disk.sync(fd)
+            finally:
+                disk.close(fd)
+    disk.sync_dir(path)
+
+
+def _temporary(path: str) -> str:
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.{secrets.token_hex(3)}.tmp")
+
+
+@contextlib.contextmanager
+def _parents(disk: Disk, path: str) -> Iterator[None]:
+    """Makes the parents of a path that are missing, and takes them away again after an error."""
+    made: list[str] = []
+    try:
+        make_dirs(disk, os.path.dirname(path), made)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for directory in reversed(made):
+                disk.remove_dir(directory)
+        raise

@@ -1,0 +1,56 @@
+"""Looking at what others have made: over a network, in directories that are closed, on disks without locks."""
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from .posix import Disk
+
+_log = logging.getLogger("treering")
+_PATIENCE = 2.5  # seconds for what another process has made, at least
+_LOOK = 0.05  # seconds between looks
+
+T = TypeVar("T")
+
+
+def wait_until(
+    found: Callable[[], T], anew: Callable[[], None], timeout: float, check: Callable[[], None] = lambda: None
+) -> T:
+    """What is found as soon as it is true, or after so many seconds; in between it is looked at anew."""
+    end = time.monotonic() + max(timeout, _PATIENCE)
+    while not (there := found()) and time.monotonic() < end:
+        check()
+        anew()
+        if not (there := found()):
+            time.sleep(_LOOK)
+    return there
+
+
+def look_anew(disk: Disk, path: str, made: Sequence[str] = ()) -> None:
+    """Makes a network's client look again at what it remembers of a directory and of those that were made above it.
+
+    Over NFS what was not there a moment ago may be taken for missing for as long as attributes are cached.
+    """
+    for directory in (*(os.path.dirname(one) for one in made), os.path.dirname(path), path):
+        with contextlib.suppress(OSError):  # what cannot be listed is found to be missing after all
+            disk.list(directory)
+
+
+@functools.lru_cache(maxsize=1000)
+def warn_of_closed(path: str, reason: str | None) -> None:
+    """Logs once that a path is passed over, and why."""
+    _log.warning("%s: it cannot be looked into (%s), and counts as no step", path, reason)
+
+
+@functools.lru_cache(maxsize=1)
+def warn_of_no_locks(path: str) -> None:
+    """Logs once what is not done for want of locks."""
+    _log.warning(
+        "%s: what killed saves have left here is not removed, for files cannot be locked on this file system; remove "
+        "what no manifest names yourself, when nobody saves, or mount it with locks (Lustre: -o flock)",
+        path,
+    )

@@ -1,0 +1,82 @@
+"""Imports run downwards: from the public calls to the threads below everything, and in no circle."""
+
+import ast
+import pathlib
+
+SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
+LAYERS = [  # from top to bottom
+    {"testing"},
+    {"__init__"},
+    {"_tools"},
+    {"_run"},
+    {"_save"},
+    {"_restore"},
+    {"formats"},
+    {"_processes"},
+    {"_pytree"},
+    {"rules"},
+    {"_rules"},
+    {"keep"},
+    {"stores"},
+    {"_core"},
+    {"_threads"},
+    {"errors", "_version"},
+]
+
+
+def _name(path: pathlib.Path) -> str:
+    parts = ["treering", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_name(path): path for path in SOURCE.rglob("*.py")}
+FLOOR = {name: len(LAYERS) - n for n, layer in enumerate(LAYERS) for name in layer}
+
+
+def _imports(module: str) -> set[str]:
+    """The modules of the library that a module imports when it is used, within functions too; not for types alone."""
+    tree = ast.parse(FILES[module].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            found |= {name if (name := f"{origin}.{alias.name}") in FILES else origin for alias in node.names}
+    return {name for name in found if name in FILES and name != module}
+
+
+GRAPH = {module: _imports(module) for module in FILES}
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_every_file_has_a_layer() -> None:
+    assert {_room(module) for module in FILES} == set().union(*LAYERS)
+
+
+def test_imports_run_downwards() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        for other in others
+        if _room(module) != _room(other) and FLOOR[_room(module)] <= FLOOR[_room(other)]
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    left = {module: set(others) for module, others in GRAPH.items()}
+    while leaves := [module for module, others in left.items() if not others]:
+        for module in leaves:
+            del left[module]
+        for others in left.values():
+            others.difference_update(leaves)
+    assert not left, "\n".join(f"{module} imports {', '.join(sorted(others))}" for module, others in left.items())
