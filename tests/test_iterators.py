@@ -369,5 +369,5 @@ def test_small_integers_in_states_are_encoded_as_in_array_files(dtype: str, expe
     array = np.array([1, -1 if dtype[0] == "i" else 3], np.int8).astype(dtype)
     kind, (_, text, shape, data) = _states.encode_state(array, "", 0)
     assert (kind, text, shape, base64.b64decode(data)) == ("array", dtype, [2], expected)
-    back = _states._decode([kind, [True, text, shape, data]], 0)
+    back = _states.decode_state([kind, [True, text, shape, data]], 0)
     assert back.dtype == dtype and back.tolist() == array.tolist()
