@@ -22,7 +22,7 @@ from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
 from treering._pytree import walk
-from treering._pytree.leaves import Content, Source
+from treering._pytree.leaves import Catalogue, LocalShard
 from treering._pytree.walk import Walk
 from treering._threads.gc import paused
 from treering.formats.treering import layout, manifest
@@ -106,30 +106,29 @@ def _child(kind: str) -> None:
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
     shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
-    content = Content(entries, {}, shardings, set(shardings), [])
+    catalogue = Catalogue(entries, {}, shardings, set(shardings))
     before = _forget_peak()
     begun = time.perf_counter()
     with paused():  # as in a save
-        shares = assignment.plan(content, _PROCESSES)
-        content.sources.extend(_sources(content, shares))
-        sources = assignment.handed_over(content, shares, 0)
-        pieces = assignment.pieces(entries, sources, shares, 0)
+        shares = assignment.plan(catalogue, _PROCESSES)
+        shards = assignment.to_stage(catalogue, _shards(catalogue, shares), shares, 0)
+        pieces = assignment.pieces(entries, shards, shares, 0)
         (file,) = layout.plan(entries, pieces, "0123456789ab", 0, _PROCESSES)
-        encoded = _manifest(walked, content, shares, file)
+        encoded = _manifest(walked, catalogue, shares, file)
     taken = time.perf_counter() - begun
     peak = _memory("VmHWM:") - before
     assert len(manifest.decode(encoded, "manifest").leaves) == len(entries)
     print(json.dumps({"plan of a save": taken, "memory of the plan": peak, "size of the manifest": len(encoded)}))
 
 
-def _sources(content: Content, shares: Mapping[int, Share]) -> list[Source]:
+def _shards(catalogue: Catalogue, shares: Mapping[int, Share]) -> list[LocalShard]:
     """What process 0 has, without the memory that would take."""
-    found: list[Source] = []
+    found: list[LocalShard] = []
     for leaf in shares:
-        entry: Any = content.entries[leaf]
-        for box in _own(assignment.layout_of(content.shardings[leaf], entry.shape)):
+        entry: Any = catalogue.entries[leaf]
+        for box in _own(assignment.layout_of(catalogue.shardings[leaf], entry.shape)):
             data = np.broadcast_to(np.float32(0), extent(box))
-            found.append(Source(leaf, box, data, data.dtype, data.nbytes, False))
+            found.append(LocalShard(leaf, box, data, data.dtype, data.nbytes, False))
     return found
 
 
@@ -138,11 +137,11 @@ def _own(whole: Layout) -> list[Box]:
     return [box for box, holders in zip(whole.boxes, whole.holders, strict=True) if 0 in holders]
 
 
-def _manifest(walked: Walk, content: Content, shares: Mapping[int, Share], file: ArrayFile) -> bytes:
+def _manifest(walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], file: ArrayFile) -> bytes:
     """The manifest when every process has written a file like that of process 0."""
     size, header = len(file.header) + file.nbytes, len(file.header)
     names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
-    rows = layout.rows(content, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
+    rows = layout.rows(catalogue, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,

@@ -1,5 +1,6 @@
 """Several processes: what one job saves together, any other restores; and nobody waits for the dead."""
 
+import os
 import pathlib
 import signal
 
@@ -86,6 +87,59 @@ report(all(same(back[key], value) for key, value in values.items()))
         )
         found = run_job(tmp_path, body, processes=fewer) if fewer < processes else []
         assert all(result.report for result in found)
+
+
+CHANGED = (
+    STATE
+    + """
+keys = tr.rules.drop("keys"), tr.rules.drop("none"), tr.rules.drop("name"), tr.rules.drop("step")
+in_place = [tr.rules.rename("rows", "renamed"), tr.rules.cast("columns", "bfloat16"), tr.rules.drop("alone")]
+across = [tr.rules.transpose("rows", (1, 0)), tr.rules.concat(["columns", "replicated"], "stacked", axis=1)]
+tree = state()
+tr.save(tmp / "in place", tree, rules=in_place, step=3)
+pending = tr.save_async(tmp / "across", tree, rules=across, metadata={"a": 1})
+tree["numpy"] += 1
+pending.result()
+tree["numpy"] -= 1
+tr.save(tmp / "bf16", tree, dtype="bfloat16")
+for format in FORMATS:
+    tr.save(tmp / format, tree, format=format, rules=[*keys, *in_place])
+    assert caught(tr.save, tmp / format, tree, format=format, rules=[*keys, *in_place])[0] == "ExistsError"
+assert caught(tr.save, tmp / "tensorflow", tree, format="tensorflow")[0] == "UnsupportedError"
+again = tr.save(tmp / "copy", tr.open(tmp / "across").select(["stacked", "rows", "step"]))
+report([again.nbytes > 0, sorted(os.listdir(tmp))])
+"""
+)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_save_with_rules_and_in_any_format(tmp_path: pathlib.Path, processes: int) -> None:
+    formats = ["safetensors", "flax", "orbax", "t5x", "levanter"]
+    results = run_job(tmp_path, CHANGED, processes=processes, FORMATS=formats)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    assert all(result.report[0] for result in results)
+    big = np.arange(512 * 1024, dtype=np.float32).reshape(512, 1024)
+    in_place = tr.restore(tmp_path / "in place")
+    assert len(list((tmp_path / "in place").glob("arrays-*"))) == processes
+    assert (in_place["renamed"] == big).all() and "rows" not in in_place and "alone" not in in_place
+    assert in_place["columns"].dtype == "bfloat16" and (in_place["columns"] == (big + 1).astype("bfloat16")).all()
+    assert tr.open(tmp_path / "in place")["renamed"].sharding is not None and tr.open(tmp_path / "in place").step == 3
+    across = tr.open(tmp_path / "across")
+    assert across.metadata == {"a": 1} and across["step"] == 7 and across["numpy"][-1] == 2_999_999
+    assert (across["rows"][...] == big.T).all()
+    assert (across["stacked"][...] == np.concatenate([big + 1, big + 2], axis=1)).all()
+    assert set(tr.open(tmp_path / "copy")) == {"stacked", "rows", "step"} and not tr.diff(
+        tmp_path / "copy", across.select(["stacked", "rows", "step"])
+    )
+    assert tr.restore(tmp_path / "bf16")["grid"].dtype == "bfloat16"
+    for name in ("in place", "across", "bf16", "copy", *formats):
+        assert tr.verify(tmp_path / name).ok, name
+        if name in formats:
+            found = tr.open(tmp_path / name)
+            assert found.format == name
+            root = found if "renamed" in found else found.at("target")
+            assert (root["renamed"][...] == big).all() and root["columns"].dtype == "bfloat16"
+            assert root["numpy"][-1] == 2_999_999
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import treering as tr
-from treering._save import options as _options
+from treering._restore import options as _options
 
 NAMES = [name for name in dir(tr) if name not in ("__version__", "errors", "keep")]
 
@@ -48,7 +48,7 @@ def test_what_formats_of_others_are_made_of() -> None:
     exec("from treering.formats import *", found)
     del found["__builtins__"]
     assert sorted(found) == formats.__all__
-    assert {"Format", "Reader", "Problem", "ArrayEntry", "ValueEntry", "Box", "register"} <= set(found)
+    assert {"Format", "Source", "Problem", "ArrayEntry", "ValueEntry", "Box", "register"} <= set(found)
     assert all(inspect.getdoc(value) for name, value in found.items() if name not in ("Box", "Entry", "Skeleton"))
 
 

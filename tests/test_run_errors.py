@@ -99,9 +99,9 @@ def test_all_that_a_call_says_is_remembered(tmp_path: pathlib.Path) -> None:
         raise ZeroDivisionError
     ckpt = tr.open(tmp_path)
     assert list(ckpt) == ["a"] and ckpt["a"].dtype == "bfloat16" and ckpt.metadata == {"x": 1}
-    from treering._run.last_state import SaveOptions
+    from treering._run.last_state import StepOptions
 
-    assert {*SaveOptions._fields, "step", "tree", "force"} == set(inspect.signature(ckpts.save).parameters)
+    assert {*StepOptions._fields, "step", "tree", "force"} == set(inspect.signature(ckpts.save).parameters)
 
 
 def test_metrics_are_saved_as_they_were_at_the_call(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import tracemalloc
 import types
 import weakref
 from typing import Any
@@ -25,7 +26,7 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._save import work
+from treering._save import stages
 from treering.formats.treering import layout
 from treering.stores.posix import Disk
 
@@ -126,10 +127,10 @@ def test_the_accelerator_path_copies_before_it_returns(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No accelerator here: CPU arrays are taken for device arrays, so that they are copied through pinned host memory.
-    from treering._pytree import leaves, live_tree
+    from treering._pytree import leaves, staging
 
     monkeypatch.setattr(leaves, "_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(live_tree, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    monkeypatch.setattr(staging, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     disk = use_disk(HeldDisk())
     mesh = jax.make_mesh((8,), ("x",), devices=jax.devices())
     spread = jax.device_put(np.arange(64.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
@@ -290,13 +291,13 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     watcher = use_disk(Watcher())
-    make = work.Feed
+    make = stages.Staging
 
     def feed(*args: Any) -> Any:
         watcher.feed = make(*args)
         return watcher.feed
 
-    monkeypatch.setattr(work, "Feed", feed)
+    monkeypatch.setattr(stages, "Staging", feed)
     sizes = [3_000_000, 5_000_000, 100, 9_000_000, 12_345_677, 8, 0, 4_000_000]
     tree = {str(n): np.full(size, n, np.uint8) for n, size in enumerate(sizes)}
     tr.save_async(tmp_path / "c", tree, memory_limit=limit).result()
@@ -305,6 +306,35 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     if limit is not None:
         assert max(watcher.held) <= max(limit, max(sizes))
     assert watcher.feed._held == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("format", ["treering", "safetensors", "flax", "orbax", "equinox", "t5x", "levanter"])
+def test_the_memory_limit_holds_with_rules_and_in_other_formats(
+    tmp_path: pathlib.Path, background: bool, format: str
+) -> None:
+    tree = {f"w{n:02}": np.ones((2 << 20, 2), np.float32)[:, 0] for n in range(60)}  # 8 MiB each, once copied
+    rules = [tr.rules.rename("w(..)", r"v\1")]
+    save = tr.save_async if background else tr.save
+    tracemalloc.start()
+    try:
+        found = save(
+            tmp_path / f"c{'.eqx' if format == 'equinox' else ''}",
+            tree,
+            format=format,
+            rules=rules,
+            memory_limit=16 << 20,
+        )
+        for array in tree.values():
+            array[:] = 2  # which must not come through
+        if background:
+            found.result()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 240 << 20  # and not 480 MiB; threads and what the formats encode come on top of the limit
+    (path,) = tmp_path.iterdir()
+    assert all((np.asarray(value) == 1).all() for value in tr.open(path).values())
 
 
 # Bad input

@@ -20,7 +20,7 @@ from treering._core.boxes import Box, Cells, extent, slices, whole
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
-from treering._pytree.leaves import Content, Source
+from treering._pytree.leaves import Catalogue, LocalShard
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.manifest import ArrayRow, piece_key
@@ -318,16 +318,16 @@ class State(NamedTuple):
     def entries(self) -> list[Entry]:
         return [ArrayEntry(f"leaf/{n}", "jax", v.dtype.name, v.shape) for n, v in enumerate(self.values)]
 
-    def content(self, process: int, copies: bool) -> Content:
-        """What a process has, as `collect` would describe it."""
-        sources: list[Source] = []
+    def described(self, process: int, copies: bool) -> tuple[Catalogue, list[LocalShard]]:
+        """What a process has, as `leaves.describe` would say it."""
+        shards: list[LocalShard] = []
         for leaf, (value, one) in enumerate(zip(self.values, self.layouts, strict=True)):
             for box, holders in zip(one.boxes, one.holders, strict=True):
                 if process in holders:
                     data = value[slices(box, whole(value.shape))].copy()
-                    sources.append(Source(leaf, box, data, value.dtype, data.nbytes, copies))
+                    shards.append(LocalShard(leaf, box, data, value.dtype, data.nbytes, copies))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
-        return Content(self.entries(), {}, dict.fromkeys(parts, object()), parts, sources)  # type: ignore[arg-type]
+        return Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts), shards  # type: ignore[arg-type]
 
     def shares(self) -> dict[int, Share]:
         arrays = [(one, value.itemsize) for one, value in zip(self.layouts, self.values, strict=True)]
@@ -351,7 +351,7 @@ def states(draw: st.DrawFn) -> State:
     return state
 
 
-def handed_bytes(source: Source) -> bytes:
+def handed_bytes(source: LocalShard) -> bytes:
     return np.ascontiguousarray(source.data).tobytes()
 
 
@@ -362,12 +362,12 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
     rebuilt = [np.zeros(value.nbytes, np.uint8).view(value.dtype).reshape(value.shape) for value in state.values]
     seen = [np.zeros(value.shape, int) for value in state.values]
     for process in range(state.count):
-        content = state.content(process, copies)
-        handed = assignment.handed_over(content, shares, process)
-        found = assignment.pieces(content.entries, handed, shares, process)
-        assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.written(content.entries, shares, process)
+        catalogue, shards = state.described(process, copies)
+        handed = assignment.to_stage(catalogue, shards, shares, process)
+        found = assignment.pieces(catalogue.entries, handed, shares, process)
+        assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.written(catalogue.entries, shares, process)
         for piece in found:
-            value, source = state.values[piece.leaf], handed[piece.source]
+            value, source = state.values[piece.leaf], handed[piece.shard]
             data = handed_bytes(source)[piece.begin : piece.begin + piece.nbytes]
             assert source.nbytes == len(handed_bytes(source)) and source.leaf == piece.leaf
             at = slices(piece.box, whole(value.shape))
@@ -390,10 +390,10 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 @unhurried
 @given(states())
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
-    content = state.content(0, False)
-    handed = assignment.handed_over(content, None, 0)
-    assert sorted(map(id, handed)) == sorted(map(id, content.sources))
-    found = assignment.pieces(content.entries, handed, None, 0)
+    catalogue, shards = state.described(0, False)
+    handed = assignment.to_stage(catalogue, shards, None, 0)
+    assert sorted(map(id, handed)) == sorted(map(id, shards))
+    found = assignment.pieces(catalogue.entries, handed, None, 0)
     assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
     falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
     assert falling == sorted(falling, reverse=True)
@@ -408,14 +408,14 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     buffers: list[tuple[safetensors.Header, bytes]] = []
     firsts: list[list[int]] = []
     for process in range(state.count):
-        content = state.content(process, False)
-        handed = assignment.handed_over(content, shares, process)
+        catalogue, shards = state.described(process, False)
+        handed = assignment.to_stage(catalogue, shards, shares, process)
         found = assignment.pieces(entries, handed, shares, process)
         files = layout.plan(entries, found, "token", process, state.count, header_limit)
         firsts.append([file.first for file in files])
         for n, file in enumerate(files):
             mine = found[file.first : files[n + 1].first if n + 1 < len(files) else None]
-            buffer = b"".join(handed_bytes(handed[p.source])[p.begin :][: p.nbytes] for p in mine)
+            buffer = b"".join(handed_bytes(handed[p.shard])[p.begin :][: p.nbytes] for p in mine)
             assert len(buffer) == file.nbytes and len(file.begins) == len(mine)
             names.append(file.name)
             buffers.append((safetensors.decode_header(bytearray(file.header), file.name), buffer))
@@ -424,7 +424,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     def order(process: int) -> Iterator[tuple[int, Box]]:
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, shares, process))
 
-    rows = layout.rows(state.content(0, False), shares, layout.Numbers(firsts, order))
+    rows = layout.rows(state.described(0, False)[0], shares, layout.Numbers(firsts, order))
     again = manifest.decode(encoded(rows, names), "here")
     for row, value in zip(again.leaves, state.values, strict=True):
         assert isinstance(row, ArrayRow)
@@ -487,7 +487,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
     wanted = value[slices(inner, whole(shape))]
     assert data.ravel()[assignment._offset(inner, outer)] == wanted.ravel()[0]
     for copies in (False, True):
-        part = assignment._part(Source(3, outer, data, data.dtype, data.nbytes, copies), inner)
+        part = assignment._part(LocalShard(3, outer, data, data.dtype, data.nbytes, copies), inner)
         assert (part.leaf, part.box, part.dtype, part.nbytes, part.copies) == (
             *(3, inner, data.dtype, wanted.nbytes, copies),
         )
@@ -515,16 +515,18 @@ def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int,
 # The plan of a whole tree
 
 
-def content_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process: int) -> Content:
+def catalogue_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process: int) -> Catalogue:
     """A tree of arrays by name: shape, dtype and sharding (None: NumPy arrays that every process has)."""
-    content = Content([], {}, {}, set(), [])
+    entries: list[Entry] = []
+    shardings: dict[int, Any] = {}
+    spread: set[int] = set()
     for n, (path, (shape, dtype, sharding)) in enumerate(leaves.items()):
-        content.entries.append(ArrayEntry(path, "jax" if sharding else "numpy", dtype, shape))
+        entries.append(ArrayEntry(path, "jax" if sharding else "numpy", dtype, shape))
         if sharding is not None:
-            content.shardings[n] = sharding
+            shardings[n] = sharding
             if any(device.process_index != process for device in sharding.device_set):
-                content.global_leaves.add(n)
-    return content
+                spread.add(n)
+    return Catalogue(entries, {}, shardings, spread)
 
 
 def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() -> None:
@@ -539,12 +541,11 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
         "empty": ((0, 8), "float32", NamedSharding(mesh, P(None, "y"))),
         "one": ((1 << 20, 2), "float32", own),
     }
-    contents = [content_of(leaves, process) for process in range(4)]
-    for content in contents:
-        content.entries.extend([content.entries[0].at("tied"), ValueEntry("step", "int", 7)])
-        content.tied[len(leaves)] = 0
-    assert [sorted(content.global_leaves) for content in contents] == [[0, 1, 2, 4, 5, 6]] * 3 + [[0, 1, 2, 4, 5]]
-    plans = [assignment.plan(content, 4, single) for content in contents for single in (None, {6: 3})]
+    catalogues = [catalogue_of(leaves, process) for process in range(4)]
+    more = [catalogues[0].entries[0].at("tied"), ValueEntry("step", "int", 7)]
+    catalogues = [one._replace(entries=[*one.entries, *more], tied={len(leaves): 0}) for one in catalogues]
+    assert [sorted(catalogue.global_leaves) for catalogue in catalogues] == [[0, 1, 2, 4, 5, 6]] * 3 + [[0, 1, 2, 4, 5]]
+    plans = [assignment.plan(catalogue, 4, single) for catalogue in catalogues for single in (None, {6: 3})]
     plain = [{n: (s.boxes, np.asarray(s.writers).tolist(), s.turn) for n, s in plan.items()} for plan in plans]
     assert all(sorted(one) == list(range(len(leaves))) for one in plain)
     assert all(one == plain[0] for one in plain[::2]) and all(one == plain[1] for one in plain[1::2])
@@ -553,7 +554,7 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
     boxes, writers, _ = plain[1][6]
     assert len(boxes) == 2 and set(writers) == {3}
     assert len(set(plain[0][3][1])) > 1  # what all have, all write
-    sizes = [(share, dtypes.itemsize(contents[0].entries[n].dtype)) for n, share in plans[0].items()]
+    sizes = [(share, dtypes.itemsize(catalogues[0].entries[n].dtype)) for n, share in plans[0].items()]
     assert written_bytes(sizes, 4).sum() == sum(
         math.prod(shape) * dtypes.itemsize(dtype) for shape, dtype, _ in leaves.values()
     )
@@ -623,7 +624,7 @@ class Figures(NamedTuple):
     seconds: float
     peak: int
     leaves: dict[str, Any]
-    content: Content
+    catalogue: Catalogue
     shares: dict[int, Share]
 
 
@@ -634,26 +635,26 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
         assignment.layout_of.cache_clear()
         assignment.held_by.cache_clear()
         leaves = make()
-        content = content_of(leaves, process)
+        catalogue = catalogue_of(leaves, process)
         if traced:
             tracemalloc.start()
         try:
             begun = time.perf_counter()
-            shares = assignment.plan(content, PROCESSES)
-            mine = assignment.written(content.entries, shares, process)
+            shares = assignment.plan(catalogue, PROCESSES)
+            mine = assignment.written(catalogue.entries, shares, process)
             seconds.append(time.perf_counter() - begun)
             if traced:
                 peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    loads = written_bytes([(one, itemsize_of(content, n)) for n, one in shares.items()], PROCESSES)
+    loads = written_bytes([(one, itemsize_of(catalogue, n)) for n, one in shares.items()], PROCESSES)
     assert sum(nbytes for _, _, nbytes in mine) == loads[process]
     assert loads.max() <= 1.25 * loads.mean() + MIB
-    return Figures(seconds[1], peak, leaves, content, shares)
+    return Figures(seconds[1], peak, leaves, catalogue, shares)
 
 
-def itemsize_of(content: Content, leaf: int) -> int:
-    entry: Any = content.entries[leaf]
+def itemsize_of(catalogue: Catalogue, leaf: int) -> int:
+    entry: Any = catalogue.entries[leaf]
     return dtypes.itemsize(entry.dtype)
 
 
@@ -668,7 +669,7 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
     def order(process: int) -> Iterator[tuple[int, Box]]:
         raise AssertionError("who has one file needs no order")
 
-    rows = layout.rows(found.content, found.shares, layout.Numbers([[0]] * PROCESSES, order))
+    rows = layout.rows(found.catalogue, found.shares, layout.Numbers([[0]] * PROCESSES, order))
     names = [f"arrays-7f3a9c-{n:05}-of-{PROCESSES:05}.safetensors" for n in range(PROCESSES)]
     data = encoded(rows, names)
     encoding = time.perf_counter() - begun

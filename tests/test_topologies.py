@@ -375,7 +375,7 @@ def read_box(disk: Disk, path: pathlib.Path, box: Any, mmap: bool | None) -> Non
     """Reads a part of an array, as a process does that has such a shard of it; checks it."""
     reader = Reader(disk, str(path))
     entry: Any = reader.entries["x"]
-    (found,) = reader.read([(entry, box)], map=mmap)
+    (found,) = reader.read([(entry, box)], mmap=mmap)
     (a, b), (c, d) = box
     width = entry.shape[1]
     wanted = (np.arange(a, b, dtype=np.int64)[:, None] * width + np.arange(c, d)).astype(np.float32)

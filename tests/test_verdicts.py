@@ -52,7 +52,7 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
             found = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "impl": entry.impl}
             ways: list[Any] = []
             for mmap in (False, True):
-                read = verdict_of(lambda e=entry, m=mmap: reader.read([(e, whole(e.shape))], map=m)[0])
+                read = verdict_of(lambda e=entry, m=mmap: reader.read([(e, whole(e.shape))], mmap=m)[0])
                 ways.append(read if isinstance(read, str) else {**found, "xxh3": digest(read)})
             leaves[name] = ways[0] if ways[0] == ways[1] else ways
         else:

@@ -16,7 +16,7 @@ import tensorstore
 
 import treering as tr
 from bundles import CODES, Bundle
-from treering._core.source import Reader
+from treering._core.source import Source
 from treering._pytree import walk
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from treering.formats import ArrayEntry, Box
@@ -187,7 +187,7 @@ class _Npy:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         try:
             array = np.load(self._path, mmap_mode="r" if all(self._shape) else None, allow_pickle=False)
         except Exception as error:
@@ -210,7 +210,7 @@ class NpyFolder:
         except OSError as error:
             return str(error)
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         try:
             index = msgspec.convert(json.loads(read_file(disk, os.path.join(path, INDEX))), _Index)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -225,10 +225,10 @@ class NpyFolder:
         found = [(re.fullmatch(r"npy-(\d+)", name), name) for name in names]
         return {int(m[1]): n for m, n in found if m and self.refuses(disk, os.path.join(folder, n)) is None}
 
-    def keeps(self, path: str, contents: Reader) -> tuple[str, ...]:
+    def keeps(self, path: str, contents: Source) -> tuple[str, ...]:
         return ("step", "metrics", "metadata")
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         if options:
             raise MismatchError(f"unknown options: {', '.join(options)}")
         entries = list(contents.entries.values())
@@ -238,7 +238,7 @@ class NpyFolder:
         with new_directory(disk, path, overwrite=overwrite, owned=lambda disk, path: disk.list(path)) as folder:
             return self.fill(disk, folder, contents)
 
-    def fill(self, disk: Disk, folder: str, contents: Reader) -> int:
+    def fill(self, disk: Disk, folder: str, contents: Source) -> int:
         entries: list[Any] = list(contents.entries.values())
         listed = [(self.key(entry.path), entry.dtype, entry.shape) for entry in entries]
         index = _Index(listed, contents.step, dict(contents.metrics), contents.metadata)
@@ -250,7 +250,7 @@ class NpyFolder:
     def key(self, path: str) -> str:
         return path
 
-    def _npy(self, contents: Reader, entry: Any) -> Any:
+    def _npy(self, contents: Source, entry: Any) -> Any:
         head = io.BytesIO()
         about = {"descr": np.dtype(entry.dtype).str, "fortran_order": False, "shape": entry.shape}
         np.lib.format.write_array_header_1_0(head, about)
@@ -287,8 +287,8 @@ def reading(read: Callable[[Any, np.ndarray, tuple[slice, ...]], Any]) -> dict[s
     """Arrays that are read in another way, from the whole and the slices that are wanted."""
 
     class Other(_Npy):
-        def read(self, box: Box, map: bool) -> np.ndarray:
-            whole = super().read(tuple((0, size) for size in self._shape), map)
+        def read(self, box: Box, mmap: bool) -> np.ndarray:
+            whole = super().read(tuple((0, size) for size in self._shape), mmap)
             return np.asarray(read(self, whole, tuple(slice(*ends) for ends in box)))
 
     return opening(lambda reader, disk: [setattr(array, "__class__", Other) for array in reader._arrays.values()])
@@ -297,7 +297,7 @@ def reading(read: Callable[[Any, np.ndarray, tuple[slice, ...]], Any]) -> dict[s
 def opening(change: Callable[[Any, Disk], Any]) -> dict[str, Any]:
     """A reader of which something is changed when it was opened."""
 
-    def open(self: NpyFolder, disk: Disk, path: str) -> Reader:
+    def open(self: NpyFolder, disk: Disk, path: str) -> Source:
         reader = NpyFolder.open(self, disk, path)
         change(reader, disk)
         return reader
@@ -305,10 +305,10 @@ def opening(change: Callable[[Any, Disk], Any]) -> dict[str, Any]:
     return {"open": open}
 
 
-def writing(before: Callable[[str, Reader], Any], change: int = 0) -> dict[str, Any]:
+def writing(before: Callable[[str, Source], Any], change: int = 0) -> dict[str, Any]:
     """Something that is done before what is right, no options, and a size that is not right."""
 
-    def write(self: NpyFolder, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self: NpyFolder, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         before(path, contents)
         return NpyFolder.write(self, disk, path, contents, overwrite=overwrite) + change
 
@@ -319,20 +319,20 @@ def claiming(look: Callable[[Disk, str], Any]) -> dict[str, Any]:
     return {"refuses": lambda self, disk, path: None if look(disk, path) else "there is none"}
 
 
-def write_in_place(self: Any, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+def write_in_place(self: Any, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
     os.makedirs(path, exist_ok=True)
     for name in disk.list(path):
         disk.unlink(os.path.join(path, name))
     return self.fill(disk, path, contents)
 
 
-def refuse_first(path: str, contents: Reader) -> None:
+def refuse_first(path: str, contents: Source) -> None:
     for entry in contents.entries.values():
         if not isinstance(entry, ArrayEntry) or entry.type == "key" or entry.dtype not in NUMPY:
             raise UnsupportedError(entry.path)
 
 
-def open_carelessly(self: NpyFolder, disk: Disk, path: str) -> Reader:
+def open_carelessly(self: NpyFolder, disk: Disk, path: str) -> Source:
     json.loads(read_file(disk, os.path.join(path, INDEX)))
     return NpyFolder.open(self, disk, path)
 
@@ -344,7 +344,7 @@ def kept(array: Any, whole: np.ndarray) -> np.ndarray:
 class Padded(_Npy):
     """Takes what is missing at the end of a file for zeros."""
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         data = Path(self._path).read_bytes()[128:] if os.path.exists(self._path) else b""
         array = np.zeros(self._shape, self._dtype)
         array.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)

@@ -136,7 +136,7 @@ def test_every_dtype(tmp_path: Path, kind: str) -> None:
         (part,) = found.read([(entry, box)])
         assert same(part, native[(*(slice(*one) for one in box), ...)])
         part[...] = part  # writable
-    assert not found.untold
+    assert not found.ambiguous_dtypes
     expected = eqx.tree_deserialise_leaves(path, arrays)
     assert all(same(x, y) for x, y in zip(tr.restore(path, like=arrays), expected, strict=True))
 
@@ -147,7 +147,8 @@ def test_dtypes_without_a_name_in_numpy_that_are_the_only_ones_of_their_code(tmp
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, arrays)
     ckpt = tr.open(path)
-    assert not reader(path).untold and all(same(x[...], y) for x, y in zip(ckpt.values(), arrays, strict=True))
+    assert not reader(path).ambiguous_dtypes
+    assert all(same(x[...], y) for x, y in zip(ckpt.values(), arrays, strict=True))
     assert all(same(x, y) for x, y in zip(tr.restore(path, like=arrays), arrays, strict=True))
     one = np.asarray(arrays[0])
     for order in "<|":
@@ -164,7 +165,7 @@ def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, [*arrays, np.arange(3, dtype=np.uint8)])
     found = reader(path)
-    assert found.untold == {"0", "1", "2"}
+    assert found.ambiguous_dtypes == {"0", "1", "2"}
     for entry, array in zip(found.entries.values(), arrays, strict=False):
         assert entry.dtype == "uint8" and entry.shape == array.shape
         assert found.read([(entry, whole(entry.shape))])[0].tobytes() == np.asarray(array).tobytes()

@@ -207,7 +207,7 @@ def test_opening_reads_the_header_alone_and_a_slice_its_rows(tmp_path: Path) -> 
     reader = format.open(disk, str(path))
     assert disk.nbytes < 1000
     entry: Any = reader.entries["big"]
-    (array,) = reader.read([(entry, ((5, 7), (0, 2**10)))], map=False)
+    (array,) = reader.read([(entry, ((5, 7), (0, 2**10)))], mmap=False)
     assert array.shape == (2, 2**10) and disk.nbytes < 10_000
     (array,) = reader.read([(entry, ((0, 2**20), (3, 4)))])
     assert array.shape == (2**20, 1) and disk.nbytes < 10_000  # a view
@@ -768,7 +768,7 @@ def whatever(path: Path) -> None:
         reader = formats.get("safetensors").open(stores.DISK, str(path))
         for entry in reader.entries.values():
             assert isinstance(entry, ArrayEntry)
-            assert reader.read([(entry, whole(entry.shape))], map=False)[0].shape == entry.shape
+            assert reader.read([(entry, whole(entry.shape))], mmap=False)[0].shape == entry.shape
             assert reader.read([(entry, whole(entry.shape))])[0].shape == entry.shape
         list(reader.problems())
     except TreeringError:

@@ -271,7 +271,7 @@ def test_opening_reads_the_index_alone_and_a_slice_its_rows(tmp_path: Path) -> N
     reader = format.open(disk, str(path))
     assert disk.nbytes < 2000
     found: Any = reader.entries["big"]
-    (array,) = reader.read([(found, ((5, 7), (0, 2**10)))], verify=False, map=False)
+    (array,) = reader.read([(found, ((5, 7), (0, 2**10)))], verify=False, mmap=False)
     assert array.shape == (2, 2**10) and disk.nbytes < 20_000
 
 
@@ -286,9 +286,9 @@ def test_checksums_are_tested_once_and_only_if_wanted(tmp_path: Path) -> None:
     reader = formats.get("tensorflow").open(disk, str(path))
     entry: Any = reader.entries["a"]
     before = disk.nbytes
-    reader.read([(entry, ((0, 1), (0, 10)))], map=False)
+    reader.read([(entry, ((0, 1), (0, 10)))], mmap=False)
     assert disk.nbytes - before == 4000 + 40
-    reader.read([(entry, ((1, 2), (0, 10)))], map=False)
+    reader.read([(entry, ((1, 2), (0, 10)))], mmap=False)
     assert disk.nbytes - before == 4000 + 80
     good = data.read_bytes()
     for position, name in [(0, "a"), (3999, "a"), (4000, "b"), (4033, "c"), (len(good) - 1, "c")]:

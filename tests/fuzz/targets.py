@@ -32,7 +32,7 @@ def _all_of(reader: Any) -> None:
         if not hasattr(entry, "shape"):
             entry.decode()
         elif np.prod(entry.shape, dtype=object) <= _MOST:
-            reader.read([(entry, whole(entry.shape))], map=False)
+            reader.read([(entry, whole(entry.shape))], mmap=False)
 
 
 def _of_file(open: Callable[[str], Any]) -> Callable[[bytes, Path], None]:

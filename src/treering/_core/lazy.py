@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import dtypes
 from .boxes import Box, whole
 from .entries import ArrayEntry
-from .source import Reader
+from .source import Source
 
 if TYPE_CHECKING:
     import jax
@@ -21,7 +21,7 @@ class LazyArray:
     >>> ckpt["params/w"][100:200, :]
     """
 
-    def __init__(self, reader: Reader, entry: ArrayEntry):
+    def __init__(self, reader: Source, entry: ArrayEntry):
         self._reader, self._entry = reader, entry
 
     @property
@@ -90,7 +90,7 @@ class LazyArray:
         return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
 
 
-def recorded_sharding(reader: Reader, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
+def recorded_sharding(reader: Source, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
     """How an array was spread when it was saved, on a mesh without devices; None where that is not known."""
     found = reader.sharding(entry)
     if found is None:
@@ -108,7 +108,7 @@ def recorded_sharding(reader: Reader, entry: ArrayEntry) -> "jax.sharding.NamedS
 class _Part:
     """A box of an array that is still in its checkpoint."""
 
-    def __init__(self, reader: Reader, entry: ArrayEntry, box: Box):
+    def __init__(self, reader: Source, entry: ArrayEntry, box: Box):
         self._reader, self._entry, self._box = reader, entry, box
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":

@@ -26,7 +26,7 @@ class Problem(NamedTuple):
         return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
 
 
-class Reader(Protocol):
+class Source(Protocol):
     """An open checkpoint of some format: a catalogue of entries by path, and their contents on request.
 
     `skeleton` is None where the format records no tree.
@@ -70,7 +70,7 @@ class Reader(Protocol):
         ...
 
     @property
-    def untold(self) -> frozenset[str]:
+    def ambiguous_dtypes(self) -> frozenset[str]:
         """Paths of arrays of `uint8` whose dtype may be any of that size: only a template knows."""
         ...
 
@@ -82,12 +82,12 @@ class Reader(Protocol):
         """How an array was spread when it was saved, where that is known."""
         ...
 
-    def maps(self, wish: bool | None) -> bool:
+    def can_mmap(self, requested: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""
         ...
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
         """The boxes of the arrays, each in memory that is the caller's to change."""
         ...

@@ -10,7 +10,7 @@ from . import dtypes
 from .boxes import Box, extent, intersect, slices, whole
 from .entries import ArrayEntry, Entry, ValueEntry
 from .skeleton import Skeleton
-from .source import Problem, Reader
+from .source import Problem, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,16 +174,16 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
 
 
 class View:
-    """A reader of leaves that are made of another reader's, as `treering.formats.Reader`."""
+    """A reader of leaves that are made of another reader's, as `treering.formats.Source`."""
 
     identity = ""
 
     def __init__(
-        self, reader: Reader, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
+        self, reader: Source, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
     ):
         self._reader, self.leaves = reader, leaves
         self.positional = positional
-        self.untold = reader.untold & leaves.keys() if positional else frozenset[str]()
+        self.ambiguous_dtypes = reader.ambiguous_dtypes & leaves.keys() if positional else frozenset[str]()
         self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
         self.step: int | None = reader.step
@@ -202,6 +202,19 @@ class View:
         found = self.leaves[path].source
         return self._reader.source(found) if isinstance(self._reader, View) else found
 
+    def is_elementwise(self, path: str) -> bool:
+        """Whether each element of an array is made of the one in the same place, in what is not a view itself."""
+        leaf = self.leaves[path]
+        below = not isinstance(self._reader, View) or self._reader.is_elementwise(leaf.source)
+        return below and (leaf.plain or leaf.in_place)
+
+    def origins(self, path: str) -> "list[tuple[ArrayEntry, Box]]":
+        """What an array is made of, in what is not a view itself."""
+        needs = self.leaves[path].plan_of(whole(self.leaves[path].array.shape)).needs
+        if not isinstance(self._reader, View):
+            return needs
+        return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
+
     def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
         """The same with other leaves, of the same reader, and all that lies beside the tree."""
         view = View(self._reader, leaves, skeleton)
@@ -218,15 +231,15 @@ class View:
         ((source, _),) = leaf.plan_of(whole(leaf.array.shape)).needs
         return self._reader.sharding(source)
 
-    def maps(self, wish: bool | None) -> bool:
+    def can_mmap(self, requested: bool | None) -> bool:
         plain = all(leaf.plain or leaf.plan is None for leaf in self.leaves.values())
-        return plain and self._reader.maps(wish)
+        return plain and self._reader.can_mmap(requested)
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
-        found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, map=map)
+        found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
         arrays = list(each(plans, found))
         owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):

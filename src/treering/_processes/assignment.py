@@ -18,7 +18,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_of, extent, intersect, slices, whole
 from .._core.entries import ArrayEntry
-from .._pytree.leaves import Content, Source
+from .._pytree.leaves import Catalogue, LocalShard
 
 _LEAST = 1 << 20  # bytes; what is smaller is not cut up among its holders
 _FINER = 8  # times as many cells as parts keep what is written within an eighth of what is fair
@@ -57,11 +57,11 @@ class Layout:
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What this process writes of a leaf, or a run of it: `nbytes` bytes from `begin` of what a source hands over."""
+    """What this process writes of a leaf, or a run of it: `nbytes` bytes from `begin` of what a shard hands over."""
 
     leaf: int
     box: Box
-    source: int
+    shard: int
     begin: int
     nbytes: int
 
@@ -129,20 +129,21 @@ def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
     return Layout(boxes, (holders,) * len(boxes))
 
 
-def plan(content: Content, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
+def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
     """Who writes each array of a tree that all processes of a job have.
 
     What each process has for itself counts as held by all of them, but for the leaves in `single`, which exist in
     one process. The global arrays are shared out first, so that their writers do not depend on `single`.
     """
-    leaves = [n for n, entry in enumerate(content.entries) if isinstance(entry, ArrayEntry) and n not in content.tied]
+    arrays = (n for n, entry in enumerate(catalogue.entries) if isinstance(entry, ArrayEntry))
+    leaves = [n for n in arrays if n not in catalogue.tied]
     together: dict[int, tuple[Layout, int]] = {}
     apart: dict[int, tuple[Layout, int]] = {}
     for n in leaves:
-        entry: Any = content.entries[n]
-        layout = layout_of(content.shardings[n], entry.shape) if n in content.shardings else None
+        entry: Any = catalogue.entries[n]
+        layout = layout_of(catalogue.shardings[n], entry.shape) if n in catalogue.shardings else None
         itemsize = dtypes.itemsize(entry.dtype)
-        if layout and n in content.global_leaves and owner(layout) is None:
+        if layout and n in catalogue.global_leaves and owner(layout) is None:
             together[n] = layout, itemsize
         else:
             boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
@@ -172,41 +173,43 @@ def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]
     return {leaf: Share(own, [0] * len(own)) for leaf, own in boxes.items()}
 
 
-def handed_over(content: Content, shares: Mapping[int, Share] | None, index: int) -> list[Source]:
-    """What process `index` hands over, in the order in which it is written; without `shares`, all that it has.
+def to_stage(
+    catalogue: Catalogue, shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
+) -> list[LocalShard]:
+    """What process `index` stages of its shards, in the order in which it is written; without `shares`, all of them.
 
     Of global arrays that is what it writes; of what it has for itself everything, for that is to be compared with
     what the other processes have.
     """
     if shares is None:
-        return sorted(content.sources, key=_misalignment)
-    own = _by_leaf(content.sources)
-    chosen: dict[int, Source] = {}
-    for leaf, box, _ in written(content.entries, shares, index):
+        return sorted(shards, key=_misalignment)
+    own = _by_leaf(shards)
+    chosen: dict[int, LocalShard] = {}
+    for leaf, box, _ in written(catalogue.entries, shares, index):
         if leaf in own:  # or it exists in another process only, which will turn out
-            n, source = _containing(own[leaf], box)
-            if leaf in content.global_leaves and source.box != box:
-                chosen[len(content.sources) + len(chosen)] = _part(source, box)
+            n, shard = _containing(own[leaf], box)
+            if leaf in catalogue.global_leaves and shard.box != box:
+                chosen[len(shards) + len(chosen)] = _part(shard, box)
             else:
-                chosen[n] = source
-    compared = (n for n, source in enumerate(content.sources) if source.leaf not in content.global_leaves)
-    return list({**chosen, **{n: content.sources[n] for n in compared}}.values())
+                chosen[n] = shard
+    compared = (n for n, shard in enumerate(shards) if shard.leaf not in catalogue.global_leaves)
+    return list({**chosen, **{n: shards[n] for n in compared}}.values())
 
 
 def pieces(
-    entries: Sequence[Any], sources: Sequence[Source], shares: Mapping[int, Share] | None, index: int
+    entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
 ) -> list[Piece]:
-    """What process `index` writes, in order; without `shares`, the sources as they are.
+    """What process `index` writes, in order; without `shares`, the shards as they are.
 
     Those with one leaf and box are one piece, in several runs.
     """
     if shares is None:
-        return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(sources)]
-    own = _by_leaf(sources)
+        return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(shards)]
+    own = _by_leaf(shards)
     found: list[Piece] = []
     for leaf, box, nbytes in written(entries, shares, index):
-        n, source = _containing(own[leaf], box)
-        begin = dtypes.itemsize(entries[leaf].dtype) * _offset(box, source.box)
+        n, shard = _containing(own[leaf], box)
+        begin = dtypes.itemsize(entries[leaf].dtype) * _offset(box, shard.box)
         found.append(Piece(leaf, box, n, begin, nbytes))
     return found
 
@@ -226,11 +229,11 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
     return found
 
 
-def _misalignment(source: Source) -> int:
-    """Of the piece that a source is a part of, for its parts stay together."""
-    if source.piece is None:
-        return alignment(source.nbytes)
-    return alignment(math.prod(extent(source.piece)) * np.dtype(source.dtype).itemsize)
+def _misalignment(shard: LocalShard) -> int:
+    """Of the piece that a shard is a part of, for its parts stay together."""
+    if shard.piece is None:
+        return alignment(shard.nbytes)
+    return alignment(math.prod(extent(shard.piece)) * np.dtype(shard.dtype).itemsize)
 
 
 def alignment(nbytes: int) -> int:
@@ -238,23 +241,23 @@ def alignment(nbytes: int) -> int:
     return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 
-def _by_leaf(sources: Sequence[Source]) -> dict[int, list[tuple[int, Source]]]:
-    found: dict[int, list[tuple[int, Source]]] = {}
-    for n, source in enumerate(sources):
-        found.setdefault(source.leaf, []).append((n, source))
+def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalShard]]]:
+    found: dict[int, list[tuple[int, LocalShard]]] = {}
+    for n, shard in enumerate(shards):
+        found.setdefault(shard.leaf, []).append((n, shard))
     return found
 
 
-def _containing(sources: Sequence[tuple[int, Source]], box: Box) -> tuple[int, Source]:
-    """The source with a box in it, and its number."""
-    return next(one for one in sources if one[1].box == box or intersect(one[1].box, box) == box)
+def _containing(shards: Sequence[tuple[int, LocalShard]], box: Box) -> tuple[int, LocalShard]:
+    """The shard with a box in it, and its number."""
+    return next(one for one in shards if one[1].box == box or intersect(one[1].box, box) == box)
 
 
-def _part(source: Source, box: Box) -> Source:
-    """A part of a source by itself: of an array on an accelerator no more than that is to be copied."""
-    data = source.data if source.copies else np.asarray(source.data)
-    data = data[slices(box, source.box)]
-    return Source(source.leaf, box, data, source.dtype, math.prod(extent(box)) * source.dtype.itemsize, source.copies)
+def _part(shard: LocalShard, box: Box) -> LocalShard:
+    """A part of a shard by itself: of an array on an accelerator no more than that is to be copied."""
+    data = shard.data if shard.copies else np.asarray(shard.data)
+    data = None if data is None else data[slices(box, shard.box)]  # or it is read on demand
+    return LocalShard(shard.leaf, box, data, shard.dtype, math.prod(extent(box)) * shard.dtype.itemsize, shard.copies)
 
 
 def _offset(box: Box, origin: Box) -> int:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from .._core.entries import ArrayEntry
+from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
 from .._core.text import describe, shorten
 from .._pytree import iterators
-from .._pytree.leaves import Content
-from .._pytree.live_tree import Feed
+from .._pytree.leaves import Catalogue
+from .._pytree.staging import Supply
 from ..errors import CorruptError, MismatchError, TreeringError
 from ..stores.reading import ReplacedError
 from .assignment import Layout, layout_of, owner
@@ -27,76 +27,82 @@ _SHOWN = 20  # differences
 _TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
 
 
-def settle(call: Call, tree: Skeleton, content: Content, feed: Feed) -> dict[int, int]:
+def check_consistent(
+    call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply
+) -> tuple[Catalogue, dict[int, int]]:
     """Compares the trees; returns the leaves that exist in one process only, and in which.
+
+    The catalogue that comes back has the states of the iterators of all processes, in process 0, which writes them.
 
     Raises `MismatchError` that names the paths which differ, in every process.
     """
     if call.count == 1:
-        return {}
+        return catalogue, {}
     call.doing("comparing")
-    remote = _remote(content)
-    digests = _digests(content, feed)
-    rows = [_row(content, leaf) for leaf in range(len(content.entries))]
+    remote = _remote(catalogue)
+    digests = _digests(catalogue, staging)
+    rows = [_row(catalogue, leaf) for leaf in range(len(catalogue.entries))]
     word = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
-    odd, found = call.agree(word, lambda words: _compare(content, words))
+    odd, found = call.agree(word, lambda words: _compare(catalogue, words))
     single: dict[int, int] = dict(found)
     if single and odd is None:  # now it is known which leaves are not to be compared
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
         odd = call.agree(contents, lambda words: next((n for n, w in enumerate(words) if w != words[0]), None))
     if odd is None:
-        _join_iterators(call, content)
+        catalogue = _with_all_iterators(call, catalogue)
     else:
         ours = [[*row, "" if leaf in single else digests.get(leaf, "")] for leaf, row in enumerate(rows)]
         call.agree(ours if call.index == odd else None, lambda words: _raise_differences(ours, words[odd], odd))
-    return single
+    return catalogue, single
 
 
-def _join_iterators(call: Call, content: Content) -> None:
-    """Gives process 0, which writes the manifest, the states of the iterators of all processes."""
-    own = {n: entry for n, entry in enumerate(content.entries) if entry.type == "iterator"}
+def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
+    """The catalogue with the states of the iterators of all processes in process 0."""
+    own = {n: entry for n, entry in enumerate(catalogue.entries) if entry.type == "iterator"}
     if not own:
-        return
+        return catalogue
+    joined: dict[int, Entry] = dict(own)
 
     def join(words: Sequence[Any]) -> None:
         for n, states in zip(own, zip(*words, strict=True), strict=True):
-            content.entries[n] = iterators.together(own[n].path, states)
+            joined[n] = iterators.together(own[n].path, states)
 
     call.agree([iterators.state(entry) for entry in own.values()], join)
+    return catalogue._replace(entries=[joined.get(n, entry) for n, entry in enumerate(catalogue.entries)])
 
 
-def _remote(content: Content) -> dict[int, int]:
+def _remote(catalogue: Catalogue) -> dict[int, int]:
     """The leaves that another process has for itself."""
-    layouts = {n: layout_of(content.shardings[n], _shape(content, n)) for n in content.global_leaves}
+    layouts = {n: layout_of(catalogue.shardings[n], _shape(catalogue, n)) for n in catalogue.global_leaves}
     return {n: process for n, layout in layouts.items() if (process := owner(layout)) is not None}
 
 
-def _shape(content: Content, leaf: int) -> tuple[int, ...]:
-    entry = content.entries[leaf]
+def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
+    entry = catalogue.entries[leaf]
     assert isinstance(entry, ArrayEntry)
     return entry.shape
 
 
-def _digests(content: Content, feed: Feed) -> dict[int, str]:
+def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
     """Of what this process has for itself, the checksum of each leaf's bytes."""
-    own = [n for n, source in enumerate(feed.sources) if source.leaf not in content.global_leaves]
+    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in catalogue.global_leaves]
     found: dict[int, xxhash.xxh3_64] = {}
-    for n in sorted(own, key=lambda n: (feed.sources[n].leaf, feed.sources[n].box)):
-        found.setdefault(feed.sources[n].leaf, xxhash.xxh3_64()).update(feed.peek(n).data)
+    for n in sorted(own, key=lambda n: (staging.shards[n].leaf, staging.shards[n].box)):
+        found.setdefault(staging.shards[n].leaf, xxhash.xxh3_64()).update(staging.peek(n).data)
     return {leaf: digest.hexdigest() for leaf, digest in found.items()}
 
 
-def _row(content: Content, leaf: int) -> list[str]:
+def _row(catalogue: Catalogue, leaf: int) -> list[str]:
     """What must be the same in every process but for the bytes: path, kind and value, placement."""
-    entry = content.entries[leaf]
+    entry = catalogue.entries[leaf]
     if entry.type == "iterator":  # each process has its own state
         return [entry.path, "iterator", ""]
     if not isinstance(entry, ArrayEntry):
         return [entry.path, f"{entry.type} {shorten(entry.decode())}", _hash(entry.value)]
-    placement = content.tied.get(leaf)
-    if leaf in content.shardings:
-        layout = layout_of(content.shardings[leaf], entry.shape)
-        split = leaf in content.global_leaves and owner(layout) is None
+    placement = catalogue.tied.get(leaf)
+    if leaf in catalogue.shardings:
+        layout = layout_of(catalogue.shardings[leaf], entry.shape)
+        split = leaf in catalogue.global_leaves and owner(layout) is None
         if split or len(layout.boxes) > 1:  # another process has one that is whole on one device
             placement = _placement(layout, split)
     return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
@@ -111,7 +117,7 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(value))
 
 
-def _compare(content: Content, words: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
+def _compare(catalogue: Catalogue, words: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
     """The first process whose tree differs from that of process 0, and the leaves of single processes."""
     trees, contents, remotes = zip(*words, strict=True)
     single = dict(pair for remote in remotes for pair in remote)
@@ -120,7 +126,7 @@ def _compare(content: Content, words: Sequence[Any]) -> tuple[int | None, list[t
         if dict(remote) != expected:
             leaf = next(leaf for leaf in single if dict(remote).get(leaf) != expected.get(leaf))
             raise MismatchError(
-                f"{content.entries[leaf].path}: it lies on the devices of process {single[leaf]} alone, according to "
+                f"{catalogue.entries[leaf].path}: it lies on the devices of process {single[leaf]} alone, according to "
                 f"some processes, but not to process {process}; expected the same array in all"
             )
     differing = (n for n in range(len(words)) if trees[n] != trees[0] or (not single and contents[n] != contents[0]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
-    from .._core.source import Reader
+    from .._core.source import Source
 
 _log = logging.getLogger("treering")
 
@@ -60,7 +60,7 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
 class Watched:
     """A reader that tells how many bytes it has read."""
 
-    def __init__(self, reader: "Reader", moved: Callable[[int], None]):
+    def __init__(self, reader: "Source", moved: Callable[[int], None]):
         self._reader, self._moved = reader, moved
 
     def __getattr__(self, name: str) -> Any:

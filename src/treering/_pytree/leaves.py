@@ -3,7 +3,7 @@
 import functools
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,17 +32,17 @@ _FUNCTIONS = (
     np.ufunc,
     jnp.ufunc,
 )
-_SLICE = 16 << 20  # bytes of an array in a checkpoint that are read at a time
+SLICE_BYTES = 16 << 20  # bytes of an array in a checkpoint that are read at a time
 # Leaves that only stand where an array is shared from elsewhere in the tree.
 _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
 
-class Source(msgspec.Struct, gc=False):
+class LocalShard(msgspec.Struct, gc=False):
     """A part of an array leaf that this process has.
 
-    `data` is the array that holds it until its bytes are handed over, and `dtype` what is stored; `copies` says
+    `data` is the array that holds it until its bytes are staged, and `dtype` what is stored; `copies` says
     that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
-    caller may change them. A piece that is too large to be handed over at once is that of several sources, one
+    caller may change them. A piece that is too large to be staged at once is that of several shards, one
     after the other, and their `piece`.
     """
 
@@ -55,100 +55,104 @@ class Source(msgspec.Struct, gc=False):
     piece: Box | None = None
 
 
-class Content(NamedTuple):
-    """Everything a save writes, described before anything is copied.
+class Catalogue(NamedTuple):
+    """The leaves of a tree, by their numbers in tree order, and where their bytes lie; not the bytes.
 
-    `entries` are in tree order. `tied` maps a leaf to the earlier one that is the same array object, and
-    `shardings` the leaves that are spread over devices to how; `global_leaves` are those of them of which this
-    process has a part only, or nothing. `sources` are what it has, each part once.
+    `tied` maps a leaf to the earlier one that is the same array object, and `shardings` the leaves that are spread over
+    devices to how; `global_leaves` are those of them of which this process has a part only, or nothing.
     """
+
+    entries: Sequence[Entry]
+    tied: Mapping[int, int]
+    shardings: Mapping[int, jax.sharding.Sharding]
+    global_leaves: Collection[int]
+
+
+class _Found(NamedTuple):
+    """A catalogue while it is made, and the shards that this process has, each once."""
 
     entries: list[Entry]
     tied: dict[int, int]
     shardings: dict[int, jax.sharding.Sharding]
     global_leaves: set[int]
-    sources: list[Source]
+    shards: list[LocalShard]
 
 
-def collect(
+def describe(
     paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
-) -> Content:
-    """Describes every leaf and finds where the bytes of the arrays are.
+) -> tuple[Catalogue, list[LocalShard]]:
+    """The catalogue of a flattened tree, and the shards that this process has of it, each once.
 
     `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
     the caller goes on while they are written, and `alone` that the job has no other processes. Raises one
     `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else dtypes.asked(dtype)
-    content = Content([], {}, {}, set(), [])
+    found = _Found([], {}, {}, set(), [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         try:
             kind = _kind(type(leaf))
             if kind == "value":
-                content.entries.append(ValueEntry(path, *encode(leaf)))
+                found.entries.append(ValueEntry(path, *encode(leaf)))
             elif kind == "entry":  # of a checkpoint
-                content.entries.append(leaf.at(path))
+                found.entries.append(leaf.at(path))
             elif kind == "iterator":
-                content.entries.append(iterators.together(path, [iterators.state_of(leaf)]))
+                found.entries.append(iterators.together(path, [iterators.state_of(leaf)]))
             elif kind == "function":
-                content.entries.append(ValueEntry(path, "function", _function_name(leaf)))
+                found.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
-                content.tied[n] = first_use[id(leaf)]
-                content.entries.append(content.entries[content.tied[n]].at(path))
+                found.tied[n] = first_use[id(leaf)]
+                found.entries.append(found.entries[found.tied[n]].at(path))
             else:
                 if kind in ("numpy", "numpy-scalar"):
-                    _add_numpy(content, path, kind, np.asarray(leaf), cast, detach)
+                    _add_numpy(found, path, kind, np.asarray(leaf), cast, detach)
                 elif kind == "lazy":
-                    _add_lazy(content, path, leaf, cast, alone)
+                    _add_lazy(found, path, leaf, cast, alone)
                 else:
-                    _add_jax(content, path, kind, leaf, cast, alone)
+                    _add_jax(found, path, kind, leaf, cast, alone)
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
-            content.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
+            found.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
-    return content
+    return Catalogue(*found[:-1]), found.shards
 
 
-def host_bytes(source: Source, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a source that must be copied, C-ordered and little-endian, in memory of their own.
+def host_bytes(shard: LocalShard, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
 
-    `data` is the source's array, or what became of it on the host.
+    `data` is the shard's array, or what became of it on the host.
     """
     array = np.asarray(data)
-    if array.dtype != source.dtype or not array.flags.c_contiguous or isinstance(source.data, np.ndarray):
-        array = dtypes.cast(array, source.dtype)
+    if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(shard.data, np.ndarray):
+        array = dtypes.cast(array, shard.dtype)
     return dtypes.whole_bytes(array).reshape(-1).view(np.uint8)
 
 
-def lazy_sources(leaf: int, array: LazyArray, stored: np.dtype[Any], *, sliced: bool = True) -> Iterator[Source]:
-    """The parts of an array that is still in a checkpoint, each of which is read when its bytes are wanted."""
-    box = whole(array.shape)
-    for part in in_slices(array.shape, stored.itemsize, _SLICE) if sliced else (box,):
-        yield Source(leaf, part, array.part(part), stored, math.prod(extent(part)) * stored.itemsize, True, box)
-
-
-def _add_lazy(content: Content, path: str, array: LazyArray, cast: Any, alone: bool) -> None:
+def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool) -> None:
     entry = array.entry
     stored, text, _ = _storage(array.dtype, None if entry.type == "key" else cast)
-    leaf = len(content.entries)
-    content.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
-    content.sources.extend(lazy_sources(leaf, array, stored, sliced=alone))
+    leaf = len(found.entries)
+    found.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
+    box = whole(array.shape)
+    for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
+        nbytes = math.prod(extent(part)) * stored.itemsize
+        found.shards.append(LocalShard(leaf, part, array.part(part), stored, nbytes, True, box))
 
 
-def _add_numpy(content: Content, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
+def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
     stored, text, packed = _storage(array.dtype, cast)
-    leaf = len(content.entries)
-    content.entries.append(ArrayEntry(path, kind, text, array.shape))
+    leaf = len(found.entries)
+    found.entries.append(ArrayEntry(path, kind, text, array.shape))
     copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    content.sources.append(Source(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
+    found.shards.append(LocalShard(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
 
 
-def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any, alone: bool) -> None:
+def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: bool) -> None:
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
@@ -156,20 +160,20 @@ def _add_jax(content: Content, path: str, kind: Any, array: Any, cast: Any, alon
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself
     stored, text, packed = _storage(aval.dtype, cast)
-    leaf = len(content.entries)
+    leaf = len(found.entries)
     kind = "jax-weak" if aval.weak_type else kind
-    content.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
+    found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
     copies = packed or aval.dtype != stored or not _on_cpu(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        content.sources.append(Source(leaf, whole(aval.shape), array, stored, nbytes, copies))
+        found.shards.append(LocalShard(leaf, whole(aval.shape), array, stored, nbytes, copies))
         return
-    content.shardings[leaf] = sharding
+    found.shardings[leaf] = sharding
     if not (alone or array.is_fully_addressable):
-        content.global_leaves.add(leaf)
+        found.global_leaves.add(leaf)
     for box, data in local_shards(array):
-        content.sources.append(Source(leaf, box, data, stored, data.size * stored.itemsize, copies))
+        found.shards.append(LocalShard(leaf, box, data, stored, data.size * stored.itemsize, copies))
 
 
 @functools.lru_cache(maxsize=512)

@@ -12,12 +12,12 @@ from .._core.entries import ArrayEntry, Entry, ValueEntry, check_whole, fits, is
 from .._core.lazy import LazyArray
 from .._core.paths import all_meant, below, closest, few, meant
 from .._core.skeleton import Skeleton
-from .._core.source import Reader
+from .._core.source import Source
 from .._core.tracebacks import methods_at_the_caller
 from ..errors import NotFoundError
 
 if TYPE_CHECKING:
-    from .._save.options import RestoreOptions
+    from .._restore.options import RestoreOptions
     from ..rules import Rule
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
     """
 
-    def __init__(self, reader: Reader, entries: Mapping[str, Entry], skeleton: Skeleton | None, part: str = ""):
+    def __init__(self, reader: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, part: str = ""):
         self._reader, self._entries, self._skeleton, self._part = reader, entries, skeleton, part
 
     @property
@@ -146,7 +146,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         leaves = apply(rules, views.leaves_of(self._entries))
         # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.
         numbered = self._reader.positional and [path for path in self._entries if path in leaves] == list(leaves)
-        known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.untold)
+        known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.ambiguous_dtypes)
         view = views.View(self._reader, leaves, positional=numbered and known)
         same = list(leaves) == list(self._entries)
         return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)

@@ -77,7 +77,7 @@ def match(
     *,
     numbers_are_arrays: bool,
 ) -> list[Target]:
-    """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Reader`.
+    """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Source`.
 
     `as_written` are the entries under the names that rules see: with levels for boxes, where the format has some.
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from .._core.boxes import Box, box_of, whole
 from .._core.entries import ArrayEntry, Entry
 from .._core.lazy import recorded_sharding
-from .._core.source import Reader
+from .._core.source import Source
 from .._pytree import flax
 from .._pytree.walk import flatten
 from ..errors import MismatchError
@@ -51,7 +51,7 @@ def resolve(
     return places
 
 
-def as_saved(reader: Reader, entries: Mapping[str, Entry], name: str) -> Callable[[str, Any, Any], Any]:
+def as_saved(reader: Source, entries: Mapping[str, Entry], name: str) -> Callable[[str, Any, Any], Any]:
     """The recorded sharding of each leaf, as `resolve` takes it: on the mesh that is set, or on one like the recorded.
 
     Leaves of which none is recorded go where they would without a wish. Raises `MismatchError` where that is so of all.

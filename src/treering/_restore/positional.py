@@ -10,7 +10,7 @@ import numpy as np
 from .._core import dtypes, views
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.paths import few
-from .._core.source import Reader
+from .._core.source import Source
 from .._core.text import describe
 from .._core.values import encode
 from .._pytree.walk import Walk
@@ -20,7 +20,7 @@ _log = logging.getLogger("treering")
 _SCALARS = (bool, int, float, complex)
 
 
-def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str) -> views.View:
+def named(reader: Source, entries: Mapping[str, Entry], walked: Walk, name: str) -> views.View:
     """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
 
     Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes of which the
@@ -42,7 +42,7 @@ def named(reader: Reader, entries: Mapping[str, Entry], walked: Walk, name: str)
         )
     leaves: dict[str, views.Leaf] = {}
     for (path, leaf), entry, record in zip(wanted, entries.values(), views.leaves_of(entries).values(), strict=True):
-        leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.untold).at(path)
+        leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.ambiguous_dtypes).at(path)
     rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
     for path, leaf in rest.items():
         value = leaf if type(leaf) in (str, bytes) else None
@@ -56,7 +56,7 @@ def _has_record(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
 
 
-def _like(reader: Reader, record: views.Leaf, leaf: Any, *, untold: bool) -> views.Leaf:
+def _like(reader: Source, record: views.Leaf, leaf: Any, *, untold: bool) -> views.Leaf:
     entry = record.array
     if type(leaf) in _SCALARS and entry.shape == ():
         plan = record.plan_of(())

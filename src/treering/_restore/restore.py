@@ -16,7 +16,7 @@ from .._core.boxes import Box, whole
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.paths import below, few
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
-from .._core.source import Reader
+from .._core.source import Source
 from .._processes import progress as _progress
 from .._pytree import box_levels, flax, iterators, transfers, walk
 from .._pytree.leaves import is_function
@@ -36,7 +36,7 @@ _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 @transfers.explicit()
 def restore(
-    reader: Reader,
+    reader: Source,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
     like: Any,
@@ -105,7 +105,7 @@ def _asks(leaf: Any) -> bool:
 
 
 def _tell(
-    reader: Reader,
+    reader: Source,
     name: str,
     entries: Mapping[str, Entry],
     asked: Sequence[str],
@@ -147,7 +147,7 @@ def _shaped(target: Target) -> Any:
 
 
 def _values(
-    reader: Reader,
+    reader: Source,
     paths: Sequence[str],
     targets: Sequence[Target],
     places: Sequence[Where],
@@ -158,7 +158,7 @@ def _values(
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
     # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
-    free = not progress and reader.maps(mmap) and not any(map(_leaves_host, targets, places))
+    free = not progress and reader.can_mmap(mmap) and not any(map(_leaves_host, targets, places))
     with paused():
         groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
@@ -178,7 +178,7 @@ def _values(
 
 
 def _group(
-    reader: Reader,
+    reader: Source,
     paths: Sequence[str],
     targets: Sequence[Target],
     places: Sequence[Where],
@@ -203,7 +203,7 @@ def _group(
                 boxes = _place.boxes(place, entry.shape)
                 wanted += [(entry, box) for box in boxes]
                 counts.append(len(boxes))
-    found = reader.read(wanted, verify=verify, map=mmap)
+    found = reader.read(wanted, verify=verify, mmap=mmap)
     with paused():
         arrays = iter(found)
         in_jax: list[int] = []

@@ -15,11 +15,12 @@ from .._core.tracebacks import methods_at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._processes.preemption import Preemption
+from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
-from .._save import options as _options
+from .._restore.options import ReadOptions, RestoreOptions
 from .._save import save as _save
 from .._save.metadata import plain
-from .._save.options import ReadOptions, RestoreOptions
+from .._save.options import SaveOptions
 from .._save.pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from .._threads.reentry import alone, refuse_within
 from ..errors import MismatchError, TreeringError
@@ -28,7 +29,7 @@ from ..rules import Rule
 from . import resume
 from .collective import Collective
 from .directory import Directory
-from .last_state import LastState, SaveOptions
+from .last_state import LastState, StepOptions
 from .open import latest_good, listed_again, open_one
 from .retention import Upkeep
 from .schedule import SaveEvery, Schedule
@@ -214,7 +215,7 @@ class Checkpointer:
         refuse_within(f"save({step})", self)
         if on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={on_exists!r}: expected 'error', 'skip' or 'overwrite'")
-        options = SaveOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
+        options = StepOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
         pending = None
         try:
             with self._under_way.writing():
@@ -224,7 +225,7 @@ class Checkpointer:
             self._last.note(step, tree, options, pending)
 
     def _save_if_wanted(
-        self, begun: float, step: int, tree: Any, force: bool, options: SaveOptions
+        self, begun: float, step: int, tree: Any, force: bool, options: StepOptions
     ) -> PendingSave | None:
         several = coordinator.several()
         if not several:  # or else each process would find out at another step
@@ -249,11 +250,11 @@ class Checkpointer:
             waited = time.perf_counter() - deciding
             path, overwrite = admitted
             try:
-                wish = _save.Wish(
+                requested = SaveOptions(
                     "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
                 )
                 info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
-                pending = _save.start(call, path, tree, info, wish, self._upkeep, begun, waited)
+                pending = _save.start(call, path, tree, info, requested, self._upkeep, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
                     self._under_way.add(PendingSave._of_failure(path, step, call, error))

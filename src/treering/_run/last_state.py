@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..rules import Rule
 
 
-class SaveOptions(NamedTuple):
+class StepOptions(NamedTuple):
     """What a call of `Checkpointer.save` says besides the tree, but for `force`."""
 
     metrics: Mapping[str, Any] | None
@@ -31,7 +31,7 @@ class _Noted(NamedTuple):
     """One call: its leaves, as functions that return them, and what makes a tree of them."""
 
     step: int
-    options: SaveOptions
+    options: StepOptions
     pending: PendingSave | None  # of the call itself, when it was due
     left_out: list[str]  # metrics and metadata, and why they cannot be saved
     leaves: Sequence[Callable[[], Any]]
@@ -54,7 +54,7 @@ class LastState:
         """The loop goes on from elsewhere."""
         self._noted = None
 
-    def note(self, step: int, tree: Any, options: SaveOptions, pending: PendingSave | None) -> None:
+    def note(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
         """Takes the place of what was noted before, at once. What cannot be saved is raised by `get`."""
         if self._wanted:
             try:
@@ -74,7 +74,7 @@ class LastState:
         pending = self._noted and self._noted.pending
         return pending is not None and not pending.failed
 
-    def get(self) -> tuple[Any, SaveOptions, list[str]]:
+    def get(self) -> tuple[Any, StepOptions, list[str]]:
         """The tree and the options of that call, and why metrics or metadata are left out.
 
         Raises `UnsupportedError` when the tree is not there any more.
@@ -108,7 +108,7 @@ def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> 
     return numbers
 
 
-def _note(step: int, tree: Any, options: SaveOptions, pending: PendingSave | None) -> _Noted:
+def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> _Noted:
     left_out: list[str] = []
     metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
     try:

@@ -20,7 +20,7 @@ from ..stores.reading import ReplacedError, reading
 from .run import all_steps
 
 if TYPE_CHECKING:
-    from .._save.options import RestoreOptions
+    from .._restore.options import RestoreOptions
     from ..rules import Rule
 
 T = TypeVar("T")

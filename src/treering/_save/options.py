@@ -1,40 +1,30 @@
-"""The keyword arguments that several public functions share, as type checkers see them."""
+"""How to save."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 from ..rules import Rule
 
 
-class ReadOptions(TypedDict, total=False):
-    """Those of everything that restores, but for where arrays go; `treering.restore` describes them."""
-
-    at: str
-    rules: Sequence[Rule]
-    missing: str | Iterable[str]
-    extra: str | Iterable[str]
-    dtype: Any
-    verify: bool
-    mmap: bool | None
-    memory_limit: int | None
-    progress: bool
-
-
-class RestoreOptions(ReadOptions, total=False):
-    """All of them."""
-
-    sharding: Any
-
-
 class FormatOptions(TypedDict, total=False):
-    """Those that only some formats have: safetensors both."""
+    """The keyword arguments that only some formats have: safetensors both."""
 
     max_shard_size: int | str
     filename_pattern: str
 
 
-def check(options: Mapping[str, Any], call: str) -> None:
-    """Raises `TypeError` for an option of restoring that there is not, even where nothing is restored yet."""
-    known = RestoreOptions.__required_keys__ | RestoreOptions.__optional_keys__
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(f"{call} has no argument {', '.join(unknown)}; expected {', '.join(sorted(known))}")
+class SaveOptions(NamedTuple):
+    """The arguments of `treering.save`, which describes them.
+
+    `given` says which of step, metrics and metadata are the caller's, and not a copied checkpoint's.
+    """
+
+    format: str | None
+    overwrite: bool
+    rules: Sequence[Rule]
+    dtype: Any
+    memory_limit: int | None
+    background: bool
+    progress: bool
+    of_format: Mapping[str, Any]
+    given: frozenset[str] = frozenset()

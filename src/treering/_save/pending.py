@@ -15,7 +15,7 @@ from .._core.source import Written
 from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._pytree import transfers
-from .._pytree.live_tree import Feed
+from .._pytree.staging import Staging, Supply
 from .._threads.latch import Latch
 from .._threads.pool import Crew
 from ..errors import SaveError, TreeringError
@@ -77,7 +77,7 @@ class PendingSave:
         self,
         path: str,
         step: int | None,
-        feed: Feed,
+        staging: Supply,
         call: Call,
         *,
         managed: bool,
@@ -87,7 +87,7 @@ class PendingSave:
     ):
         self.path = path
         self.step = step
-        self._feed = feed
+        self._staging = staging
         self._call = call
         self._managed = managed
         self._blocking = blocking
@@ -103,7 +103,7 @@ class PendingSave:
     @classmethod
     def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
         """A save that failed before it was under way, here; in other processes it may be under way."""
-        pending = cls(path, step, Feed([], None), call, managed=True)
+        pending = cls(path, step, Staging([], None), call, managed=True)
         pending._error = error
         pending._finished.set()
         return pending
@@ -149,7 +149,7 @@ class PendingSave:
         """Stops writing, for a reason that somebody is being told, unless the save is over already."""
         self._told = True
         self._returned.set()
-        self._feed.fail(reason)
+        self._staging.fail(reason)
 
     def _cancel(self, reason: BaseException) -> None:
         """The same, and removes what was written. Returns when it is over."""
@@ -162,19 +162,19 @@ class PendingSave:
         """What the thread of the save does."""
         try:
             with crew, transfers.explicit():
-                self._feed.writers_needed.wait()
+                self._staging.writers_needed.wait()
                 self._await(previous)
-                self._feed.check()
+                self._staging.check()
                 write(crew)
         except BaseException as error:
-            self._feed.fail(error)  # or the caller would wait for room that nobody makes
+            self._staging.fail(error)  # or the caller would wait for room that nobody makes
             if self._told:  # what the caller is raising is his, and its frames may be at work in his thread
                 self._error = error
             else:
                 self._error = _as_save_error(error, self.path)
                 unseen.append(self)
         finally:
-            self._feed.clear()
+            self._staging.clear()
             self._call.close(self._error)
             self._finished.set()
 
@@ -183,7 +183,7 @@ class PendingSave:
         if previous is None or previous.is_set():
             return
         since = time.perf_counter()
-        while not self._feed.failed and not previous.wait(0.1):
+        while not self._staging.failed and not previous.wait(0.1):
             pass
         if self._blocking or not self._returned.is_set():  # the caller waits as well, for room if for nothing else
             self._waited += time.perf_counter() - since

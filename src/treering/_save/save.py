@@ -21,6 +21,7 @@ from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._pytree import transfers
 from .._restore.checkpoint import Checkpoint
+from .._threads.gc import paused
 from .._threads.pool import Crew
 from .._threads.reentry import alone, refuse_within
 from .._version import __version__
@@ -29,12 +30,11 @@ from ..formats.treering import write as native
 from ..rules import Rule
 from ..stores.local import check_free
 from . import pending as _pending
-from . import work as _work
+from . import stages
 from .metadata import plain
 from .metrics import encoded
-from .options import FormatOptions
+from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
-from .work import Wish
 
 _log = logging.getLogger("treering")
 _WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
@@ -75,10 +75,13 @@ def save(
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
-        saves what this process has, as if there were no others.
+        saves what this process has, as if there were no others. What one process alone can write (other formats, rules
+        that need parts of several processes) they save beside `path` first, in the native format, and process 0 makes
+        of that what was asked for.
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
-        are not laid out in C order); one larger array passes alone.
+        are not laid out in C order); one larger array passes alone. With rules and in other formats they are then read
+        while they are written, in parts of 16 MiB or what the format needs at a time.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
     Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
@@ -89,10 +92,10 @@ def save(
     refuse_within(what)
     call = coordinator.begin(what, timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(
+        requested = SaveOptions(
             format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
         )
-        pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+        pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), requested)
     try:
         return pending.result()
     except BaseException as error:
@@ -131,10 +134,10 @@ def save_async(
     refuse_within(what)
     call = coordinator.begin(what, timeout=timeout, processes=processes)
     with ending(call):
-        wish = Wish(
+        requested = SaveOptions(
             format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
         )
-        return start(call, path, tree, _describe_with(tree, step, metrics, metadata), wish)
+        return start(call, path, tree, _describe_with(tree, step, metrics, metadata), requested)
 
 
 def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
@@ -172,7 +175,7 @@ def start(
     path: str | os.PathLike[str],
     tree: Any,
     info: native.Info,
-    wish: Wish,
+    options: SaveOptions,
     manager: "Manager | None" = None,
     begun: float | None = None,
     waited: float = 0.0,
@@ -187,22 +190,22 @@ def start(
     if manager is None:
         _raise_failed(call)
     place = absolute(path)
-    format = formats.for_path(place, wish.format)
-    if format.name == "treering" and wish.options:
-        raise MismatchError(f"{', '.join(wish.options)}: the native format has no such option")
-    work = _work.prepare(call, place, tree, info, wish, format)
+    format = formats.for_path(place, options.format)
+    if format.name == "treering" and options.of_format:
+        raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
+    prepared = stages.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
         if manager and call.index == 0:
             manager.enter()
         if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
-            check_free(stores.DISK, place, overwrite=wish.overwrite)
+            check_free(stores.DISK, place, overwrite=options.overwrite)
     pending = PendingSave(
         place,
         info.step,
-        work.feed,
+        prepared.supply,
         call,
         managed=manager is not None,
-        blocking=not wish.background,
+        blocking=not options.background,
         begun=begun,
         waited=waited,
     )
@@ -210,7 +213,7 @@ def start(
     def write(crew: Crew) -> None:
         if manager and call.index == 0:
             manager.before()
-        report = pending._committed(work.write(crew))
+        report = pending._committed(prepared.write(crew))
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s", report)
         if manager:
@@ -224,7 +227,8 @@ def start(
         thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
         crew.start(thread)
         _pending.last = pending._finished
-        work.hand_over()
+        with paused() if options.memory_limit is None else contextlib.nullcontext():
+            prepared.supply.run()
         pending._returns()
     except BaseException as error:
         pending._fail(error)

@@ -15,7 +15,7 @@ from .._core.tracebacks import at_the_caller
 from .._pytree import box_levels, flax, leaves, transfers, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
-from .._save import contents
+from .._save import sources
 
 _SLICE = 64 << 20  # bytes of one array that are compared at a time
 
@@ -84,8 +84,8 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
-    walked, _ = contents.grafted(walk.walk(flax.split(source)[0]))
-    entries = leaves.collect(walked.paths, walked.leaves).entries
+    walked, _ = sources.grafted(walk.walk(flax.split(source)[0]))
+    entries = leaves.describe(walked.paths, walked.leaves)[0].entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.skeleton import Skeleton
-from .._core.source import Problem, Reader
+from .._core.source import Problem, Source
 from ..errors import MismatchError, UnsupportedError
 from ..stores import git_lfs
 from ..stores.network import warn_of_closed
@@ -28,8 +28,8 @@ __all__ = [
     "Entry",
     "Format",
     "Problem",
-    "Reader",
     "Skeleton",
+    "Source",
     "ValueEntry",
     "get",
     "names",
@@ -61,7 +61,7 @@ class Format(Protocol):
         """Why what lies at a path is not of this format; None when it is. Looks, but reads no more than a header."""
         ...
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         """Opens a checkpoint that is of this format. Raises `CorruptError` and `UnsupportedError`."""
         ...
 
@@ -69,7 +69,7 @@ class Format(Protocol):
         """The complete checkpoints of a run, by step: which of the names in the folder they are."""
         ...
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         """Which of ``step``, ``metrics`` and ``metadata``, as the contents have them, come back from a path.
 
         What is not kept and was given for the save is refused before anything is written; what a copied checkpoint has
@@ -77,7 +77,7 @@ class Format(Protocol):
         """
         ...
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
         Raises `UnsupportedError`, before anything is written, for what the format cannot hold, naming each leaf.

@@ -126,6 +126,20 @@ def new_directory(
     _clean(disk, path)
 
 
+@contextlib.contextmanager
+def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
+    """A directory beside a path for what is needed within a `with` block only; a killed writer's goes with the next."""
+    with _parents(disk, path):
+        _clean(disk, path)
+        temporary, fd = _new_directory(disk, path)
+        try:
+            yield temporary
+        finally:
+            remove_tree(disk, temporary)
+            if fd is not None:
+                disk.close(fd)
+
+
 def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None:
     """Exchanges two directories when the new one has the files that are kept."""
     changed = replaced.carry_over(disk, old, new)

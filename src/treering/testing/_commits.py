@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from .. import stores
-from .._core.source import Reader
+from .._core.source import Source
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save.save import save
@@ -199,7 +199,7 @@ class Commits(Subject):
         thread.join()
         assert all(isinstance(error, ExistsError) for error in others), others
 
-    def _write(self, path: Path, contents: Reader, overwrite: bool) -> None:
+    def _write(self, path: Path, contents: Source, overwrite: bool) -> None:
         self.subject.write(stores.DISK, str(path), contents, overwrite=overwrite, **self.options)
 
 

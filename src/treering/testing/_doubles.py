@@ -15,7 +15,7 @@ import numpy as np
 from .._core.boxes import Box, extent
 from .._core.entries import ArrayEntry
 from .._core.skeleton import LEAF, Node
-from .._core.source import Reader
+from .._core.source import Source
 from ..formats._shared.reader import ForeignReader
 from ..stores.posix import PAGE, Disk
 
@@ -219,13 +219,13 @@ class SignallingDisk(SteppedDisk):
         return operation(*args)
 
 
-def interrupted(reader: Reader, at: int, action: Callable[[], Any]) -> Any:
-    """A reader that does something before it is read for the time with the number `at`, from 1."""
+def interrupted(reader: Source, at: int, action: Callable[[], Any]) -> Any:
+    """A source that does something before the box with the number `at`, from 1, is read."""
     return _Interrupted(reader, at, action)
 
 
 class _Interrupted:
-    def __init__(self, reader: Reader, at: int, action: Callable[[], Any]):
+    def __init__(self, reader: Source, at: int, action: Callable[[], Any]):
         self._reader, self._at, self._action = reader, at, action
         self._count = 0
         self._counting = threading.Lock()
@@ -235,8 +235,8 @@ class _Interrupted:
 
     def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> list[np.ndarray]:
         with self._counting:
-            self._count += 1
-            now = self._count == self._at
+            now = self._count < self._at <= self._count + len(wanted)
+            self._count += len(wanted)
         if now:
             self._action()
         return self._reader.read(wanted, **options)
@@ -248,11 +248,11 @@ class Ones:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         return np.ones(extent(box), np.float32)
 
 
-def ones(shape: tuple[int, ...]) -> Reader:
+def ones(shape: tuple[int, ...]) -> Source:
     """A checkpoint of one array `w` of float32 that takes no memory."""
     entry = ArrayEntry("w", "numpy", "float32", shape)
     return ForeignReader("ones", "/ones", [entry], {"w": Ones()}, skeleton=[Node("dict", "", ["w"]), LEAF])

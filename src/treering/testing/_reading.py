@@ -47,9 +47,9 @@ class Reading(Subject):
         assert all(type(name) is str and type(value) is float for name, value in dict(reader.metrics).items())
         assert isinstance(reader.identity, str) and reader.positional is self.positional
         assert reader.numbers_are_arrays is self.numbers_are_arrays
-        assert set(reader.untold) <= set(reader.entries)
+        assert set(reader.ambiguous_dtypes) <= set(reader.entries)
         assert reader.nbytes == sum(file.stat().st_size for file in self.files(path))
-        assert all(isinstance(reader.maps(wish), bool) for wish in _MAPPED)
+        assert all(isinstance(reader.can_mmap(wish), bool) for wish in _MAPPED)
         reader.check_present()
         for entry in reader.entries.values():
             spread = reader.sharding(entry) if isinstance(entry, ArrayEntry) else None
@@ -195,7 +195,7 @@ class Reading(Subject):
                 wanted.append((entry, box))
                 expected.append(array[tuple(slice(*ends) for ends in box)])
         for mmap in _MAPPED:
-            found = reader.read(wanted, verify=mmap is not None, map=mmap)
+            found = reader.read(wanted, verify=mmap is not None, mmap=mmap)
             assert [(x.shape, x.tobytes()) for x in found] == [(x.shape, x.tobytes()) for x in expected]
             for one, part in zip(found, expected, strict=True):
                 one[...] = 0
@@ -214,7 +214,7 @@ class Reading(Subject):
             entry = next(iter(boxes.entries.values()))
             assert isinstance(entry, ArrayEntry)
             box = tuple((0, size) for size in entry.shape)
-            twice = [boxes.read([(entry, box)], map=mmap)[0], boxes.read([(entry, box)], map=mmap)[0]]
+            twice = [boxes.read([(entry, box)], mmap=mmap)[0], boxes.read([(entry, box)], mmap=mmap)[0]]
             arrays = [*first.values(), *second.values(), *slices, *twice]
             assert not any(np.may_share_memory(x, y) for x, y in itertools.combinations(arrays, 2))
             for array in (*first.values(), *slices, twice[0]):

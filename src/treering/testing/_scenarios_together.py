@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import formats
 from .._save import save as _save
-from .._save import work as _work
+from .._save import stages
+from .._save.options import SaveOptions
 from .._save.save import save
 from .._threads.pool import Crew
 from ..errors import TreeringError
@@ -91,12 +92,12 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
     def process(index: int) -> None:
         call = _Seat(table, index)
         try:
-            wish = _work.Wish("treering", overwrite, (), None, None, False, False, {})
+            options = SaveOptions("treering", overwrite, (), None, None, False, False, {})
             info = _save.describe(None, None, None)
-            work = _work.prepare(call, str(path), tree(label), info, wish, formats.get("treering"))
-            work.hand_over()
+            prepared = stages.prepare(call, str(path), tree(label), info, options, formats.get("treering"))
+            prepared.supply.run()
             with Crew(1) as crew:
-                work.write(crew)
+                prepared.write(crew)
         except BaseException as error:
             errors.append(error)
             call.close(error)

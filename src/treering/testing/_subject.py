@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from .. import formats, stores
-from .._core.source import Reader
+from .._core.source import Source
 from .._pytree import walk
 from .._pytree.leaves import is_function
 from .._restore.checkpoint import Checkpoint
@@ -125,7 +125,7 @@ class Subject:
         self.make(path, tree, **options)
         return path
 
-    def reader(self, path: Path) -> Reader:
+    def reader(self, path: Path) -> Source:
         """The open checkpoint at a path, without anything around it."""
         return self.subject.open(stores.DISK, str(path))
 

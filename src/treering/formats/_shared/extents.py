@@ -78,8 +78,8 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             return False
         return self.runs[0][1] % self.layout.dtype.alignment == 0
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
-        for _, array in mapped([(0, self, box)] if map else ()):
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
+        for _, array in mapped([(0, self, box)] if mmap else ()):
             return array
         out = self.room(box)
         self.fill(out, box)

@@ -27,10 +27,10 @@ T = TypeVar("T")
 class Stored(Protocol):
     """An array where it lies."""
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         """A box of it, native-endian, in memory that is the caller's to change. Raises `CorruptError`.
 
-        With `map` it may be a view of a private mapping of the file.
+        With `mmap` it may be a view of a private mapping of the file.
         """
         ...
 
@@ -63,7 +63,7 @@ class _Lost:
     def __init__(self, why: Sequence[str]):
         self._why = why
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         raise CorruptError("\n".join(self._why))
 
     def can_map(self) -> bool:
@@ -71,10 +71,10 @@ class _Lost:
 
 
 class ForeignReader:
-    """See `treering.formats.Reader`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
+    """See `treering.formats.Source`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
 
     positional = False
-    untold: frozenset[str] = frozenset()
+    ambiguous_dtypes: frozenset[str] = frozenset()
     identity = ""
 
     def __init__(
@@ -114,19 +114,19 @@ class ForeignReader:
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         return None
 
-    def maps(self, wish: bool | None) -> bool:
-        return self._immutable and self._can_map if wish is None else wish
+    def can_mmap(self, requested: bool | None) -> bool:
+        return self._immutable and self._can_map if requested is None else requested
 
     @functools.cached_property
     def _can_map(self) -> bool:
         return all(array.can_map() for array in self._arrays.values())
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
         found: list[Any] = [None] * len(wanted)
-        free = map is None and self._immutable
-        every = self._can_map if free else bool(map)
+        free = mmap is None and self._immutable
+        every = self._can_map if free else bool(mmap)
         small = Small()
         copied: list[tuple[int, Runs, Box, np.ndarray]] = []  # plain bytes of files, which several threads may read
         plain: list[tuple[int, Runs, Box]] = []

@@ -11,7 +11,7 @@ from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.paths import key_text, split
 from ..._core.skeleton import build, nest
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
 from ...stores.atomic import Appended
 from .msgpack import bin_head, ext_head, list_head, map_head, pack
@@ -22,7 +22,7 @@ _SLICE = 64 << 20  # bytes of an array that are held in memory
 _LEVELS = 500  # that the MessagePack package still reads
 
 
-def tree_of(contents: Reader) -> Any:
+def tree_of(contents: Source) -> Any:
     """The paths of the leaves in nested dicts, lists and tuples."""
     paths = list(contents.entries)
     return nest(paths, paths) if contents.skeleton is None else build(contents.skeleton, paths)
@@ -30,7 +30,7 @@ def tree_of(contents: Reader) -> Any:
 
 def check(
     format: str,
-    contents: Reader,
+    contents: Source,
     options: Mapping[str, Any],
     refused: Callable[[str, Entry], str | None] = lambda path, entry: None,
 ) -> None:
@@ -60,7 +60,7 @@ def _refused(path: str, entry: Entry) -> str | None:
     return "Flax takes such text for an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
 
 
-def write(out: Appended, tree: Any, contents: Reader, instead: Mapping[str, bytes] | None = None) -> None:
+def write(out: Appended, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
     """Writes a tree of paths as a state dict, of the leaves that `contents` has there.
 
     What is `bytes` in the tree, or instead of a leaf, is MessagePack already.
@@ -81,7 +81,7 @@ def write(out: Appended, tree: Any, contents: Reader, instead: Mapping[str, byte
                 out.write(part)
 
 
-def leaf(entry: Entry, contents: Reader) -> Iterator[bytes | memoryview]:
+def leaf(entry: Entry, contents: Source) -> Iterator[bytes | memoryview]:
     """A leaf as MessagePack, in parts."""
     if isinstance(entry, ValueEntry):
         yield _value(entry.decode())
@@ -142,7 +142,7 @@ def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list
     return [ext_head(code, len(head) + nbytes) + head, nbytes]
 
 
-def _bytes(contents: Reader, entry: ArrayEntry) -> Iterator[memoryview]:
+def _bytes(contents: Source, entry: ArrayEntry) -> Iterator[memoryview]:
     """The contents of an array, in C order."""
     for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):
         (array,) = contents.read([(entry, box)], verify=True)

@@ -160,7 +160,7 @@ class Array:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         return read([(self, box)])[0]
 
     def room(self, box: Box) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, extent, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from ...stores.on_disk import read_file
 from ...stores.posix import Disk
@@ -59,17 +59,17 @@ class ZarrReader(ForeignReader):
                 if array.filled and array.cells > _FEW + nbytes:
                     raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, which cannot all be left out")
 
-    def maps(self, wish: bool | None) -> bool:
+    def can_mmap(self, requested: bool | None) -> bool:
         return False
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
         arrays = [self._arrays[entry.path] for entry, _ in wanted]
         boxes = [(array, box) for array, (_, box) in zip(arrays, wanted, strict=True) if isinstance(array, zarr.Array)]
         rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]
         with reading(self.path):
-            found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, map=map))
+            found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, mmap=mmap))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
 
     def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _damage(array: zarr.Array) -> Iterator[str]:
                 return
 
 
-def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Reader) -> Sequence[int]:
+def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Source) -> Sequence[int]:
     """Writes an array in chunks that lie in one piece where it comes from; returns their shape."""
     first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
     chunks = [max(size, 1) for size in extent(first)] or [1] * len(entry.shape)

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import MismatchError
 from ...stores.posix import Disk
 from ...stores.reading import refusal
@@ -38,7 +38,7 @@ class Equinox:
             return refusal(error, path)
         return None
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import EquinoxReader
 
         return EquinoxReader(disk, path)
@@ -46,10 +46,10 @@ class Equinox:
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("metadata",)
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         if options:

@@ -70,7 +70,7 @@ class EquinoxReader(ForeignReader):
                 arrays[name] = Runs.of([run], shape, record.stored, dtype)
             if not record.told:
                 untold.append(name)
-        self.untold = frozenset(untold)
+        self.ambiguous_dtypes = frozenset(untold)
         super().__init__(NAME, path, entries, arrays, metadata=metadata, nbytes=file.size)
 
 
@@ -83,7 +83,7 @@ class _Columns:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         return np.ascontiguousarray(self._transposed.read(box[::-1], False).transpose())
 
 

@@ -10,7 +10,7 @@ from ..._core import dtypes
 from ..._core.boxes import in_slices
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.paths import few
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import UnsupportedError
 from ...stores.atomic import Appended, new_file
 from ...stores.posix import Disk
@@ -20,7 +20,7 @@ _TEXT = ("str", "bytes")
 _SLICE = 64 << 20  # bytes of an array in memory at a time
 
 
-def write(disk: Disk, path: str, contents: Reader, *, overwrite: bool) -> int:
+def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
     """See `Equinox`. Returns the size in bytes."""
     problems = [f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(entry))]
     if problems:

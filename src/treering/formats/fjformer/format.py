@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..._core.entries import Entry
 from ..._core.paths import key_text, split
 from ..._core.skeleton import assemble, inferred
-from ..._core.source import Reader
+from ..._core.source import Source
 from ..._threads.gc import paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.atomic import new_file
@@ -62,7 +62,7 @@ class FJFormer:
             return None
         return "it does not begin like a stream, with the key and the bytes of a leaf"
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .._shared.reader import ForeignReader
         from .._shared.state_dict import own_step
 
@@ -89,11 +89,11 @@ class FJFormer:
                     steps.setdefault(step, found[0])
         return steps
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         found = _NAME.fullmatch(os.path.basename(path))
         return ("step",) if found and found[2] and int(found[2]) == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
 
         def refused(leaf: str, entry: Entry) -> str | None:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..._core.entries import lost
 from ..._core.paths import few, key_text, split
-from ..._core.source import Reader
+from ..._core.source import Source
 from ..._threads.gc import paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.atomic import new_file
@@ -94,7 +94,7 @@ class Flax:
             return refusal(error, path)
         return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .._shared.reader import ForeignReader
         from .._zarr import array as zarr
         from .._zarr.leaves import ZarrReader
@@ -136,11 +136,11 @@ class Flax:
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
         return steps or runs
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         named = step_of(os.path.basename(path))
         return ("step",) if named and named[1] == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
 
         writing.check(self.name, contents, options)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.posix import Disk
 from ...stores.reading import UnreadableError, refusal
@@ -45,7 +45,7 @@ class Levanter:
             return refusal(error, path)
         return None
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import open_checkpoint
 
         return open_checkpoint(disk, path)
@@ -66,10 +66,10 @@ class Levanter:
             found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
         return {step: name for step, (_, name) in found.items()}
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("step",) if own_metadata(contents) is None else ("step", "metadata")
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         return write(disk, path, contents, options, overwrite=overwrite)

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.on_disk import opened
 from ...stores.posix import Disk
@@ -33,7 +33,7 @@ class Metadata(msgspec.Struct):
         return time.replace(tzinfo=time.tzinfo or datetime.UTC)
 
 
-def own_metadata(contents: Reader) -> tuple[str, bool] | None:
+def own_metadata(contents: Source) -> tuple[str, bool] | None:
     """Time stamp and whether it is temporary, of what Levanter wrote; None where there is other metadata, or none."""
     about = contents.metadata
     if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:

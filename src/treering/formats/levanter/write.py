@@ -9,7 +9,7 @@ import msgspec
 
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.paths import split
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.atomic import Appended, new_directory
 from ...stores.posix import Disk
@@ -23,7 +23,7 @@ from .schema import FILE, NAME, Metadata, own_metadata
 _LONGEST = 255  # bytes of the name of a folder
 
 
-def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
     if options:
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")

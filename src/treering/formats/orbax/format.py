@@ -17,7 +17,7 @@ import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.posix import Disk
 from ...stores.reading import refusal
@@ -68,7 +68,7 @@ class Orbax:
             return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
         return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import open_checkpoint
 
         found = STEP.fullmatch(os.path.basename(path))
@@ -85,7 +85,7 @@ class Orbax:
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         found = STEP.fullmatch(os.path.basename(path))
         kept = ["metrics"]
         if isinstance(contents.metadata, dict):  # as Orbax has it
@@ -94,7 +94,7 @@ class Orbax:
             kept.append("step")
         return kept
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         return write(disk, path, contents, options, overwrite=overwrite)

@@ -26,7 +26,7 @@ _log = logging.getLogger("treering")
 
 
 class OrbaxReader(ZarrReader):
-    """See `treering.formats.Reader`."""
+    """See `treering.formats.Source`."""
 
     def __init__(self, disk: Disk, path: str, items: Items, *, nbytes: int, **about: Any):
         tree, level, damage = items.tree, items.level, items.damage

@@ -39,7 +39,7 @@ class Tree(NamedTuple):
     arrays: Mapping[str, Stored]
     skeleton: list[Node | int]
     metadata: Any = None
-    numbers_are_arrays: bool = False  # see `treering.formats.Reader`
+    numbers_are_arrays: bool = False  # see `treering.formats.Source`
 
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":

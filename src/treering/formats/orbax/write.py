@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
 from ..._core.paths import key_text, split
 from ..._core.skeleton import Node
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
 from ...stores.atomic import Appended, new_directory
 from ...stores.posix import Disk
@@ -46,7 +46,7 @@ class _Leaf(NamedTuple):
         return ".".join(key for key, _ in self.keys)
 
 
-def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
     if options:
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
@@ -71,7 +71,7 @@ def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *
         return folder_size(disk, folder)
 
 
-def _leaves(contents: Reader) -> Iterator[_Leaf]:
+def _leaves(contents: Source) -> Iterator[_Leaf]:
     """What Orbax lists of a tree, in order."""
     assert contents.skeleton is not None
     entries = iter(contents.entries.values())
@@ -129,7 +129,7 @@ def _value(leaf: _Leaf) -> Any:
     return leaf.entry.decode()
 
 
-def _write_arrays(folder: str, contents: Reader, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
+def _write_arrays(folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
     """Writes arrays and numbers; returns the shapes of the chunks by name."""
     writer = array.Writer(folder, driver="zarr", ocdbt=True)
     chunks: dict[str, Sequence[int]] = {}
@@ -168,7 +168,7 @@ def _array(leaf: _Leaf, chunks: Sequence[int]) -> Any:
     return {"array_metadata": about}
 
 
-def _checkpoint(contents: Reader, begun: int) -> Any:
+def _checkpoint(contents: Source, begun: int) -> Any:
     return {
         "item_handlers": _HANDLER,
         "metrics": dict(contents.metrics),

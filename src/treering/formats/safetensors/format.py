@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.paths import few
-from ..._core.source import ABOUT, Reader
+from ..._core.source import ABOUT, Source
 from ...errors import CorruptError, UnsupportedError
 from ...stores.on_disk import opened
 from ...stores.posix import Disk
@@ -62,7 +62,7 @@ class Safetensors:
         except OSError as error:
             return refusal(error, path)
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import open_files, open_shards
 
         found, files = disk.stat(path), [path]
@@ -83,10 +83,10 @@ class Safetensors:
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ABOUT
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         return write(disk, path, contents, overwrite=overwrite, **options)

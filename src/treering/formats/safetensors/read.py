@@ -9,7 +9,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, Entry, lost
-from ..._core.source import Reader
+from ..._core.source import Source
 from ..._core.values import decode_float
 from ..._threads.gc import paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
@@ -30,14 +30,14 @@ class _Opened(NamedTuple):
     header: Header
 
 
-def open_files(disk: Disk, path: str, files: Sequence[str]) -> Reader:
+def open_files(disk: Disk, path: str, files: Sequence[str]) -> Source:
     """A single file, or several that are one checkpoint."""
     with paused():
         found = [_open(disk, file) for file in files]
         return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
-def open_shards(disk: Disk, path: str, index: str) -> Reader:
+def open_shards(disk: Disk, path: str, index: str) -> Source:
     """The files beside an index."""
     weights = weights_of(disk, index)
     there = disk.stat(index)
@@ -81,7 +81,7 @@ class _Nibbles:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         start, stop = box[-1]
         pairs = self._runs.read((*box[:-1], (start // 2, -(-stop // 2))), False)
         both = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
@@ -91,7 +91,7 @@ class _Nibbles:
 
 def _reader(
     path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
-) -> Reader:
+) -> Source:
     """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of that.
 
     Arrays may be mapped without being asked to: these files are not rewritten in place.

@@ -10,7 +10,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry
-from ..._core.source import Reader
+from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._processes.assignment import alignment
 from ...errors import MismatchError, UnsupportedError
@@ -34,7 +34,7 @@ _HINTS = {
 def write(
     disk: Disk,
     path: str,
-    contents: Reader,
+    contents: Source,
     *,
     overwrite: bool,
     max_shard_size: int | str | None = None,
@@ -71,7 +71,7 @@ def write(
     return total
 
 
-def _holdable(contents: Reader) -> list[ArrayEntry]:
+def _holdable(contents: Source) -> list[ArrayEntry]:
     """The leaves. Raises `UnsupportedError` with all that a safetensors file cannot hold."""
     arrays: list[ArrayEntry] = []
     problems: list[str] = []
@@ -94,7 +94,7 @@ def _holdable(contents: Reader) -> list[ArrayEntry]:
     return arrays
 
 
-def _metadata(contents: Reader) -> dict[str, str]:
+def _metadata(contents: Source) -> dict[str, str]:
     """`__metadata__`: text by name."""
     metadata, text = contents.metadata, {}
     pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
@@ -123,7 +123,7 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
         ) from None
 
 
-def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Reader) -> None:
+def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
     file.write(header)
     for entry in order:
         for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...stores.posix import Disk
 from ...stores.reading import refusal
 from .. import is_step, may_be_file
@@ -59,7 +59,7 @@ class T5X:
             return None
         return f"it begins with {key!r:.100} and not with a version, as T5X's state dicts do"
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import open_state
 
         there = disk.stat(path)
@@ -76,11 +76,11 @@ class T5X:
                 steps.setdefault(int(found[1]), name)
         return steps
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         found = _STEP.fullmatch(os.path.basename(path))
         return ("step",) if found and int(found[1]) == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         return write(disk, path, contents, options, overwrite=overwrite)

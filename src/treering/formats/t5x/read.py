@@ -76,10 +76,10 @@ class _Reader(ZarrReader):
     """Names the leaf of which a part is not there; zarr arrays may be seen as a dtype of their size."""
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
         try:
-            found = super().read(wanted, verify=verify, map=map)
+            found = super().read(wanted, verify=verify, mmap=mmap)
         except CorruptError as error:
             raise type(error)(f"{self.path}: {self._leaf(str(error))}: {error}") from None
         return [array.view(dtypes.to_numpy(entry.dtype)) for array, (entry, _) in zip(found, wanted, strict=True)]

@@ -17,7 +17,7 @@ from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.paths import split
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import TreeringError
 from ...stores.atomic import Appended, new_directory
 from ...stores.posix import Disk
@@ -38,7 +38,7 @@ _LONGEST = 200  # bytes of a file's name
 _DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
 
 
-def write(disk: Disk, path: str, contents: Reader, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
     large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
@@ -70,7 +70,7 @@ def _owned(disk: Disk, folder: str) -> set[str]:
     return {FILE, *filter(_DATA.fullmatch, disk.list(folder)), *arrays}
 
 
-def _add(arrays: array.Writer, contents: Reader, entry: ArrayEntry, name: str) -> bytes:
+def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -> bytes:
     """Writes an array beside the state dict; returns what stands for it there, a TensorStore spec in MessagePack."""
     chunks = chunk_shape(entry.shape, dtypes.itemsize(entry.dtype))
     read_box = functools.partial(_read_box, contents, entry)
@@ -118,7 +118,7 @@ def _is_large(entry: ArrayEntry) -> bool:
     return math.prod(chunk_shape(entry.shape, itemsize)) * itemsize >= INLINE
 
 
-def _read_box(contents: Reader, entry: ArrayEntry, box: Box) -> np.ndarray:
+def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:
     return contents.read([(entry, box)], verify=True)[0]
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Reader
+from ..._core.source import Source
 from ...errors import CorruptError, UnsupportedError
 from ...stores.on_disk import opened
 from ...stores.posix import Disk
@@ -46,7 +46,7 @@ class TensorFlow:
         except (OSError, CorruptError) as error:
             return refusal(error, path)
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import TensorFlowReader
 
         index = index_of(disk, path)
@@ -58,10 +58,10 @@ class TensorFlow:
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
         return {int(step[2]): step[0] for step in steps if accepts(self, disk, os.path.join(folder, step[0]))}
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError(f"{path}: checkpoints of TensorFlow are only read; choose another format")
 
 

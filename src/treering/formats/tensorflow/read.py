@@ -89,11 +89,11 @@ class TensorFlowReader(ForeignReader):
         super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes, immutable=True)
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
         for entry, _ in wanted if verify else ():
             self._verify(entry.path)
-        return super().read(wanted, verify=verify, map=map)
+        return super().read(wanted, verify=verify, mmap=mmap)
 
     def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
         for part in self._parts[entry.path]:
@@ -131,7 +131,7 @@ class _Partitioned:
     def can_map(self) -> bool:
         return False
 
-    def read(self, box: Box, map: bool) -> np.ndarray:
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
         out = adoptable(extent(box), self._dtype)
         for place, runs in self._parts:
             if common := intersect(place, box):

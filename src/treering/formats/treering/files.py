@@ -144,14 +144,14 @@ class ArrayFile(File):
         self._good = bytearray(blocks)
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
 
-    def maps(self, wish: bool | None) -> bool:
+    def can_mmap(self, requested: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""
-        return self.local if wish is None else wish
+        return self.local if requested is None else requested
 
-    def memory(self, ranges: list[tuple[int, int]], verify: bool, wish: bool | None) -> Memory:
+    def memory(self, ranges: list[tuple[int, int]], verify: bool, requested: bool | None) -> Memory:
         """Memory that holds the byte ranges of the buffer, checked if so wished."""
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
-        if self.maps(wish) and (mapped := self.mapped(within)) is not None:
+        if self.can_mmap(requested) and (mapped := self.mapped(within)) is not None:
             if not verify:
                 self.bring_all_in(mapped, within)
                 return Memory([(-self.header.size, mapped)])

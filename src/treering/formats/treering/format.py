@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import ABOUT, Reader
+from ..._core.source import ABOUT, Source
 from ...errors import UnsupportedError
 from ...stores.local import MANIFEST
 from ...stores.posix import Disk
@@ -20,7 +20,7 @@ class Native:
     def refuses(self, disk: Disk, path: str) -> str | None:
         return None if disk.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
 
-    def open(self, disk: Disk, path: str) -> Reader:
+    def open(self, disk: Disk, path: str) -> Source:
         from .read import Reader as NativeReader
 
         return NativeReader(disk, path)
@@ -28,10 +28,10 @@ class Native:
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}  # `treering._run` knows those, damaged ones and all
 
-    def keeps(self, path: str, contents: Reader) -> Collection[str]:
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ABOUT
 
-    def write(self, disk: Disk, path: str, contents: Reader, *, overwrite: bool, **options: Any) -> int:
+    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError("treering._save writes this format, from many threads and processes")
 
 

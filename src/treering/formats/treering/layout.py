@@ -1,4 +1,4 @@
-"""Which piece goes where: pure functions from a save's content to array files."""
+"""Which piece goes where: pure functions from a save's catalogue to array files."""
 
 import bisect
 import functools
@@ -10,7 +10,7 @@ from ..._core import dtypes
 from ..._core.boxes import Box, Cells, describe, extent, whole
 from ..._core.entries import Entry, ValueEntry
 from ..._processes.assignment import Piece, Share
-from ..._pytree.leaves import Content
+from ..._pytree.leaves import Catalogue
 from ...stores.posix import PAGE
 from ..safetensors.header import MAX_HEADER, Tensor, encode_header
 from .manifest import BLOCK, ArrayRow, Layout, piece_key
@@ -121,7 +121,7 @@ class Rows(NamedTuple):
     holders: list[list[list[int]]]
 
 
-def rows(content: Content, shares: Mapping[int, Share], numbers: Numbers) -> Rows:
+def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: Numbers) -> Rows:
     """What the manifest says of each leaf. A leaf without a share is whole in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])
@@ -156,7 +156,7 @@ def rows(content: Content, shares: Mapping[int, Share], numbers: Numbers) -> Row
         return known.get(key)
 
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
-        share, sharding = shares.get(leaf), content.shardings.get(leaf)
+        share, sharding = shares.get(leaf), catalogue.shardings.get(leaf)
         if share is None:
             return only[0] if only else numbers.of(0, leaf, whole(shape))
         if sharding is None and len(share.boxes) == 1:
@@ -170,10 +170,10 @@ def rows(content: Content, shares: Mapping[int, Share], numbers: Numbers) -> Row
             known[key] = add(cells, holding([[files[n]] for n in order]), sharding)
         return known[key] or 0, 0
 
-    for n, entry in enumerate(content.entries):
+    for n, entry in enumerate(catalogue.entries):
         if isinstance(entry, ValueEntry):
             out.leaves.append(entry)
             continue
-        where = content.entries[content.tied[n]].path if n in content.tied else place(n, entry.shape)
+        where = catalogue.entries[catalogue.tied[n]].path if n in catalogue.tied else place(n, entry.shape)
         out.leaves.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
     return out

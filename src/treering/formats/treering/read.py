@@ -39,7 +39,7 @@ class Reader:
     format = "treering"
     positional = False
     numbers_are_arrays = False
-    untold: frozenset[str] = frozenset()
+    ambiguous_dtypes: frozenset[str] = frozenset()
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -96,25 +96,25 @@ class Reader:
         where = self._target(entry).where
         return self._manifest.layouts[where[0]].sharding if isinstance(where, tuple) else None
 
-    def maps(self, wish: bool | None) -> bool:
+    def can_mmap(self, requested: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""
         known = next((n for n, file in enumerate(self._manifest.files) if not file.requires), None)
-        return known is None or self._file(known).maps(wish)  # all lie in one directory
+        return known is None or self._file(known).can_mmap(requested)  # all lie in one directory
 
     def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
         """The boxes of the arrays, in memory that is the caller's to change.
 
-        `map=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
+        `mmap=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
-        parts = [self._parts(entry, box, map) for entry, box in wanted]
+        parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
         for found in parts:
             for part in found:
                 ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
-        memory = {number: self._file(number).memory(merge(found), verify, map) for number, found in ranges.items()}
+        memory = {number: self._file(number).memory(merge(found), verify, mmap) for number, found in ranges.items()}
         arrays = _assemble(wanted, parts, memory)
         for n, (entry, _) in enumerate(wanted):
             if entry.dtype == "bool" and (arrays[n].view(np.uint8) > 1).any():
@@ -161,7 +161,7 @@ class Reader:
         if unsupported:
             raise unsupported[0]
 
-    def _parts(self, entry: ArrayEntry, box: Box, map: bool | None) -> list[Part]:
+    def _parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
         """Where the bytes of a box are, each part in one run of memory as `map` has it.
 
         Raises `UnsupportedError` when header and manifest disagree about that, for both are as they were written.
@@ -177,7 +177,7 @@ class Reader:
             begin = self._tensor(number, key, row.dtype, extent(piece))
             inner = intersect(piece, box)
             if inner is not None:
-                apart = not self._file(number).maps(map)  # a mapped file holds the rows as one array with strides
+                apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
                 parts += parts_of(number, begin, piece, inner, box, size, apart=apart)
         return parts
 

@@ -18,8 +18,8 @@ from ..._core.source import Written
 from ..._processes import assignment
 from ..._processes.assignment import Piece, Share
 from ..._processes.coordinator import Call
-from ..._pytree.leaves import Content
-from ..._pytree.live_tree import Feed
+from ..._pytree.leaves import Catalogue
+from ..._pytree.staging import Supply
 from ..._threads.gc import paused
 from ..._threads.pool import Crew
 from ...errors import SaveError, TreeringError, UnsupportedError
@@ -55,12 +55,12 @@ class Job(NamedTuple):
     path: str
     overwrite: bool
     tree: Skeleton
-    content: Content
+    catalogue: Catalogue
     shares: Mapping[int, Share] | None
     info: Info
 
 
-def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
+def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits. Leaves nothing behind when it fails, unless it cannot know what became of the
@@ -94,13 +94,13 @@ def write(disk: Disk, job: Job, feed: Feed, crew: Crew, call: Call) -> Written:
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
         files = files or Files.join(disk, job.path, token, made, timeout=call.timeout, check=call.check)
         with paused():
-            pieces = assignment.pieces(job.content.entries, feed.sources, job.shares, call.index)
+            pieces = assignment.pieces(job.catalogue.entries, staging.shards, job.shares, call.index)
             if job.shares is not None:
-                feed.need([piece.source for piece in pieces], [piece.nbytes for piece in pieces])
-            planned = layout.plan(job.content.entries, pieces, token, call.index, call.count)
+                staging.need([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
+            planned = layout.plan(job.catalogue.entries, pieces, token, call.index, call.count)
         call.doing("writing")
         watch.begin()
-        report = [(_write_file(disk, files, file, pieces, feed, crew, watch), file.first) for file in planned]
+        report = [(_write_file(disk, files, file, pieces, staging, crew, watch), file.first) for file in planned]
         if call.index:
             disk.sync_dir(job.path)
         watch.lap("sync")
@@ -148,7 +148,7 @@ class _Watch:
 def _manifest(
     job: Job, pieces: Sequence[Piece], listed: Sequence[Sequence[manifest.File]], firsts: Sequence[Sequence[int]]
 ) -> bytes:
-    entries, everyone = job.content.entries, job.shares
+    entries, everyone = job.catalogue.entries, job.shares
 
     def order(process: int) -> Iterator[tuple[int, Box]]:
         if everyone is None:
@@ -156,8 +156,8 @@ def _manifest(
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, everyone, process))
 
     with paused():
-        by_leaf = assignment.unshared(job.content.shardings, pieces) if everyone is None else everyone
-        rows = layout.rows(job.content, by_leaf, layout.Numbers(firsts, order))
+        by_leaf = assignment.unshared(job.catalogue.shardings, pieces) if everyone is None else everyone
+        rows = layout.rows(job.catalogue, by_leaf, layout.Numbers(firsts, order))
     data = manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -219,12 +219,12 @@ def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.Fil
 
 
 def _write_file(
-    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew, watch: _Watch
+    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: Crew, watch: _Watch
 ) -> manifest.File:
     fd = files.create(file.name)
     size = len(file.header) + file.nbytes
     disk.preallocate(fd, round_up(size))
-    checksums = _write_buffer(disk, fd, file, pieces, feed, crew)
+    checksums = _write_buffer(disk, fd, file, pieces, staging, crew)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
@@ -238,7 +238,7 @@ def _write_file(
 
 
 def _write_buffer(
-    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, crew: Crew
+    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: Crew
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
     checksums = [""] * file.blocks
@@ -255,13 +255,13 @@ def _write_buffer(
                 if begin is None:
                     return
                 end = min(begin + CHUNK, file.nbytes)
-                _fill(target, file, pieces, feed, begin, end)
+                _fill(target, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
                 disk.write(fd, buffer[: round_up(end - begin)], len(file.header) + begin)
-                feed.moved(end - begin)
+                staging.moved(end - begin)
         except BaseException as error:
-            feed.fail(error)  # the other threads stop at once
+            staging.fail(error)  # the other threads stop at once
             raise
 
     if file.nbytes < _SMALL * len(file.begins):
@@ -271,7 +271,7 @@ def _write_buffer(
     return checksums
 
 
-def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], feed: Feed, begin: int, end: int) -> None:
+def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, begin: int, end: int) -> None:
     """Copies the bytes [begin, end) of the buffer from the pieces they belong to, many small ones at a time."""
     parts: list[np.ndarray] = []
     owners: list[int] = []
@@ -284,21 +284,21 @@ def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], feed: Fe
             np.concatenate(parts, out=target[at - begin : stop - begin])
             at = stop
             for owner, part in zip(owners, parts, strict=True):
-                feed.copied(owner, len(part))
+                staging.copied(owner, len(part))
             parts.clear()
             owners.clear()
 
     for n in itertools.count(bisect.bisect_right(file.begins, begin) - 1):
         piece_begin = file.begins[n]
         piece = pieces[file.first + n]
-        if not feed.ready(piece.source):
+        if not staging.ready(piece.shard):
             flush()  # what is held must be let go before more is waited for
-        source = feed.take(piece.source) if piece.nbytes else _NOTHING
+        data = staging.take(piece.shard) if piece.nbytes else _NOTHING
         first, last = max(begin - piece_begin, 0), min(end - piece_begin, piece.nbytes)
-        if first or piece.begin or last < len(source):
-            source = source[piece.begin + first : piece.begin + last]
-        parts.append(source)
-        owners.append(piece.source)
+        if first or piece.begin or last < len(data):
+            data = data[piece.begin + first : piece.begin + last]
+        parts.append(data)
+        owners.append(piece.shard)
         if piece_begin + piece.nbytes >= end:
             break
     flush()

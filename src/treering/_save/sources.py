@@ -1,25 +1,24 @@
-"""What is saved when that is a checkpoint, and what writers of other formats get to see of a live tree."""
+"""What is to be saved, as one source: checkpoints in a tree, rules, casts, boxes; and what the writers take of it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from .._core import dtypes, views
-from .._core.boxes import Box, extent, intersect, slices
-from .._core.entries import ArrayEntry, Entry, check_whole
+from .._core.boxes import extent, in_slices, whole
+from .._core.entries import ArrayEntry, check_whole
 from .._core.lazy import LazyArray
 from .._core.paths import few
 from .._core.rebuilt import rebuilt
 from .._core.skeleton import Node, Skeleton, containers
-from .._core.source import Problem, Reader
+from .._core.source import Source
 from .._core.values import decode
 from .._processes.assignment import alignment
 from .._pytree import box_levels, walk
-from .._pytree.leaves import Content, Source, lazy_sources
-from .._pytree.live_tree import Feed
+from .._pytree.leaves import SLICE_BYTES, Catalogue, LocalShard
+from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from ..errors import UnsupportedError
 from ..formats.treering.write import Info
@@ -61,7 +60,7 @@ def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
     return walk.Walk(paths, leaves, skeleton, walked.boxes), tuple(guessed)
 
 
-def prepared(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
+def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
     """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a tree around it."""
     changed = ckpt.apply(rules)
     leaves, skeleton, guessed = _arranged(changed)
@@ -109,71 +108,48 @@ def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) 
     return view.changed(leaves, box_levels.shown_skeleton(view.skeleton, boxes, kinds))
 
 
-def _own_skeleton(reader: Reader) -> Skeleton | None:
+def _own_skeleton(reader: Source) -> Skeleton | None:
     """The tree that a checkpoint records, whatever view of it there is."""
     while isinstance(reader, views.View):
         reader = reader._reader
     return reader.skeleton
 
 
-def of_reader(reader: Reader) -> Content:
-    """The content of a save of all leaves of a reader, in slices, in the order in which they are written."""
-    content = Content(list(reader.entries.values()), {}, {}, set(), [])
-    sources: list[tuple[int, Source]] = []
-    for leaf, entry in enumerate(content.entries):
-        if isinstance(entry, ArrayEntry):
-            dtype = dtypes.to_numpy(entry.dtype)
-            order = alignment(math.prod(entry.shape) * dtype.itemsize)
-            sources += [(order, source) for source in lazy_sources(leaf, LazyArray(reader, entry), dtype)]
-    sources.sort(key=lambda one: one[0])
-    content.sources.extend(source for _, source in sources)
-    return content
+def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple[Catalogue, list[LocalShard]]:
+    """The catalogue of a save of all leaves of a view, and its shards in the order in which they are written.
 
-
-class Fed:
-    """A live tree that is being saved, as `treering.formats.Reader`: what writers of other formats are given."""
-
-    format = "live"
-    nbytes, step, metadata, created = 0, None, None, None
-    positional = False
-    numbers_are_arrays = False
-    untold: frozenset[str] = frozenset()
-    identity = ""
-
-    def __init__(self, path: str, skeleton: Skeleton, content: Content, feed: Feed):
-        self.path, self.skeleton, self.metrics = path, skeleton, dict[str, float]()
-        self.entries: dict[str, Entry] = {entry.path: entry for entry in content.entries}
-        self._feed = feed
-        self._leaf = {entry.path: content.tied.get(n, n) for n, entry in enumerate(content.entries)}
-        self._sources: dict[int, list[int]] = {}
-        for n, source in enumerate(feed.sources):
-            self._sources.setdefault(source.leaf, []).append(n)
-
-    def check_present(self) -> None: ...
-
-    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        return None
-
-    def maps(self, wish: bool | None) -> bool:
-        return True
-
-    def read(
-        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, map: bool | None = None
-    ) -> list[np.ndarray]:
-        return [self._read(entry, box) for entry, box in wanted]
-
-    def problems(self) -> Iterator[Problem]:
-        return iter(())
-
-    def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:
+    Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
+    the one in the same place. With `sliced`, everything else is cut into slices.
+    """
+    entries = list(view.entries.values())
+    shardings: dict[int, Any] = {}
+    spread: set[int] = set()
+    shards: list[tuple[int, LocalShard]] = []
+    for leaf, entry in enumerate(entries):
+        if not isinstance(entry, ArrayEntry):
+            continue
         dtype = dtypes.to_numpy(entry.dtype)
-        out = np.empty(extent(box), dtype)
-        for n in self._sources[self._leaf[entry.path]]:
-            source = self._feed.sources[n]
-            common = intersect(source.box, box) if box else ()
-            if common is not None and out.size:
-                array = self._feed.take(n).view(dtype).reshape(extent(source.box))
-                if common == box == source.box:
-                    return array
-                out[slices(common, box)] = array[slices(common, source.box)]
-        return out
+        origin = view.source(entry.path)
+        sharding = live.sharding_of(origin) if live and view.is_elementwise(entry.path) else None
+        if live and sharding is not None:
+            shardings[leaf] = sharding
+            if live.is_global(origin):
+                spread.add(leaf)
+            boxes = [(shard.box, shard.box) for shard in live.shards_of(origin)]
+        else:
+            box = whole(entry.shape)
+            parts = in_slices(entry.shape, dtype.itemsize, SLICE_BYTES) if sliced else (box,)
+            boxes = [(part, box) for part in parts]
+        for part, piece in boxes:
+            nbytes = math.prod(extent(part)) * dtype.itemsize
+            order = alignment(math.prod(extent(piece)) * dtype.itemsize)
+            shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
+    shards.sort(key=lambda one: one[0])
+    return Catalogue(entries, {}, shardings, spread), [shard for _, shard in shards]
+
+
+def spread_over_processes(view: views.View, live: LiveTree) -> tuple[str, ...]:
+    """The arrays of a view that no process can make of what it has of a live tree."""
+    arrays = (path for path, leaf in view.leaves.items() if isinstance(leaf.entry, ArrayEntry))
+    made = (path for path in arrays if not view.is_elementwise(path))
+    return tuple(path for path in made if any(live.is_global(entry.path) for entry, _ in view.origins(path)))

@@ -1,0 +1,350 @@
+"""How the bytes of shards come from the thread that calls save to the threads that write.
+
+`Staging`: the caller puts shards in, in order; a writer takes a shard when it needs it and says when its bytes are
+copied out. Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
+
+`OnDemand`: the writers read the shards of a source themselves, when they come to them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.source import Source
+from .._threads.latch import Latch
+from .leaves import SLICE_BYTES, LocalShard, host_bytes
+
+_PUBLISH_BYTES = 4 << 20  # bytes after which waiting writers are told
+
+
+class Staging:
+    """At most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
+
+    def __init__(self, shards: Sequence[LocalShard], limit: int | None):
+        self.shards = shards
+        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self._limit = limit
+        self._views: list[Any] = [None] * len(shards)
+        self._left = [shard.nbytes for shard in shards]
+        self._staged = self._held = 0
+        self._unneeded: set[int] = set()
+        self._lock = threading.RLock()  # `with` on the condition itself may keep it when an interrupt comes
+        self._changed = threading.Condition(self._lock)  # for the writers alone: ctrl-C may break a wait for it
+        self._room = Latch()  # for which the caller waits
+        self._error: BaseException | None = None
+        # Set once everything is staged or the caller has to wait: until then writers would only take the
+        # interpreter from it and lengthen its stall.
+        self.writers_needed = Latch()
+
+    def run(self) -> None:
+        """Stages every shard; called by the thread that called save. Ends early when the writers have failed."""
+        try:
+            for first, last in self._groups():
+                if not self._reserve(self._cost(first, last)):
+                    return
+                self._stage(first, last)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            if self._error:  # what was not staged is not to be held either
+                for shard in self.shards:
+                    shard.data = None
+                self.clear()
+            self.writers_needed.set()
+
+    def ready(self, n: int) -> bool:
+        """Whether `take` would return at once."""
+        return n < self._staged
+
+    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`; waits until they are there. Raises what `fail` was given."""
+        if n >= self._staged:
+            with self._lock:
+                self._changed.wait_for(lambda: n < self._staged or self._error)
+        view = self._views[n]
+        self.check()  # after the look: a staging that failed is cleared at any moment
+        return view.reshape(-1).view(np.uint8)
+
+    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`, whether they are staged or not.
+
+        To be called when `writers_needed` is set and before anything is taken: then the caller is either through
+        or waits for room, and its arrays still hold what they held.
+        """
+        self.check()
+        if n < self._staged:
+            return self.take(n)
+        shard = self.shards[n]
+        return host_bytes(shard, shard.data).reshape(-1).view(np.uint8)
+
+    def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says which shards will be taken in which order, and how many bytes of each; to be called when `peek` may be.
+
+        Without it, all bytes of all shards are taken in turn. In another order, none of them can wait for room.
+        """
+        with self._lock:
+            self._left = [0] * len(self.shards)
+            for n, size in zip(order, nbytes, strict=True):
+                self._left[n] += size
+            self._unneeded = set(range(len(self.shards))).difference(order)
+            for n in self._unneeded:
+                if n < self._staged:
+                    self._drop(n, self.shards[n])
+            if list(order) != sorted(order):
+                self._limit = None
+            self._room.set()
+            self._changed.notify_all()
+
+    def _drop(self, n: int, shard: LocalShard) -> None:
+        self._views[n] = None
+        if shard.copies:
+            self._held -= shard.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are to stage."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    def copied(self, n: int, nbytes: int) -> None:
+        """Says that so many bytes of shard `n` are not needed any more."""
+        if not self.shards[n].copies:
+            return  # a view costs nothing
+        with self._lock:
+            self._left[n] -= nbytes
+            if not self._left[n]:
+                self._drop(n, self.shards[n])
+                self._room.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the staging on both sides."""
+        with self._lock:
+            self._error = self._error or error
+            self._room.set()
+            self._changed.notify_all()
+        self.writers_needed.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises what `fail` was given."""
+        if self._error:
+            raise self._error
+
+    def clear(self) -> None:
+        """Lets go of all bytes."""
+        with self._lock:
+            self._views = [None] * len(self.shards)  # the caller may be putting one in right now
+
+    def _cost(self, first: int, last: int) -> int:
+        return sum(shard.nbytes for shard in self.shards[first:last] if shard.copies)
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """Runs of shards whose copies fit the limit together; their device copies are under way at once."""
+        limit = self._limit  # `need` may lift it
+        if limit is None:
+            yield 0, len(self.shards)
+            return
+        first = cost = 0
+        for n, shard in enumerate(self.shards):
+            own = shard.nbytes if shard.copies else 0
+            if n > first and cost + own > limit:
+                yield first, n
+                first, cost = n, 0
+            cost += own
+        yield first, len(self.shards)
+
+    def _reserve(self, nbytes: int) -> bool:
+        def fits() -> bool:
+            return not self._held or self._limit is None or self._held + nbytes <= self._limit
+
+        while True:
+            with self._lock:
+                if fits() or self._error:
+                    self._held += nbytes
+                    return self._error is None
+                room = self._room = Latch()
+            self.writers_needed.set()
+            room.wait()
+
+    def _stage(self, first: int, last: int) -> None:
+        wanted = [n for n in range(first, last) if n not in self._unneeded]
+        on_host = _start_copies([self.shards[n].data for n in wanted if self.shards[n].copies])
+        unpublished = 0
+        for n in range(first, last):
+            shard = self.shards[n]
+            if n in self._unneeded:
+                with self._lock:
+                    shard.data = None
+                    self._drop(n, shard)
+                    self._staged = n + 1
+                    self._changed.notify_all()
+                continue
+            self._views[n] = host_bytes(shard, next(on_host)) if shard.copies else np.asarray(shard.data)
+            shard.data = None  # or the state of this step would stay in the device's memory until it is written
+            unpublished += shard.nbytes
+            if unpublished >= _PUBLISH_BYTES or n == last - 1:
+                unpublished = 0
+                with self._lock:
+                    self._staged = n + 1
+                    self._changed.notify_all()
+
+
+class _Group:
+    """Shards that are read with one call; `left` are the bytes of them that are still needed."""
+
+    def __init__(self, first: int, last: int, left: int):
+        self.first, self.last, self.left = first, last, left
+        self.lock = threading.Lock()  # held while they are read: the other writers that need them wait for it
+        self.arrays: list[Any] | None = None
+
+
+class OnDemand:
+    """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
+
+    Writers hold a few groups of about `SLICE_BYTES` at a time. With `hold`, `run` returns when all shards are read, or
+    at `release`: the source is a live tree, which must not change before.
+    """
+
+    writers_needed = Latch()
+    writers_needed.set()
+
+    def __init__(self, source: Source, shards: Sequence[LocalShard], *, hold: bool = False):
+        self.shards = shards
+        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self._source, self._hold = source, hold
+        self._entries: list[Any] = list(source.entries.values())
+        self._groups = list(self._grouped())
+        self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
+        self._unread = sum(group.left > 0 for group in self._groups)
+        self._lock = threading.Lock()
+        self._read = Latch()  # all shards are, or nobody will read them any more
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Returns when the caller may go on."""
+        if self._hold:
+            self._read.wait()
+
+    def ready(self, n: int) -> bool:
+        """Whether `take` would return without waiting for the caller, which it always does."""
+        return True
+
+    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`, which are read unless another writer has done so."""
+        group = self._groups[self._number[n]]
+        with group.lock:
+            if group.arrays is None:
+                self.check()
+                wanted = [(self._entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
+                group.arrays = list(map(_as_bytes, self._source.read(wanted)))
+                self._count_read()
+            return group.arrays[n - group.first]
+
+    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`, of which nothing is kept."""
+        self.check()
+        shard = self.shards[n]
+        (array,) = self._source.read([(self._entries[shard.leaf], shard.box)])
+        return _as_bytes(array)
+
+    def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says how many bytes of each shard will be taken, before any is."""
+        with self._lock:
+            for group in self._groups:
+                group.left = 0
+            for n, size in zip(order, nbytes, strict=True):
+                self._groups[self._number[n]].left += size
+            self._unread = sum(group.left > 0 for group in self._groups)
+            if not self._unread:
+                self._read.set()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are to read."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    def copied(self, n: int, nbytes: int) -> None:
+        """Says that so many bytes of shard `n` are not needed any more."""
+        group = self._groups[self._number[n]]
+        with self._lock:
+            group.left -= nbytes
+            if not group.left:
+                group.arrays = None
+
+    def release(self) -> None:
+        """Lets the caller go on, whatever is left to read."""
+        self._read.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the reading, and the caller's waiting for it."""
+        self._error = self._error or error
+        self._read.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises what `fail` was given."""
+        if self._error:
+            raise self._error
+
+    def clear(self) -> None:
+        """Lets go of all bytes."""
+        for group in self._groups:
+            group.arrays = None
+
+    def _grouped(self) -> Iterator[_Group]:
+        first = size = 0
+        for n, shard in enumerate(self.shards):
+            if n > first and size + shard.nbytes > SLICE_BYTES:
+                yield _Group(first, n, size)
+                first, size = n, 0
+            size += shard.nbytes
+        if self.shards:
+            yield _Group(first, len(self.shards), size)
+
+    def _count_read(self) -> None:
+        with self._lock:
+            self._unread -= 1
+            if not self._unread:
+                self._read.set()
+
+
+Supply = Staging | OnDemand
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return dtypes.whole_bytes(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
+
+
+def _start_copies(arrays: list[Any]) -> Iterator[Any]:
+    """Begins all device-to-host copies at once, into pinned memory where the backend has it."""
+    pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
+    if pinned:
+        moved = jax.device_put([arrays[n] for n in pinned], list(pinned.values()))
+        for n, copy in zip(pinned, moved, strict=True):
+            arrays[n] = copy
+    for n, array in enumerate(arrays):
+        if isinstance(array, jax.Array) and n not in pinned:
+            array.copy_to_host_async()
+    arrays.reverse()
+    while arrays:
+        yield arrays.pop()  # and let go of it: what was collected is not to be held twice
+
+
+def _pinned(sharding: Any) -> Any:
+    """The same sharding in pinned host memory; None on CPUs and where there is no such memory."""
+    device = next(iter(sharding.device_set))
+    if device.platform == "cpu" or all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
+        return None
+    return sharding.with_memory_kind("pinned_host")

@@ -1,0 +1,254 @@
+"""The stages of a save: what is saved as one source, who writes what of it, how it comes to the writers, the writing.
+
+A live tree in the native format goes straight from its arrays; whatever rules or other formats change is read box by
+box; what several processes cannot write together goes through a native checkpoint beside its place.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .. import formats, stores
+from .._core.boxes import extent
+from .._core.entries import ArrayEntry
+from .._core.skeleton import Skeleton
+from .._core.source import ABOUT, Source, Written
+from .._core.views import View
+from .._processes import assignment, coordinator, progress
+from .._processes.calls import Call
+from .._processes.consistency import check_consistent
+from .._pytree import box_levels, flax, leaves, walk
+from .._pytree.leaves import Catalogue, LocalShard
+from .._pytree.live_tree import LiveTree
+from .._pytree.staging import OnDemand, Staging, Supply
+from .._restore.checkpoint import Checkpoint
+from .._threads.gc import paused
+from .._threads.pool import Crew
+from ..errors import ExistsError, UnsupportedError
+from ..formats import Format
+from ..formats.treering import write as native
+from ..stores.atomic import scratch_directory
+from . import sources
+from .options import SaveOptions
+
+_log = logging.getLogger("treering")
+
+
+class Prepared(NamedTuple):
+    """A save that is ready to begin: the caller runs `supply`, then the background calls `write`."""
+
+    supply: Supply
+    write: Callable[[Crew], Written]
+
+
+class _Target(NamedTuple):
+    """Where a save goes, and how."""
+
+    call: Call
+    path: str
+    format: Format
+    info: native.Info
+    options: SaveOptions
+
+
+def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOptions, format: Format) -> Prepared:
+    """Describes the tree and finds what this process writes. Raises what `treering.save` raises before it begins."""
+    target = _Target(call, path, format, info, options)
+    if isinstance(tree, Checkpoint):
+        return _prepare_view(target, sources.view_of(tree, options.rules, options.dtype, info), None)
+    with paused():
+        walked = _walk(tree, format)
+        guessed: tuple[str, ...] = ()
+        if Checkpoint in set(map(type, walked.leaves)):
+            walked, guessed = sources.grafted(walked)
+        catalogue, shards = leaves.describe(
+            walked.paths,
+            walked.leaves,
+            dtype=None if options.rules else options.dtype,
+            detach=options.background,
+            alone=not coordinator.several(),
+        )
+        if call.count == 1:
+            _check_whole(catalogue, shards)
+        if format.name == "treering" and not options.rules:
+            return _prepare_tree(target, walked.skeleton, catalogue, shards)
+    live = LiveTree(path, walked.skeleton, catalogue, shards)
+    change = functools.partial(_changed, target, walked.boxes, guessed)
+    view = change(Checkpoint(live, live.entries, live.skeleton))
+    alone = format.name != "treering" or sources.spread_over_processes(view, live)
+    if call.count > 1 and alone:
+        _check_kept(target, view)
+        return _prepare_by_way_of_native(target, live, change)
+    return _prepare_view(target, view, live)
+
+
+def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
+    """A live tree, or the checkpoint that it was saved as, as it is to be written."""
+    view = sources.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
+    view = sources.with_boxes(view, boxes, target.format.boxes)
+    view.guessed += guessed
+    return view
+
+
+def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]) -> Prepared:
+    """A live tree as it is, in the native format: what is written is staged as it lies in the arrays."""
+    call = target.call
+    shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
+    staging = Staging(assignment.to_stage(catalogue, shards, shares, call.index), target.options.memory_limit)
+    return Prepared(staging, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, staging))
+
+
+def _prepare_view(target: _Target, view: View, live: LiveTree | None) -> Prepared:
+    """A checkpoint, or a live tree that rules or the format change: read box by box while it is written.
+
+    A live tree is staged first, unless its copies are more than the limit: then the caller waits until it is read.
+    """
+    call, limit = target.call, target.options.memory_limit
+    if target.format.name != "treering":
+        _check_kept(target, view)
+    if call.count > 1 and live is None:
+        return _prepare_in_process_0(target, view)
+    fits = limit is None or sum(shard.nbytes for shard in live.shards if shard.copies) <= limit if live else True
+    staging = live.stage() if live and fits else None
+    if target.format.name != "treering":
+        reading = OnDemand(view, [], hold=not fits)
+        return Prepared(staging or reading, _ending(reading, lambda crew: _write_foreign(target, view)))
+    assert view.skeleton is not None
+    skeleton = view.skeleton
+    catalogue, shards = sources.described(view, live, sliced=call.count == 1)
+    shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
+    reading = OnDemand(view, assignment.to_stage(catalogue, shards, shares, call.index), hold=not fits)
+    write = _ending(reading, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, reading))
+    return Prepared(staging or reading, write)
+
+
+def _ending(reading: OnDemand, write: Callable[[Crew], Written]) -> Callable[[Crew], Written]:
+    """The writing, at whose end the caller need not wait any longer."""
+
+    def ending(crew: Crew) -> Written:
+        try:
+            return write(crew)
+        finally:
+            reading.release()
+
+    return ending
+
+
+def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
+    """A checkpoint that all processes have opened: process 0 copies it, and the others wait."""
+    call = target.call
+    if call.index == 0:
+        own = _prepare_view(target._replace(call=coordinator.begin("copy", processes="this")), view, None)
+    else:
+        own = Prepared(OnDemand(view, []), lambda crew: Written(0, 0))
+
+    def write(crew: Crew) -> Written:
+        call.doing("copying in process 0")
+        return Written(*call.tell(lambda: list(own.write(crew))))
+
+    return Prepared(own.supply, write)
+
+
+def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[[Checkpoint], View]) -> Prepared:
+    """What one process has to write of a tree that lies in several.
+
+    All of them save it beside its place, in the native format, of which process 0 makes what was asked for in bounded
+    memory.
+    """
+    call = target.call
+    skeleton, catalogue = live.skeleton, live.catalogue
+    shares = assignment.plan(catalogue, call.count)
+    staging = Staging(assignment.to_stage(catalogue, live.shards, shares, call.index), target.options.memory_limit)
+    del live  # and its arrays
+
+    def write(crew: Crew) -> Written:
+        with contextlib.ExitStack() as scratch:
+            beside = call.tell(lambda: scratch.enter_context(scratch_directory(stores.DISK, target.path)))
+            _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
+            call.doing("writing in process 0")
+            return Written(*call.tell(lambda: list(_copy(target, change, beside, crew))))
+
+    return Prepared(staging, write)
+
+
+def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew: Crew) -> Written:
+    saved = formats.get("treering").open(stores.DISK, path)
+    view = change(Checkpoint(saved, saved.entries, saved.skeleton))
+    alone = target._replace(call=coordinator.begin("copy", processes="this"))
+    return _prepare_view(alone, view, None).write(crew)
+
+
+def _write_native(
+    target: _Target,
+    crew: Crew,
+    skeleton: Skeleton,
+    catalogue: Catalogue,
+    shares: Mapping[int, assignment.Share] | None,
+    supply: Supply,
+) -> Written:
+    call, options = target.call, target.options
+    catalogue, single = check_consistent(call, skeleton, catalogue, supply)
+    if single:
+        shares = assignment.plan(catalogue, call.count, single)
+    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
+    with progress.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
+        return native.write(stores.DISK, job, supply, crew, call)
+
+
+def _walk(tree: Any, format: Format) -> walk.Walk:
+    return walk.walk(flax.plain(tree) if "variable" in format.boxes else flax.split(tree)[0])
+
+
+def _check_kept(target: _Target, view: View) -> None:
+    """Raises `UnsupportedError` for what was given and would be lost; logs what is left out of a copied checkpoint."""
+    format, place = target.format, target.path
+    there = [name for name in ABOUT if getattr(view, name) is not None and (name != "metrics" or view.metrics)]
+    lost = [name for name in there if name not in format.keeps(place, view)]
+    if given := [name for name in lost if name in target.options.given]:
+        raise UnsupportedError(
+            f"{place}: expected nothing that the format {format.name!r} has no place for, found {' and '.join(given)}; "
+            "leave it out, put it into the tree, or save in the native format"
+            + (" (a step may be part of the name, as its library has it)" if "step" in given else "")
+        )
+    if lost:
+        _log.warning("%s: %s left out: the format %r has no place for it", place, " and ".join(lost), format.name)
+
+
+def _write_foreign(target: _Target, contents: Source) -> Written:
+    format, place, options = target.format, target.path, target.options
+    if options.overwrite and os.path.isdir(place):
+        found = formats.detect(stores.DISK, place).name if formats.is_known(stores.DISK, place) else None
+        if found != format.name:
+            what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
+            raise ExistsError(
+                f"{place}: expected a checkpoint of the format {format.name!r} to replace, found {what}; choose "
+                "another path or remove it yourself"
+            )
+    if iterators := [path for path, entry in contents.entries.items() if entry.type == "iterator"]:
+        raise UnsupportedError(
+            f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "
+            "with treering.rules.drop"
+        )
+    begun = time.perf_counter()
+    arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
+    with progress.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
+        watched: Any = progress.Watched(contents, moved) if options.progress else contents
+        nbytes = format.write(stores.DISK, place, watched, overwrite=options.overwrite, **options.of_format)
+    return Written(nbytes, time.perf_counter() - begun)
+
+
+def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:
+    """Raises `UnsupportedError` for arrays of which this process, which saves alone, has not everything."""
+    missing: list[str] = []
+    for leaf in sorted(catalogue.global_leaves):
+        entry: Any = catalogue.entries[leaf]
+        here = sum(math.prod(extent(shard.box)) for shard in shards if shard.leaf == leaf)
+        if here < math.prod(entry.shape):
+            missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
+    if missing:
+        raise UnsupportedError("\n".join(["processes='this' saves whole arrays; nothing was written:", *missing]))
