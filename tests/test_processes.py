@@ -588,7 +588,7 @@ sync("done")
 @pytest.mark.slow
 def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp_path: pathlib.Path) -> None:
     body = """
-from treering import _processes
+from treering._processes import coordinator as _processes
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
 class Failing(stores.posix.Disk):
