@@ -23,7 +23,7 @@ quick: $(VENV)/test
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test
-	$(RUN) -m treering.testing.torture --write docs/reliability.md
+	PYTHONPATH=tests $(RUN) -m crashes.torture --write docs/reliability.md
 
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .

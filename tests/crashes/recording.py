@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple
 
-from ..stores.posix import Disk
+from treering.stores.posix import Disk
 
 ROOT = 0  # the number of the scratch folder; every file and folder has one, whatever its name
 View = str  # what somebody who looks at the disk sees, in words: "old", "steps 1 2"

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import formats
-from .._save import save as _save
-from .._save import work as _work
-from .._save.save import save
-from .._threads.pool import Crew
-from ..errors import TreeringError
-from ._recording import RecordingDisk
-from ._scenarios import NOTHING, Record, Scenario, tree
-from ._scenarios_single import single
+from treering import formats
+from treering._save import save as _save
+from treering._save import work as _work
+from treering._save.save import save
+from treering._threads.pool import Crew
+from treering.errors import TreeringError
+
+from .recording import RecordingDisk
+from .scenarios import NOTHING, Record, Scenario, tree
+from .scenarios_single import single
 
 
 def together() -> Iterator[Scenario]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..stores import lease
-from ._recording import Op
+from treering.stores import lease
+
+from .recording import Op
 
 _SYNCS = ("sync", "sync_dir")
 _PUT = ("link", "rename", "rename_new", "exchange")
