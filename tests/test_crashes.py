@@ -38,7 +38,8 @@ QUICK = {  # one of each kind
 MUTATED = [
     *(name for name in ONCE if (":" not in name and "threads" not in name) or name.startswith("run")),
     *(name for name in ONCE if name.startswith("safetensors")),
-    "orbax: first save",
+    *("several array files: an error of the disk, overwriting", "several array files: killed, then saved, overwriting"),
+    *("orbax: first save", "orbax: overwriting"),
 ]
 
 
@@ -68,11 +69,11 @@ def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
-    """Without any one of them, or with a step before it, some crash loses something; the exceptions are known."""
+    """Without any one of them, or with a step before it, some crash loses something; all exceptions are explained."""
     recordings = (one for name in MUTATED for one in checks.recorded(SCENARIOS[name], folder))
     caught = checks.caught(recordings, folder)
     assert {name for name, failure in caught.items() if failure is None} == set(checks.HARMLESS)
-    assert len(caught) > 50
+    assert len(caught) > 100
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,7 @@ def _report(results: Sequence[Result], seconds: float, wish: argparse.Namespace)
     changes = ["| mutation | found by | as |", "| --- | --- | --- |"]
     for name, how in sorted(caught.items(), key=lambda item: (item[1] is None, item[0])):
         where, what = how or ("**nothing**", checks.HARMLESS.get(name, "**to be explained**"))
-        kind, _, line = name.partition(" before ") if " before " in name else ("without", "", name[len("without ") :])
-        change = f"without `{line}`" if kind == "without" else f"{kind} before `{line}`"
-        changes.append(f"| {change} | {where} | {what} |")
+        changes.append(f"| {name} | {where} | {what} |")
     found = sum(how is not None for how in caught.values())
     head = (
         f"{total.states:,} states, {total.distinct:,} of them distinct, {sum(failures.values())} failures; {found} of "
