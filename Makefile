@@ -23,7 +23,7 @@ quick: $(VENV)/test
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test
-	$(RUN) -m treering.testing.torture --write docs/reliability.md
+	PYTHONPATH=tests $(RUN) -m crashes.torture --write docs/evidence.md
 
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .
@@ -38,7 +38,7 @@ bench: $(VENV)/bench
 
 # Every attack and a few thousand flipped bits, counted.
 damage: $(VENV)/test
-	PYTHONPATH=tests $(RUN) -m attacks --write docs/reliability.md
+	PYTHONPATH=tests $(RUN) -m attacks --write docs/evidence.md
 
 # Readers under a coverage-guided fuzzer, one after another. What it finds lies in .fuzz; crashes end it.
 fuzz: $(VENV)/test $(VENV)/fuzz
@@ -58,7 +58,7 @@ newest: $(if $(PYTHON_NEWEST),.venv-newest/done)
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.
 torture-kills: $(VENV)/test
-	$(RUN) -m tests.torture.kills --write docs/reliability.md
+	$(RUN) -m tests.torture.kills --write docs/evidence.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .fuzz

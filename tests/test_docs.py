@@ -1,4 +1,4 @@
-"""Every code block of the README and the docs runs; every link leads somewhere."""
+"""Every code block of the pages for users and contributors runs; every link leads somewhere."""
 
 import inspect
 import pathlib
@@ -9,7 +9,8 @@ import pytest
 import treering as tr
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 # That page shows the newest releases of other libraries.

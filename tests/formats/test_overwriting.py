@@ -16,15 +16,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 import treering as tr
+from crashes import checks
+from crashes.recording import RecordingDisk
+from crashes.scenarios import Scenario, label_at, tree
 from helpers import REAL, assert_same
 from treering import stores
 from treering.errors import ExistsError, TreeringError
 from treering.stores import atomic
 from treering.stores.posix import Disk
-from treering.testing import crashes
 from treering.testing._doubles import FailingDisk
-from treering.testing._recording import RecordingDisk
-from treering.testing._scenarios import Scenario, label_at, tree
 from treering.testing._subject import listing
 
 OLD = {"a": np.zeros(20_000, np.float32), "b": {"c": np.ones(3)}}
@@ -175,7 +175,7 @@ def test_a_crash_loses_no_file(tmp_path: pathlib.Path, format: str) -> None:
         disk.expect("new")
 
     scenario = Scenario("beside another's file", record, look, lambda root, seen: None, prepare)
-    count = crashes.check(scenario, tmp_path)
+    count = checks.check(scenario, tmp_path)
     assert count.states > 20 and not count.failures, count.failures[0]
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.torture.kills --write docs/reliability.md`: kills and errors at every point, and what they left.
+"""`python -m tests.torture.kills --write docs/evidence.md`: kills and errors at every point, and what they left.
 
 It takes `strace`, and permission to use it; the tests do the same on the disk's operations without. It takes
 some twenty minutes.

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import formats
-from .._save import save as _save
-from .._save import stages
-from .._save.options import SaveOptions
-from .._save.save import save
-from .._threads.pool import Crew
-from ..errors import TreeringError
-from ._recording import RecordingDisk
-from ._scenarios import NOTHING, Record, Scenario, tree
-from ._scenarios_single import single
+from treering import formats
+from treering._save import save as _save
+from treering._save import stages
+from treering._save.options import SaveOptions
+from treering._save.save import save
+from treering._threads.pool import Crew
+from treering.errors import TreeringError
+
+from .recording import RecordingDisk
+from .scenarios import NOTHING, Record, Scenario, tree
+from .scenarios_single import single
 
 
 def together() -> Iterator[Scenario]:

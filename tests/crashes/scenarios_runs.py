@@ -11,17 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import keep, stores
-from .._run.checkpointer import Checkpointer
-from .._run.metrics import record as record_metrics
-from .._run.open import open_checkpoint
-from .._run.run import FINISHED, steps
-from ..errors import NotFoundError, TreeringError
-from ..formats.treering import manifest, metrics
-from ..stores import local
-from ._recording import RecordingDisk, View
-from ._scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
-from ._scenarios_single import assert_tidy_inside
+from treering import keep, stores
+from treering._run.checkpointer import Checkpointer
+from treering._run.metrics import record as record_metrics
+from treering._run.open import open_checkpoint
+from treering._run.run import FINISHED, steps
+from treering.errors import NotFoundError, TreeringError
+from treering.formats.treering import manifest, metrics
+from treering.stores import local
+
+from .recording import RecordingDisk, View
+from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
+from .scenarios_single import assert_tidy_inside
 
 _RUN, _ASIDE = "runs/gpt", "aside"
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._run.open import restore
-from .._tools.verify import verify
-from ._recording import RecordingDisk, View
+from treering._run.open import restore
+from treering._tools.verify import verify
+
+from .recording import RecordingDisk, View
 
 NOTHING = "nothing"
 Record = Callable[[Path, RecordingDisk], None]

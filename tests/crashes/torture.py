@@ -1,4 +1,7 @@
-"""`python -m treering.testing.torture`: every crash of every scenario, in several processes, and the tables of it."""
+"""`python -m crashes.torture`: every crash of every scenario, in several processes, and the tables of it.
+
+With `tests` on the path.
+"""
 
 import argparse
 import multiprocessing
@@ -13,9 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from .._version import __version__
-from . import crashes
-from .crashes import Count
+from treering._version import __version__
+
+from . import checks
+from .checks import Count
 
 _BEGIN, _END = "<!-- crashes:begin -->", "<!-- crashes:end -->"
 _PARTS = {"": 1, "failing": 2, "killed": 2, "killed twice": 6}  # in each, states that are the same are looked at once
@@ -45,7 +49,7 @@ class Result(NamedTuple):
 
 def main() -> None:
     """Runs everything, or the scenarios whose names begin with what `--only` says; ends with 1 if anything fails."""
-    parser = argparse.ArgumentParser(prog="python -m treering.testing.torture", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m crashes.torture", description=__doc__)
     parser.add_argument("--only", action="append", help="the beginning of the name of a scenario; may be repeated")
     parser.add_argument("--extra", type=int, default=10, help="states at random after each operation (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of those at random (default: 0)")
@@ -64,7 +68,7 @@ def main() -> None:
 
 def _tasks(wish: argparse.Namespace) -> Iterator[Task]:
     """The longest first. What is killed twice shows no mutations that one that is killed once would not."""
-    found = [one for one in crashes.scenarios().values() if not wish.only or one.name.startswith(tuple(wish.only))]
+    found = [one for one in checks.scenarios().values() if not wish.only or one.name.startswith(tuple(wish.only))]
     for scenario in sorted(found, key=lambda one: (len(one.broken), one.name), reverse=True):
         name, parts = scenario.name, _PARTS[scenario.broken]
         for number in range(parts):
@@ -83,16 +87,16 @@ def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
 
 
 def _do(task: Task) -> Result:
-    scenario = crashes.scenarios()[task.scenario]
+    scenario = checks.scenarios()[task.scenario]
     kind = "sync_dir" if task.scenario.startswith(_FEW) else ""
     with tempfile.TemporaryDirectory(prefix="treering-crashes-", dir=task.folder) as directory:
         folder = Path(directory)
         if task.mutations:
-            recordings = crashes.recorded(scenario, folder, kind=kind, part=task.part)
-            caught = crashes.caught(recordings, folder)
+            recordings = checks.recorded(scenario, folder, kind=kind, part=task.part)
+            caught = checks.caught(recordings, folder)
             told = {name: failure and (failure.where, failure.what) for name, failure in caught.items()}
             return Result(task.scenario, Count(), [], told)
-        count = crashes.check(
+        count = checks.check(
             scenario, folder, kind=kind, part=task.part, seed=task.seed, extra=task.extra, most_failures=3
         )
     failures, count.failures = [str(failure) for failure in count.failures], []
@@ -109,7 +113,7 @@ def _report(results: Sequence[Result], seconds: float, wish: argparse.Namespace)
         failures[result.scenario] = failures.get(result.scenario, 0) + len(result.failures)
         for name, how in result.caught.items():
             caught[name] = caught.get(name) or how
-    names = [name for name in crashes.scenarios() if name in counts]
+    names = [name for name in checks.scenarios() if name in counts]
     total = sum((counts[name] for name in names), Count())
     rows = [_row(name, counts[name], failures[name]) for name in names]
     scenarios = [
@@ -118,13 +122,11 @@ def _report(results: Sequence[Result], seconds: float, wish: argparse.Namespace)
         *rows,
         _row("**all**", total, sum(failures.values())),
     ]
-    missed = {name for name, how in caught.items() if not how and name not in crashes.HARMLESS}
+    missed = {name for name, how in caught.items() if not how and name not in checks.HARMLESS}
     changes = ["| mutation | found by | as |", "| --- | --- | --- |"]
     for name, how in sorted(caught.items(), key=lambda item: (item[1] is None, item[0])):
-        where, what = how or ("**nothing**", crashes.HARMLESS.get(name, "**to be explained**"))
-        kind, _, line = name.partition(" before ") if " before " in name else ("without", "", name[len("without ") :])
-        change = f"without `{line}`" if kind == "without" else f"{kind} before `{line}`"
-        changes.append(f"| {change} | {where} | {what} |")
+        where, what = how or ("**nothing**", checks.HARMLESS.get(name, "**to be explained**"))
+        changes.append(f"| {name} | {where} | {what} |")
     found = sum(how is not None for how in caught.values())
     head = (
         f"{total.states:,} states, {total.distinct:,} of them distinct, {sum(failures.values())} failures; {found} of "

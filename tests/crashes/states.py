@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ._recording import Inodes, Op, Tree, View, changed, tree_of
+from .recording import Inodes, Op, Tree, View, changed, tree_of
 
 _SUBSETS = 5  # unsynced operations on the names of one folder of which all subsets are tried; of more, some
 _TORN = (0, 512, 4096)  # bytes after which a write is torn; and after half of it

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from .. import stores
-from .._run.open import open_checkpoint
-from .._save.save import save
-from ..errors import NotFoundError, TreeringError
-from ..formats.treering import layout, manifest, metrics, removal, write
-from ..stores import local
-from ._recording import RecordingDisk, View
-from ._scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
+from treering import stores
+from treering._run.open import open_checkpoint
+from treering._save.save import save
+from treering.errors import NotFoundError, TreeringError
+from treering.formats.treering import layout, manifest, metrics, removal, write
+from treering.stores import local
+
+from .recording import RecordingDisk, View
+from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
 
 _KILLED = ("first", "second")  # what those save that are killed
 

@@ -22,18 +22,19 @@ from unittest import mock
 
 import xxhash
 
-from .. import stores
-from ..formats.treering import metrics, write
-from ..stores import lease
-from ..stores.posix import Disk
-from ._crashes import Crash, crashes
-from ._doubles import QuickDisk
-from ._mutations import HARMLESS, mutations
-from ._recording import Inodes, Op, RecordingDisk, Tree
-from ._scenarios import Scenario
-from ._scenarios_runs import runs
-from ._scenarios_single import foreign, native
-from ._scenarios_together import together
+from treering import stores
+from treering.formats.treering import metrics, write
+from treering.stores import lease
+from treering.stores.posix import Disk
+from treering.testing._doubles import QuickDisk
+
+from .mutations import HARMLESS, mutations
+from .recording import Inodes, Op, RecordingDisk, Tree
+from .scenarios import Scenario
+from .scenarios_runs import runs
+from .scenarios_single import foreign, native
+from .scenarios_together import together
+from .states import Crash, crashes
 
 __all__ = [
     "HARMLESS",
@@ -224,7 +225,7 @@ def examine(
 
 
 def caught(recordings: Iterable[Recording], folder: Path, *, extra: int = 0) -> dict[str, Failure | None]:
-    """What shows each mutation of the recordings to be one, see `_mutations`; None where nothing does."""
+    """What shows each mutation of the recordings to be one, see `mutations`; None where nothing does."""
     found: dict[str, Failure | None] = {}
     known: dict[str, set[int]] = {}
     for recording in recordings:

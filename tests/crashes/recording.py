@@ -2,17 +2,13 @@
 
 import contextlib
 import errno
-import functools
-import inspect
 import os
 import stat
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import NamedTuple
 
-from ..stores.posix import Disk
+from treering.stores.posix import Disk
 
 ROOT = 0  # the number of the scratch folder; every file and folder has one, whatever its name
 View = str  # what somebody who looks at the disk sees, in words: "old", "steps 1 2"
@@ -30,8 +26,8 @@ class Name(NamedTuple):
 class Op(NamedTuple):
     """One operation. `names` change in one step; `data` is what is written at an offset, `size` a file's new size.
 
-    An operation "expect" changes nothing: from there on, one of `views` has to be seen after a crash. `site` is the
-    line of the library that asked for it.
+    An operation "expect" changes nothing: from there on, one of `views` has to be seen after a crash. `process` is the
+    number of the one in its job that asked for it, and `life` how many jobs were killed before.
     """
 
     kind: str
@@ -42,7 +38,8 @@ class Op(NamedTuple):
     data: bytes = b""
     size: int = 0
     views: frozenset[View] = frozenset()
-    site: str = ""
+    process: int = 0
+    life: int = 0
 
     @property
     def folders(self) -> frozenset[int]:
@@ -292,9 +289,13 @@ class RecordingDisk(Disk):
 
     def _note(self, kind: str, path: str, *, names: Iterable[Name] = (), **about: int | bytes) -> None:
         relative = os.path.relpath(path, self.root)
-        op = Op(kind, relative, tuple(names), site=_site(), **about)  # type: ignore[arg-type]
+        op = Op(kind, relative, tuple(names), process=_process(), life=self._life, **about)  # type: ignore[arg-type]
         self._live.change(op)
         self.log.append(op)
+
+    @property
+    def _life(self) -> int:
+        return len(self.tried) - 1
 
     def _inside(self, path: str) -> bool:
         return path == self.root or path.startswith(self.root + "/")
@@ -319,7 +320,7 @@ class RecordingDisk(Disk):
             if number is not None:
                 for op in self._found(relative, number):
                     self._live.change(op)
-                    self.log.append(op)
+                    self.log.append(op._replace(life=self._life))
 
     def _found(self, relative: str, number: int, known: Inodes | None = None) -> Iterator[Op]:
         """The operations that make what lies in a folder and is not known yet."""
@@ -342,22 +343,7 @@ class RecordingDisk(Disk):
                 yield from self._found(path, inode, known)
 
 
-_HERE = os.path.dirname(__file__)
-
-
-def _site() -> str:
-    """The line of the library that is at work."""
-    frame = sys._getframe(1)
-    while os.path.dirname(frame.f_code.co_filename) == _HERE and frame.f_back:
-        frame = frame.f_back
-    return _source(frame.f_code, frame.f_lineno)
-
-
-@functools.cache
-def _source(code: CodeType, number: int) -> str:
-    """A line with its function, and which of those that read the same it is."""
-    lines, first = inspect.getsourcelines(code)
-    texts = [line.split("  #")[0].strip() for line in lines[: number - first + 1]]
-    again = texts.count(texts[-1])
-    module = os.path.basename(code.co_filename).removesuffix(".py")
-    return f"{module}.{code.co_qualname}: {texts[-1]}" + (f" (no. {again})" if again > 1 else "")
+def _process() -> int:
+    """The number of the process that a thread stands for, see `scenarios_together`."""
+    name, _, number = threading.current_thread().name.partition("-")
+    return int(number) if name == "process" else 0
