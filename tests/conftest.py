@@ -49,11 +49,12 @@ def no_leftover_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def use_disk(monkeypatch: pytest.MonkeyPatch) -> Any:
+def use_disk() -> Any:
     """Puts a double in the place of the disk for the rest of the test."""
 
     def use(disk: Disk) -> Disk:
-        monkeypatch.setattr(stores, "DISK", disk)
+        stores.register(disk)
         return disk
 
-    return use
+    yield use
+    stores.register(Disk())

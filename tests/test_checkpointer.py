@@ -356,7 +356,7 @@ def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk:
                 pass
         else:
             getattr(ckpts, call)()
-    stores.DISK = Disk()
+    stores.register(Disk())
     ckpts.wait()
     assert ckpts.steps == []
 
@@ -407,7 +407,7 @@ def test_a_failed_deletion_does_not_fail_the_save(
     use_disk(Sticky())
     assert loop(tmp_path, [1, 2, 3], tr.keep.last(1))[-1] == 3
     assert "deleting step 1 failed" in caplog.text
-    stores.DISK = Disk()
+    stores.register(Disk())
     assert loop(tmp_path, [4], tr.keep.last(1)) == [4]
 
 
@@ -778,8 +778,8 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
             return super().stat(path)
 
     tr.save(tmp_path / "step-00000001", {"x": np.ones(3)})
-    ckpts = tr.Checkpointer(tmp_path)
     use_disk(Replaced())
+    ckpts = tr.Checkpointer(tmp_path)
     assert list(ckpts.disk_usage) == []
     assert list(ckpts.disk_usage) == [1]
     with ckpts, pytest.raises(ExistsError, match="step 1 is saved already"):
@@ -849,7 +849,7 @@ def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
     pending = ckpts.save(1, {"x": np.ones(3)})
     assert pending is not None
     pending._finished.wait()
-    stores.DISK = Disk()
+    stores.register(Disk())
     tr.save(tmp_path / "other", {"x": 1})
     with pytest.raises(SaveError):
         ckpts.wait()
@@ -930,9 +930,10 @@ def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restore
         def open(self, path: str) -> int:
             if "step-00000002/arrays" in path and self.times:
                 self.times -= 1
-                now, stores.DISK = stores.DISK, Disk()
+                now = stores.of("")
+                stores.register(Disk())
                 tr.save(tmp_path / "step-00000002", {"x": np.full(3, 22)}, overwrite=True, step=2)
-                stores.DISK = now
+                stores.register(now)
             return super().open(path)
 
     for use in (lambda: tr.restore(tmp_path), lambda: tr.Checkpointer(tmp_path).restore()):
@@ -954,7 +955,7 @@ def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Pa
 
         use_disk(Gone())
         assert (tr.restore(tmp_path) if step == 2 else tr.Checkpointer(tmp_path).restore())["x"][0] == 1
-        stores.DISK = Disk()
+        stores.register(Disk())
 
 
 def test_an_init_that_itself_restores_something_is_traced_when_the_run_goes_on(tmp_path: pathlib.Path) -> None:

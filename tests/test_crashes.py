@@ -19,8 +19,8 @@ from crashes.scenarios import tree
 from crashes.states import KEPT, LOST, Fate, Model, fates_of
 from treering import stores
 from treering._run import run as _run
-from treering.formats.treering import removal
-from treering.stores import atomic, local
+from treering.formats.treering import commit, removal, schema
+from treering.stores import atomic
 from treering.stores.posix import Disk
 
 SCENARIOS = checks.scenarios()
@@ -79,14 +79,14 @@ def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("name", "break_it"),
     [
-        ("killed, then saved, first save", lambda patch: patch.setattr(local, "clean", lambda *args, **options: None)),
+        ("killed, then saved, first save", lambda patch: patch.setattr(commit, "clean", lambda *args, **options: None)),
         (
             "safetensors: killed, then saved, first save",
             lambda patch: patch.setattr(atomic, "_clean", lambda *args: None),
         ),
         ("first save", lambda patch: patch.setattr(RecordingDisk, "sync", Disk.sync)),
         ("overwriting", lambda patch: patch.setattr(RecordingDisk, "sync_dir", Disk.sync_dir)),
-        ("deleting", lambda patch: patch.setattr(local, "delete", _arrays_first)),
+        ("deleting", lambda patch: patch.setattr(removal, "delete", _arrays_first)),
         pytest.param(
             "orbax: overwriting",
             lambda patch: patch.setattr(atomic, "_change_places", _remove_first),
@@ -94,7 +94,7 @@ def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
         ),
         (
             "run: killed while going back, then rewound",
-            lambda patch: patch.setattr(_run, "settle_aside", lambda run: None),
+            lambda patch: patch.setattr(_run, "settle_aside", lambda disk, run: None),
         ),
         ("run: rewinding", lambda patch: patch.setattr(_run, "set_aside", _by_linking)),
         ("flax: overwriting", lambda patch: patch.setattr(RecordingDisk, "rename", _by_copying)),
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_found(
     assert checks.check(SCENARIOS[name], folder).failures
 
 
-def _arrays_first(disk: Disk, path: str, named: Any) -> None:
+def _arrays_first(disk: Disk, path: str) -> None:
     for name in sorted(disk.list(path)):
         disk.unlink(os.path.join(path, name))
         disk.sync_dir(path)
@@ -127,17 +127,17 @@ def _by_copying(disk: RecordingDisk, old: str, new: str) -> None:
     disk.close(fd)
 
 
-def _by_linking(run: str, paths: list[str]) -> None:
+def _by_linking(disk: Disk, run: str, paths: list[str]) -> None:
     """Each file gets a second name and loses its first, before the second is durable."""
-    place = os.path.join(run, f"rewound-{len(_run.aside(run)) + 1}")
-    stores.DISK.make_dir(place)
+    place = os.path.join(run, f"rewound-{len(_run.aside(disk, run)) + 1}")
+    disk.make_dir(place)
     for path in paths:
-        stores.DISK.make_dir(os.path.join(place, os.path.basename(path)))
-        for name in stores.DISK.list(path):
-            stores.DISK.link(os.path.join(path, name), os.path.join(place, os.path.basename(path), name))
-        local.delete(stores.DISK, path, removal)
-    stores.DISK.sync_dir(place)
-    stores.DISK.sync_dir(run)
+        disk.make_dir(os.path.join(place, os.path.basename(path)))
+        for name in disk.list(path):
+            disk.link(os.path.join(path, name), os.path.join(place, os.path.basename(path), name))
+        removal.delete(disk, path)
+    disk.sync_dir(place)
+    disk.sync_dir(run)
 
 
 def test_a_failure_says_where_and_why(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +351,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
     (tmp_path / ".c.safetensors.0a1b2d.tmp").mkdir()
     (tmp_path / ".c.safetensors.0a1b2d.tmp" / "inside").write_bytes(b"left over")
     kept = {mine.name, ".d.safetensors.0a1b2c.tmp"}
-    with atomic.new_file(stores.DISK, str(path), overwrite=True) as file:
+    with atomic.new_file(stores.of(""), str(path), overwrite=True) as file:
         file.write(b"slow")
         tr.save(path, tree("new"))
         assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name, os.path.basename(file.path)}
@@ -364,7 +364,7 @@ def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> No
     path = tmp_path / "c"
     options: Any = {"format": "safetensors", "max_shard_size": 100}
     with atomic.new_directory(
-        stores.DISK, str(path), overwrite=True, owned=lambda disk, path: disk.list(path)
+        stores.of(""), str(path), overwrite=True, owned=lambda disk, path: disk.list(path)
     ) as folder:
         tr.save(path, tree("new"), **options)
         assert os.path.isdir(folder)
@@ -401,10 +401,10 @@ def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> No
 
     class Slow(Disk):
         def unlink(self, path: str) -> None:
-            if os.path.basename(path) == local.MANIFEST:
-                local.delete(stores.DISK, os.path.dirname(path), removal)
+            if os.path.basename(path) == schema.MANIFEST:
+                removal.delete(stores.of(""), os.path.dirname(path))
             super().unlink(path)
 
     tr.save(tmp_path / "c", {"x": np.ones(3)})
-    local.delete(Slow(), str(tmp_path / "c"), removal)
+    removal.delete(Slow(), str(tmp_path / "c"))
     assert not os.listdir(tmp_path)

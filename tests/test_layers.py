@@ -80,3 +80,10 @@ def test_there_is_no_circle_of_imports() -> None:
         for others in left.values():
             others.difference_update(leaves)
     assert not left, "\n".join(f"{module} imports {', '.join(sorted(others))}" for module, others in left.items())
+
+
+def test_nothing_above_the_native_format_knows_its_files() -> None:
+    above = [module for module in FILES if not module.startswith(("treering.formats.treering", "treering.testing"))]
+    naming = [module for module in above if "treering.json" in FILES[module].read_text()]
+    naming += [module for module in above if "treering.formats.treering.schema" in GRAPH[module]]
+    assert not naming

@@ -222,7 +222,7 @@ class Elsewhere(stores.posix.Disk):  # process 1 sees other files under the same
     def stat(self, path):
         return super().stat(path.replace("/c", "/other"))
 if INDEX == 1:
-    stores.DISK = Elsewhere()
+    stores.register(Elsewhere())
 report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")])
 """
     for result in run_job(tmp_path, body, processes=2):
@@ -252,10 +252,10 @@ class Caching(stores.posix.Disk):  # what was once missing stays so, until its d
         self.missing = {one for one in self.missing if os.path.dirname(one) != path}
         return names
 if INDEX == 1:
-    stores.DISK = Caching()
+    stores.register(Caching())
 for path in ("deep", "deep/er", "deep/er/c", "run", "run/step-00000001", "run/step-00000002"):
-    stores.DISK.stat(str(tmp / path))
-    stores.DISK.stat(str(tmp / path / "treering.json"))
+    stores.of("").stat(str(tmp / path))
+    stores.of("").stat(str(tmp / path / "treering.json"))
 sync("looked")
 errors = [caught(tr.save, tmp / "deep/er/c", {"x": np.ones(3), "w": put(np.arange(8, dtype=np.float32), P("x"))})]
 with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
@@ -263,7 +263,7 @@ with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
         errors.append(caught(ckpts.save, step, {"n": step, "w": put(np.arange(8, dtype=np.float32) + step, P("x"))}))
         errors.append(caught(ckpts.wait))
     if INDEX == 1:  # and once more
-        stores.DISK.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
+        stores.of("").missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
     back = ckpts.restore({"n": 0, "w": put(np.zeros(8, np.float32), P("x"))})
     report([errors, ckpts.restored_step, back["n"], same(back["w"], np.arange(8, dtype=np.float32) + 2)])
 """
@@ -279,13 +279,13 @@ tr.save(tmp / "c", tree)
 class Full(stores.posix.Disk):
     def preallocate(self, fd, size):
         raise OSError(28, "No space left on device")
-usual = stores.DISK
+usual = stores.of("")
 found = []
 for who in range(COUNT):
     for overwrite in (False, True):
-        stores.DISK = Full() if INDEX == who else usual
+        stores.register(Full() if INDEX == who else usual)
         found.append(caught(tr.save, tmp / ("c" if overwrite else "d"), tree, overwrite=overwrite))
-stores.DISK = usual
+stores.register(usual)
 found.append(caught(tr.save, tmp / "c", tree))
 sync("here")
 found.append(sorted(p.name for p in tmp.iterdir() if p.is_dir()))
@@ -318,7 +318,7 @@ class Late(stores.posix.Disk):
         while os.path.exists(tmp / "c"):
             time.sleep(0.01)
         return super().create(path, *mode)
-stores.DISK = Late() if INDEX else Full()
+stores.register(Late() if INDEX else Full())
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(1 << 18, np.float32), P("x"))}))
 """
     for result in run_job(tmp_path, body, processes=2):
@@ -525,7 +525,8 @@ class Standing(stores.posix.Disk):
         if at == 4 and INDEX == STOPPED and WHERE == "while it writes":
             stand_still()
         super().sync(fd)
-stores.DISK, still, log, at = Standing(), [], [], 0
+stores.register(Standing())
+still, log, at = [], [], 0
 ckpts = tr.Checkpointer(tmp / "run", timeout=4)
 value = np.arange(66.0)
 while time.monotonic() - begun < 60 and len(log) < 120:
@@ -601,7 +602,7 @@ class Failing(stores.posix.Disk):
             raise OSError(5, "Input/output error")
         super().sync_dir(path)
 if INDEX == 0:
-    stores.DISK = Failing()
+    stores.register(Failing())
 else:  # looks for the answer, then for signs of life, and by then process 0 has answered and failed
     check = _processes.Together._check
     _processes.Together._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
@@ -654,7 +655,7 @@ if INDEX == 1:
 sync("pid")
 OTHER = int((tmp / "pid").read_text())
 if INDEX == 0:
-    stores.DISK = Standing()
+    stores.register(Standing())
 report(caught(tr.save, tmp / "c", {"x": put(np.zeros(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
 """
     results = run_job(tmp_path, body, processes=2, recoverable=True, expect={1: KILLED})

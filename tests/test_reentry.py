@@ -46,7 +46,8 @@ calls = {
     "finish": lambda c, n: c.finish(), "open": lambda c, n: dict(c.open()),
 }
 found = {"worked": 0, "refused": 0}
-disk = stores.DISK = Signals(looking=True)
+disk = Signals(looking=True)
+stores.register(disk)
 at = 0
 while True:
     at += 1
@@ -139,7 +140,8 @@ class Slow(stores.posix.Disk):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
         super().write(fd, data, offset)
-signalled, stores.DISK = [], Slow()
+signalled = []
+stores.register(Slow())
 state = {"w": np.ones((600, 600)).T, "v": np.ones((600, 600)).T}
 ckpts = tr.Checkpointer(sys.argv[1])
 def handler(*args):

@@ -458,15 +458,16 @@ def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.
         def open(self, path: str) -> int:
             if path.endswith(".safetensors") and self.times:
                 self.times -= 1
-                now, stores.DISK = stores.DISK, Disk()
+                now = stores.of("")
+                stores.register(Disk())
                 tr.save(tmp_path / "c", {"x": np.full(1000, 5 - self.times)}, overwrite=True)
-                stores.DISK = now
+                stores.register(now)
             return super().open(path)
 
     use_disk(Overwritten())
     assert tr.restore(path)["x"][0] == 5
     held = tr.open(path)
-    stores.DISK = Disk()
+    stores.register(Disk())
     tr.save(path, {"x": np.ones(1000)}, overwrite=True)
     with pytest.raises(NotFoundError, match="was replaced while it was open; open it again"):
         held["x"][:]

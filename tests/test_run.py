@@ -115,11 +115,10 @@ def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_
         make_dir = unlink = create = refuse
 
     save_steps(tmp_path, [1, 2])
-    ckpts = tr.Checkpointer(tmp_path)
     use_disk(Refusing())
+    ckpts = tr.Checkpointer(tmp_path)
     with pytest.raises(SaveError, match=rf"{call}\(.*\) failed: .*Read-only"):
         getattr(ckpts, call)(*[] if call == "finish" else [1])
-    use_disk(Disk())
     assert ckpts.steps == [1, 2] and not ckpts.pinned
     ckpts.close()
 
@@ -280,7 +279,7 @@ print("ready", flush=True); sys.stdin.read(1)
                 tr.Checkpointer(run).save(2, {"x": 2})
         use_disk(Stale())
         third = tr.Checkpointer(run)
-        stores.DISK = Disk()
+        stores.register(Disk())
         for _ in range(2):
             with pytest.raises(ExistsError, match="another process writes this run"):
                 third.save(2, {"x": 2})
@@ -441,7 +440,7 @@ class Deadly(stores.posix.Disk):
         if path.endswith(".safetensors"):
             os._exit(9)
         super().unlink(path)
-stores.DISK = Deadly()
+stores.register(Deadly())
 with tr.Checkpointer({str(tmp_path)!r}, keep=tr.keep.last(1)) as ckpts:
     ckpts.save(1, {{"x": np.ones(3)}}); ckpts.save(2, {{"x": np.ones(3)}})
 """
@@ -676,7 +675,7 @@ def test_a_record_that_is_killed_leaves_nothing_that_stays(tmp_path: pathlib.Pat
     use_disk(Broken())
     with pytest.raises(OSError, match="Input"):
         tr.record(tmp_path, 1, {"a": 1})
-    stores.DISK = Disk()
+    stores.register(Disk())
     assert tr.open(tmp_path).metrics == {}
     save_steps(tmp_path, [2])
     assert len(list(folder.iterdir())) == 2
@@ -962,7 +961,7 @@ class Slow(stores.posix.Disk):
     def preallocate(self, fd, size):
         time.sleep(1.5 if INDEX else 0)
         super().preallocate(fd, size)
-stores.DISK = Slow()
+stores.register(Slow())
 busy = tr.Checkpointer(tmp / "busy", when_busy="skip", timeout=20)
 taken = [busy.save(step, tree(step)) is not None for step in (1, 2)]
 busy.close()

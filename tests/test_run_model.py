@@ -34,7 +34,7 @@ class Run(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        stores.DISK = QuickDisk()
+        stores.register(QuickDisk())
         self.place = pathlib.Path(tempfile.mkdtemp())
         self.model: dict[int, Step] = {}
         self.versions = 0
@@ -143,7 +143,7 @@ class Run(RuleBasedStateMachine):
         self.ckpts.wait()
         step, tree = self._next(ahead, loss)
         before = dict(self.model)
-        stores.DISK = FailingDisk(at, lasting=True)
+        stores.register(FailingDisk(at, lasting=True))
         try:
             pending = self.ckpts.save(step, tree, metrics={"loss": loss})
             assert pending
@@ -151,7 +151,7 @@ class Run(RuleBasedStateMachine):
         except tr.errors.SaveError:
             pass
         finally:
-            stores.DISK = QuickDisk()
+            stores.register(QuickDisk())
         found = tr.steps(self.place / "run")
         if step in found:
             self._saved(loss)
@@ -204,7 +204,7 @@ class Run(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "DISK", stores.DISK)
+    stores.register(stores.of(""))
     monkeypatch.setattr(logging.getLogger("treering"), "disabled", True)
 
 

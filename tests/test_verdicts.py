@@ -43,7 +43,7 @@ def verdict_of(read: Callable[[], Any]) -> Any:
 
 def examined(path: pathlib.Path) -> dict[str, Any]:
     """What the library finds in a checkpoint, in the form of `verdicts.json`."""
-    reader = verdict_of(lambda: tr.formats.get("treering").open(stores.DISK, str(path)))
+    reader = verdict_of(lambda: tr.formats.get("treering").open(stores.of(""), str(path)))
     if isinstance(reader, str):
         return {"checkpoint": reader, "leaves": {}, "metrics": {}, "late": {}}
     leaves: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
             leaves[name] = {"type": entry.type, "value": entry.value}
     late = {
         name: "valid" if isinstance(found, dict) else "damaged" if isinstance(found, CorruptError) else "unsupported"
-        for name, found in metrics.read(stores.DISK, str(path), reader.identity)
+        for name, found in metrics.read(stores.of(""), str(path), reader.identity)
     }
     return {"checkpoint": "valid", "leaves": leaves, "metrics": reader.metrics, "late": late}
 

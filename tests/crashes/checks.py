@@ -294,12 +294,11 @@ def _repeatable() -> Iterator[None]:
 @contextlib.contextmanager
 def _using(disk: Disk) -> Iterator[None]:
     """All of Treering uses this disk, and tells nobody what it finds damaged."""
-    before, log = stores.DISK, logging.getLogger("treering")
+    log = logging.getLogger("treering")
     level = log.level
-    stores.DISK = disk
     log.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with stores.using(disk):
+            yield
     finally:
-        stores.DISK = before
         log.setLevel(level)

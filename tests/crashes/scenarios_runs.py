@@ -17,8 +17,7 @@ from treering._run.metrics import record as record_metrics
 from treering._run.open import open_checkpoint
 from treering._run.run import FINISHED, steps
 from treering.errors import NotFoundError, TreeringError
-from treering.formats.treering import manifest, metrics
-from treering.stores import local
+from treering.formats.treering import manifest, metrics, pins, schema
 
 from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
@@ -108,9 +107,9 @@ _known: dict[int, str] = {}
 
 def _read_label(path: str, step: int) -> str:
     label = label_at(path, [f"{step}{branch}" for branch in ("", "b", "c", "d")])
-    pinned = "*" if local.pinned(stores.DISK, path) else ""
-    identity = manifest.xxh3(Path(path, local.MANIFEST).read_bytes())
-    found = [content for _, content in metrics.read(stores.DISK, path, identity)]
+    pinned = "*" if pins.pinned(stores.of(""), path) else ""
+    identity = manifest.xxh3(Path(path, schema.MANIFEST).read_bytes())
+    found = [content for _, content in metrics.read(stores.of(""), path, identity)]
     assert all(isinstance(one, dict) for one in found), f"{path}: metrics are there in part"
     return label + pinned + ("!" if found else "")
 
@@ -133,7 +132,7 @@ def _save_again(run: Path, before: View) -> None:
         assert set(os.listdir(place)) == expected, f"{sorted(set(os.listdir(place)) ^ expected)} in {place}"
         assert committed, f"{place} is left over"
         for name in committed:
-            (place / name / local.PIN).unlink(missing_ok=True)
+            (place / name / schema.PIN).unlink(missing_ok=True)
             assert_tidy_inside(place / name)
 
 

@@ -13,8 +13,7 @@ from treering import stores
 from treering._run.open import open_checkpoint
 from treering._save.save import save
 from treering.errors import NotFoundError, TreeringError
-from treering.formats.treering import layout, manifest, metrics, removal, write
-from treering.stores import local
+from treering.formats.treering import layout, manifest, metrics, removal, schema, write
 
 from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
@@ -132,8 +131,8 @@ def _assert_tidy(root: Path, path: Path) -> None:
 
 def assert_tidy_inside(path: Path) -> None:
     """Only what the manifest names is there, and the metrics that were recorded for it."""
-    data = (path / local.MANIFEST).read_bytes()
-    named = {local.MANIFEST, *manifest.file_names(data), *metrics.names(stores.DISK, str(path), manifest.xxh3(data))}
+    data = (path / schema.MANIFEST).read_bytes()
+    named = {schema.MANIFEST, *manifest.file_names(data), *metrics.names(stores.of(""), str(path), manifest.xxh3(data))}
     assert set(os.listdir(path)) == named, f"{sorted(set(os.listdir(path)) - named)} is left over in {path}"
 
 
@@ -180,7 +179,7 @@ def _without_exchange(**options: Any) -> Record:
 
 def _deleting(path: Path, disk: RecordingDisk) -> None:
     disk.expect("old", NOTHING)
-    local.delete(disk, str(path), removal)
+    removal.delete(disk, str(path))
     disk.expect(NOTHING)
 
 
@@ -191,11 +190,11 @@ def _deleting_together(path: Path, disk: RecordingDisk) -> None:
 
     def both(path: str) -> None:
         unlink(path)
-        if os.path.basename(path) == local.MANIFEST:
+        if os.path.basename(path) == schema.MANIFEST:
             raise FileNotFoundError(path)
 
     disk.unlink = both
-    local.delete(disk, str(path), removal)
+    removal.delete(disk, str(path))
     disk.expect(NOTHING)
 
 

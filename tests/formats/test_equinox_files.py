@@ -51,8 +51,8 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def reader(path: Path, disk: Disk = stores.DISK) -> EquinoxReader:
-    found = formats.get("equinox").open(disk, str(path))
+def reader(path: Path, disk: Disk | None = None) -> EquinoxReader:
+    found = formats.get("equinox").open(disk or stores.of(""), str(path))
     assert isinstance(found, EquinoxReader)
     return found
 
@@ -507,12 +507,12 @@ def test_bad_records(tmp_path: Path, data: bytes, error: Any, text: str) -> None
 def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
-    assert formats.get("equinox").refuses(stores.DISK, str(path))
+    assert formats.get("equinox").refuses(stores.of(""), str(path))
     with pytest.raises(CorruptError):
-        formats.get("equinox").open(stores.DISK, str(path))
+        formats.get("equinox").open(stores.of(""), str(path))
     os.mkfifo(tmp_path / "fifo.eqx")
     for name in (tmp_path, tmp_path / "fifo.eqx", tmp_path / "none.eqx"):
-        assert formats.get("equinox").refuses(stores.DISK, str(name))
+        assert formats.get("equinox").refuses(stores.of(""), str(name))
 
 
 SMALL = (

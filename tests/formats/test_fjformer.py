@@ -266,7 +266,7 @@ def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
             return os.mkdir, (str(tmp_path / "run"),)
 
     (tmp_path / name).write_bytes(pickle.dumps(Trap()))
-    assert "it is a pickle" in str(FORMAT.refuses(stores.DISK, str(tmp_path / name)))
+    assert "it is a pickle" in str(FORMAT.refuses(stores.of(""), str(tmp_path / name)))
     with pytest.raises(UnsupportedError, match="fjformer: it is a pickle, as they lie beside streams"):
         tr.open(tmp_path / name)
     assert not (tmp_path / "run").exists()
@@ -285,10 +285,10 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         serialization.msgpack_serialize([[1, 2], 3]),
     ):
         (tmp_path / "x").write_bytes(data)
-        assert "does not begin like a stream" in str(FORMAT.refuses(stores.DISK, str(tmp_path / "x"))), data
-    assert FORMAT.refuses(stores.DISK, str(tmp_path / "absent")) == "there is nothing"
-    assert "folder without streaming_train_state" in str(FORMAT.refuses(stores.DISK, str(tmp_path)))
-    assert FORMAT.refuses(stores.DISK, str(tmp_path / ("n" * 300))) is not None
+        assert "does not begin like a stream" in str(FORMAT.refuses(stores.of(""), str(tmp_path / "x"))), data
+    assert FORMAT.refuses(stores.of(""), str(tmp_path / "absent")) == "there is nothing"
+    assert "folder without streaming_train_state" in str(FORMAT.refuses(stores.of(""), str(tmp_path)))
+    assert FORMAT.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "absent")
     deep = {"a": 1}

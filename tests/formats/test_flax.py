@@ -292,7 +292,7 @@ def test_real_files(tmp_path: Path, name: str) -> None:
 def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(serialization.to_bytes({"w": np.ones(2)}))
-    assert formats.get("flax").steps(stores.DISK, str(tmp_path), sorted(names)) == steps
+    assert formats.get("flax").steps(stores.of(""), str(tmp_path), sorted(names)) == steps
     for name in names:
         found = tr.open(tmp_path / name).step
         assert found == next(
@@ -468,7 +468,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tree = {"w": np.random.default_rng(0).random((100, 1000)), "long": np.arange(100_000)}
     tr.save(tmp_path / "native", tree)
     reader: Any = Watched(tr.open(tmp_path / "native")._reader)
-    size = formats.get("flax").write(stores.DISK, str(tmp_path / "x.msgpack"), reader, overwrite=False)
+    size = formats.get("flax").write(stores.of(""), str(tmp_path / "x.msgpack"), reader, overwrite=False)
     assert max(sizes) <= 1 << 16 and sum(sizes) == 1_600_000
     assert size == os.path.getsize(tmp_path / "x.msgpack")
     assert_equal(tr.restore(tmp_path / "x.msgpack"), {"long": tree["long"], "w": tree["w"]})
@@ -625,7 +625,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
     def refused(data: bytes, name: str = "x") -> str | None:
         (tmp_path / name).write_bytes(data)
-        return flax_format.refuses(stores.DISK, str(tmp_path / name))
+        return flax_format.refuses(stores.of(""), str(tmp_path / name))
 
     header = b'{"__metadata__":{}}'.ljust(0xA188)
     others = [
@@ -651,18 +651,18 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert refused(serialization.to_bytes({})) is None
     assert refused(serialization.to_bytes([np.ones(3)])) is None
     assert refused(b"\x05", "x.msgpack") is None and refused(b"\xc1", "x.msgpack") is not None
-    assert "nothing" in str(flax_format.refuses(stores.DISK, str(tmp_path / "absent")))
-    assert "folder without" in str(flax_format.refuses(stores.DISK, str(tmp_path)))
-    assert flax_format.refuses(stores.DISK, str(tmp_path / ("n" * 300))) is not None
+    assert "nothing" in str(flax_format.refuses(stores.of(""), str(tmp_path / "absent")))
+    assert "folder without" in str(flax_format.refuses(stores.of(""), str(tmp_path)))
+    assert flax_format.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
     os.mkfifo(tmp_path / "pipe")
-    assert flax_format.refuses(stores.DISK, str(tmp_path / "pipe")) is not None
+    assert flax_format.refuses(stores.of(""), str(tmp_path / "pipe")) is not None
 
 
 def test_what_orbax_wrote_for_flax_is_not_ours(tmp_path: Path, backend: Any) -> None:
     backend(True)
     path = checkpoints.save_checkpoint(tmp_path, {"w": jnp.ones(3)}, 4)
-    assert "folder" in str(formats.get("flax").refuses(stores.DISK, path))
-    assert formats.get("flax").steps(stores.DISK, str(tmp_path), os.listdir(tmp_path)) == {}
+    assert "folder" in str(formats.get("flax").refuses(stores.of(""), path))
+    assert formats.get("flax").steps(stores.of(""), str(tmp_path), os.listdir(tmp_path)) == {}
 
 
 # Bad files

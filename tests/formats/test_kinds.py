@@ -45,7 +45,7 @@ def test_a_pointer_of_git_lfs(tmp_path: Path, suffix: str) -> None:
     assert_pointer(path, path)
     for name in ("safetensors", "flax", "fjformer"):  # as after a step that was found by its name
         with pytest.raises(CorruptError, match="git lfs pull"):
-            formats.get(name).open(stores.DISK, str(path))
+            formats.get(name).open(stores.of(""), str(path))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "flax_model.msgpack", "pytorch_model.bin", "x/checkpoint"])

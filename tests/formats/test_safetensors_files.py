@@ -365,7 +365,7 @@ def test_folders(tmp_path: Path) -> None:
     format = formats.get("safetensors")
 
     def refuses(path: Path) -> str | None:
-        return format.refuses(stores.DISK, str(path))
+        return format.refuses(stores.of(""), str(path))
 
     assert "nothing" in str(refuses(tmp_path / "x"))
     assert "no safetensors file" in str(refuses(tmp_path))
@@ -377,7 +377,7 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "other.safetensors").write_bytes(data)
     assert "several safetensors files" in str(refuses(tmp_path))
     with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open the one that is meant"):
-        format.open(stores.DISK, str(tmp_path))
+        format.open(stores.of(""), str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(raw({"b": ("U8", (2,), b"ab")}))
     assert list(tr.open(tmp_path)) == ["b"]
     for name in ("p.safetensors.index.json", "q.safetensors.index.json"):
@@ -394,7 +394,7 @@ def test_folders(tmp_path: Path) -> None:
 )
 def test_files_of_other_formats_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
-    assert formats.get("safetensors").refuses(stores.DISK, str(tmp_path / "x"))
+    assert formats.get("safetensors").refuses(stores.of(""), str(tmp_path / "x"))
 
 
 # Writing
@@ -612,7 +612,7 @@ def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Pa
     save()
     assert counted.count > 20
     for at in range(1, counted.count + 1):
-        for name in written_names(stores.DISK, str(tmp_path)):
+        for name in written_names(stores.of(""), str(tmp_path)):
             (tmp_path / name).unlink()
         assert os.listdir(tmp_path) == ["config.json"]
         use_disk(FailingDisk(at))
@@ -641,7 +641,7 @@ def test_numbered_files_without_an_index(tmp_path: Path, pattern: str, first: in
     ckpt = tr.open(tmp_path)
     assert list(ckpt) == list(ROWS) and ckpt.metadata == {"format": "pt"}
     assert all(same(value, ROWS[key]) for key, value in ckpt.restore().items())
-    assert written_names(stores.DISK, str(tmp_path)) == set(names)
+    assert written_names(stores.of(""), str(tmp_path)) == set(names)
     for gone in names:
         (tmp_path / gone).rename(tmp_path / "aside")
         with pytest.raises(CorruptError, match=f"found 2; fetch {gone}" if gone != names[0] or first else "fetch"):
@@ -658,7 +658,7 @@ def test_numbered_files_and_others(tmp_path: Path, other: str) -> None:
     (tmp_path / names[0]).rename(tmp_path / other)
     with pytest.raises(NotFoundError, match=r"several safetensors files and no index .*; open the one that is meant"):
         tr.open(tmp_path)
-    assert written_names(stores.DISK, str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
+    assert written_names(stores.of(""), str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
 
 
 def test_a_part_of_a_set_is_not_all_of_it(tmp_path: Path) -> None:
@@ -681,7 +681,7 @@ def test_what_a_folder_is_not_opened_by_is_logged(tmp_path: Path, caplog: pytest
 
 def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
     def names(path: Path) -> set[str]:
-        return written_names(stores.DISK, str(path))
+        return written_names(stores.of(""), str(path))
 
     index, _ = shards(tmp_path / "m")
     own = {*SHARDS, "model.safetensors.index.json"}
@@ -750,7 +750,7 @@ def test_asking_what_a_file_is_imports_no_arrays(tmp_path: Path) -> None:
 import sys
 from treering import formats, stores
 for name in ("safetensors", "equinox", "tensorflow"):
-    assert formats.get(name).refuses(stores.DISK, sys.argv[1])
+    assert formats.get(name).refuses(stores.of(""), sys.argv[1])
 assert not {"numpy", "jax", "tensorstore", "ml_dtypes"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -764,8 +764,8 @@ _GOOD: Tensors = {"a": ("F32", (2, 3), bytes(range(24))), "b/c": ("BF16", (2,), 
 def whatever(path: Path) -> None:
     """Opens and reads everything; raises nothing but `TreeringError`s."""
     try:
-        assert formats.get("safetensors").refuses(stores.DISK, str(path)) or True
-        reader = formats.get("safetensors").open(stores.DISK, str(path))
+        assert formats.get("safetensors").refuses(stores.of(""), str(path)) or True
+        reader = formats.get("safetensors").open(stores.of(""), str(path))
         for entry in reader.entries.values():
             assert isinstance(entry, ArrayEntry)
             assert reader.read([(entry, whole(entry.shape))], mmap=False)[0].shape == entry.shape
@@ -781,7 +781,7 @@ def test_every_length_is_an_error(tmp_path: Path) -> None:
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(CorruptError):
-            formats.get("safetensors").open(stores.DISK, str(path))
+            formats.get("safetensors").open(stores.of(""), str(path))
     path.write_bytes(data + b"x")
     with pytest.raises(CorruptError):
         tr.open(path)
@@ -832,7 +832,7 @@ def test_headers_that_are_too_deep_or_too_long(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError):
         tr.open(path)
     with pytest.raises(UnsafeError, match="the format allows"):
-        formats.get("safetensors").open(stores.DISK, str(path))
+        formats.get("safetensors").open(stores.of(""), str(path))
 
 
 _json = st.recursive(

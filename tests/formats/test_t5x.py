@@ -372,9 +372,9 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         data = state if isinstance(state, bytes) else packed(state)
         (folder / name).write_bytes(data)
-        both = [FORMAT.refuses(stores.DISK, str(folder / name))]
+        both = [FORMAT.refuses(stores.of(""), str(folder / name))]
         if name == "checkpoint":
-            both.append(FORMAT.refuses(stores.DISK, str(folder)))
+            both.append(FORMAT.refuses(stores.of(""), str(folder)))
         shutil.rmtree(folder)
         assert both[0] == both[-1]
         return both[0]
@@ -390,15 +390,15 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert "begins with 'target'" in str(refused({"target": {}, "state": {}}, "checkpoint_5"))
     for other in (b"", b"model_checkpoint_path: 'x'", b"{}", b"\x80\x04}", b"\x92\x91\xa1a\xc4\0", b"\x82"):
         assert "does not begin like a state dict" in str(refused(other)), other
-    assert FORMAT.refuses(stores.DISK, str(tmp_path)) == "it is a folder without a file checkpoint"
-    assert FORMAT.refuses(stores.DISK, str(tmp_path / "absent")) == "there is nothing"
-    assert FORMAT.refuses(stores.DISK, str(tmp_path / ("n" * 300))) is not None
+    assert FORMAT.refuses(stores.of(""), str(tmp_path)) == "it is a folder without a file checkpoint"
+    assert FORMAT.refuses(stores.of(""), str(tmp_path / "absent")) == "there is nothing"
+    assert FORMAT.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
     save(tmp_path / "x", {"target": {}})
     (tmp_path / "x" / "_METADATA").write_text("{}")
-    assert FORMAT.refuses(stores.DISK, str(tmp_path / "x")) == "it is a folder of Orbax"
+    assert FORMAT.refuses(stores.of(""), str(tmp_path / "x")) == "it is a folder of Orbax"
     shutil.rmtree(tmp_path / "x")
     (tmp_path / "checkpoint").mkdir()
-    assert FORMAT.refuses(stores.DISK, str(tmp_path)) is not None
+    assert FORMAT.refuses(stores.of(""), str(tmp_path)) is not None
     with pytest.raises(NotFoundError):
         tr.open(tmp_path)
 

@@ -48,7 +48,7 @@ def _manifest(data: bytes, folder: Path) -> None:
     """The manifest with a checksum that fits, and no array files."""
     (folder / "treering.json").write_bytes(data + b',"xxh3":"' + manifest.xxh3(data).encode() + b'"}\n')
     manifest.summarize((folder / "treering.json").read_bytes(), "manifest").created_seconds()
-    reader = Reader(stores.DISK, str(folder))
+    reader = Reader(stores.of(""), str(folder))
     for problem in reader.problems():
         str(problem)
     _all_of(reader)
@@ -61,13 +61,13 @@ def _header(data: bytes, folder: Path) -> None:
     read_sidecar(header.metadata)
     path = folder / "x.safetensors"
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
-    _all_of(open_files(stores.DISK, str(path), [str(path)]))
+    _all_of(open_files(stores.of(""), str(path), [str(path)]))
 
 
 def _table(data: bytes, folder: Path) -> None:
     path = folder / "x.index"
     path.write_bytes(data)
-    for key, value in table.items(File(stores.DISK, str(path))):
+    for key, value in table.items(File(stores.of(""), str(path))):
         (read_tensor if key else read_header)(value, "x")
 
 
@@ -86,9 +86,9 @@ def _zarr(data: bytes, folder: Path) -> None:
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "manifest": _manifest,
     "header": _header,
-    "flax": _of_file(lambda path: flax.FORMAT.open(stores.DISK, path)),
-    "stream": _of_file(lambda path: fjformer.FORMAT.open(stores.DISK, path)),
-    "records": _of_file(lambda path: equinox.FORMAT.open(stores.DISK, path)),
+    "flax": _of_file(lambda path: flax.FORMAT.open(stores.of(""), path)),
+    "stream": _of_file(lambda path: fjformer.FORMAT.open(stores.of(""), path)),
+    "records": _of_file(lambda path: equinox.FORMAT.open(stores.of(""), path)),
     "table": _table,
     "block": _block,
     "zarr": _zarr,

@@ -54,7 +54,8 @@ def grown(samples: list[Sample]) -> list[str]:
 def soak(rounds: int, directory: Path, *, quick: bool = False) -> list[Sample]:
     """Ten samples at equal distances."""
     logging.getLogger("treering").setLevel(logging.CRITICAL)  # some of the saves are made to fail
-    usual = stores.DISK = QuickDisk() if quick else stores.Disk()
+    usual = QuickDisk() if quick else stores.Disk()
+    stores.register(usual)
     samples: list[Sample] = []
     init = _state(0)
     ckpts = tr.Checkpointer(directory / "run", keep=tr.keep.last(2))
@@ -65,7 +66,7 @@ def soak(rounds: int, directory: Path, *, quick: bool = False) -> list[Sample]:
         assert found["n"] == n and float(found["w"][-1]) == n and found["host"][0] == n
         if n % 10 == 0:
             _others(directory, n)
-            stores.DISK = usual
+            stores.register(usual)
             ckpts.close()
             ckpts = tr.Checkpointer(directory / "run", keep=tr.keep.last(2))
         if n % (rounds // 10) == 0:
@@ -92,7 +93,7 @@ def _others(directory: Path, n: int) -> None:
     with arrays.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    stores.DISK = FailingDisk(1 + n // 10 % 50, errno.ENOSPC)
+    stores.register(FailingDisk(1 + n // 10 % 50, errno.ENOSPC))
     for call in (
         lambda: tr.restore(path),
         lambda: tr.save(path, _state(n)),

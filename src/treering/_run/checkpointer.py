@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from .. import stores
 from .._core.entries import step_number
 from .._core.paths import absolute, few
 from .._core.tracebacks import methods_at_the_caller
@@ -103,7 +104,7 @@ class Checkpointer:
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
-        self._history = History(self._root, prefix, tensorboard)
+        self._history = History(stores.of(self._root), self._root, prefix, tensorboard)
         self._under_way = UnderWay()
         self._directory = Directory(self._history, self._under_way.busy)
         self._upkeep = Upkeep(self._directory, keep, on_save)
@@ -367,8 +368,9 @@ class Checkpointer:
         self.wait()
         wait_for_all_in(self._root)
         if step is not None:
-            return open_one(self._directory.existing(step))
-        return listed_again(lambda: latest_good(self._root, self._directory.newest_first(), lambda ckpt: ckpt)[1])
+            return open_one(self._directory.history.disk, self._directory.existing(step))
+        disk, found = self._history.disk, self._directory.newest_first
+        return listed_again(lambda: latest_good(disk, self._root, found(), lambda ckpt: ckpt)[1])
 
     @overload
     def restore(

@@ -11,8 +11,9 @@ from .._core.entries import step_number
 from .._core.paths import absolute
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
+from ..formats.treering import glance
 from ..formats.treering.read import Reader
-from ..stores.local import MANIFEST
+from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
 from . import run as _run
 from .open import open_one
@@ -45,16 +46,17 @@ def follow(
 
 
 def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]:
+    disk = stores.of(run)
     seen: dict[int, object] = {}
     waiting_since = time.monotonic()
     while True:
         with reading(run):
-            finished = stores.DISK.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
-        found = [(step, path, _mark(path)) for step, path in _run.all_steps(run).items() if step > after]
+            finished = disk.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
+        found = [(step, path, _mark(disk, path)) for step, path in _run.all_steps(disk, run).items() if step > after]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
         for step, path, mark in new:
             seen[step] = mark
-            if ckpt := _open(step, path):
+            if ckpt := _open(disk, step, path):
                 yield ckpt
                 waiting_since = time.monotonic()
         if new:
@@ -65,17 +67,17 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             time.sleep(_LOOK if timeout is None else min(_LOOK, timeout))
 
 
-def _mark(path: str) -> object:
+def _mark(disk: Disk, path: str) -> object:
     """Tells a checkpoint from the next one at the same path; those of other libraries are taken for the same."""
     with contextlib.suppress(UnreadableError), reading(path):
-        found = stores.DISK.stat(os.path.join(path, MANIFEST))
+        found = glance.look(disk, path)
         return found and (found.st_ino, found.st_mtime_ns)
     return None
 
 
-def _open(step: int, path: str) -> Checkpoint | None:
+def _open(disk: Disk, step: int, path: str) -> Checkpoint | None:
     try:
-        ckpt = open_one(path)
+        ckpt = open_one(disk, path)
         if isinstance(ckpt._reader, Reader):
             ckpt._reader.hold()
     except NotFoundError:

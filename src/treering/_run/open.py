@@ -15,7 +15,8 @@ from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
-from ..stores.local import MANIFEST
+from ..formats.treering import glance
+from ..stores.posix import Disk
 from ..stores.reading import ReplacedError, reading
 from .run import all_steps
 
@@ -49,15 +50,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     return _use(place, step, use, fallback=step is None)
 
 
-def open_one(path: str) -> Checkpoint:
+def open_one(disk: Disk, path: str) -> Checkpoint:
     """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
     try:
-        format = formats.detect(stores.DISK, path)
+        format = formats.detect(disk, path)
     except UnsupportedError:  # it was there when it was looked for
         format = formats.get("treering")
     try:
         with reading(path):
-            reader = format.open(stores.DISK, path)
+            reader = format.open(disk, path)
             reader.check_present()
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
@@ -66,11 +67,11 @@ def open_one(path: str) -> Checkpoint:
     return Checkpoint(reader, reader.entries, reader.skeleton)
 
 
-def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
+def _places(disk: Disk, place: str, step: int | None) -> list[tuple[int, str]] | None:
     """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
-    found = {} if stores.DISK.stat(os.path.join(place, MANIFEST)) else all_steps(place)
+    found = {} if glance.look(disk, place) else all_steps(disk, place)
     if not found:
-        check_known(place)
+        check_known(disk, place)
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
         return None
@@ -82,12 +83,12 @@ def _places(place: str, step: int | None) -> list[tuple[int, str]] | None:
     return [(number, found[number])]
 
 
-def check_known(place: str) -> None:
+def check_known(disk: Disk, place: str) -> None:
     """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
     try:
-        formats.detect(stores.DISK, place)  # first: a path may be the beginning of the names of several files
+        formats.detect(disk, place)  # first: a path may be the beginning of the names of several files
     except UnsupportedError as error:
-        there = stores.DISK.stat(place)
+        there = disk.stat(place)
         if there is None:
             raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
         if stat.S_ISDIR(there.st_mode):
@@ -96,6 +97,7 @@ def check_known(place: str) -> None:
 
 
 def latest_good(
+    disk: Disk,
     run: str,
     places: Iterable[tuple[int, str]],
     use: Callable[[Checkpoint], T],
@@ -119,7 +121,7 @@ def latest_good(
             _log.warning("taking step %d, the one before step %d", step, passed)
         passed = step
         try:
-            return step, everywhere(functools.partial(_use_current, path, step, use))
+            return step, everywhere(functools.partial(_use_current, disk, path, step, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:
@@ -127,7 +129,7 @@ def latest_good(
             _log.error("step %d is damaged: %s", step, error)
             first = first or error
         except ReplacedError:
-            if not fallback or stores.DISK.stat(os.path.join(path, MANIFEST)):
+            if not fallback or glance.look(disk, path):
                 raise
             _log.warning("step %d was deleted meanwhile", step)
             deleted += 1
@@ -136,19 +138,19 @@ def latest_good(
     raise first or NotFoundError(f"{run}: expected a step, found none")
 
 
-def _use_current(path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+def _use_current(disk: Disk, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
     """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
     Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
     """
     for _ in range(_TRIES - 1):
         with contextlib.suppress(ReplacedError):
-            return use(_open_step(path, step))
-    return use(_open_step(path, step))
+            return use(_open_step(disk, path, step))
+    return use(_open_step(disk, path, step))
 
 
-def _open_step(path: str, step: int | None) -> Checkpoint:
-    ckpt = open_one(path)
+def _open_step(disk: Disk, path: str, step: int | None) -> Checkpoint:
+    ckpt = open_one(disk, path)
     if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
         _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
     return ckpt
@@ -235,10 +237,14 @@ def restore(
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
     """What `use` makes of a checkpoint, or of a run's step."""
 
+    disk = stores.of(place)
+
     def attempt() -> T:
         with reading(place):
-            steps = _places(place, step)
-        return _use_current(place, None, use) if steps is None else latest_good(place, steps, use, fallback=fallback)[1]
+            steps = _places(disk, place, step)
+        if steps is None:
+            return _use_current(disk, place, None, use)
+        return latest_good(disk, place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)
 

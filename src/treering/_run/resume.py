@@ -1,17 +1,15 @@
 """From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
 
 import inspect
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from .. import stores
 from .._core.entries import step_number
 from .._processes import consistency
 from .._processes.coordinator import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.match import Policy
-from ..stores.local import MANIFEST
+from ..formats.treering import glance
 from ..stores.network import look_anew
 from . import run
 from .directory import Directory
@@ -26,7 +24,7 @@ def has_begun(directory: Directory) -> bool:
     """
     if directory.all_steps():
         return True
-    run.check_new(directory.history.root, directory.history.prefix)
+    run.check_new(directory.history.disk, directory.history.root, directory.history.prefix)
     return False
 
 
@@ -49,9 +47,10 @@ def restore(
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.tell(choose)
-        if places and call.index and stores.DISK.stat(os.path.join(places[0][1], MANIFEST)) is None:
-            look_anew(stores.DISK, places[0][1])
+        if places and call.index and glance.look(history.disk, places[0][1]) is None:
+            look_anew(history.disk, places[0][1])
         return latest_good(
+            history.disk,
             history.root,
             places,
             lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),

@@ -7,15 +7,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from .. import stores
 from .._core.paths import closest, few
 from .._save.pending import PendingSave, SaveReport
 from .._threads.latch import Latch
 from .._threads.pool import start
 from ..errors import CorruptError, SaveError, UnsupportedError
-from ..formats.treering import removal
+from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
-from ..stores import local
 from . import run
 from .directory import Directory
 
@@ -41,15 +39,15 @@ class Upkeep:
         """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
         if self._cleaned:
             return
-        root = self._history.root
+        disk, root = self._history.disk, self._history.root
         try:
             with contextlib.suppress(FileNotFoundError):
-                stores.DISK.unlink(os.path.join(root, run.FINISHED))
-            for place in (root, *run.aside(root)):
-                for name in stores.DISK.list(place):
+                disk.unlink(os.path.join(root, run.FINISHED))
+            for place in (root, *run.aside(disk, root)):
+                for name in disk.list(place):
                     if run.parse(name, self._history.prefix) is not None:
-                        local.clean(stores.DISK, os.path.join(place, name), removal, remove_empty=True)
-            run.settle_aside(root)
+                        removal.clean(disk, os.path.join(place, name), remove_empty=True)
+            run.settle_aside(disk, root)
             self._cleaned = True
         except OSError:
             _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
@@ -110,8 +108,8 @@ class Upkeep:
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:
-        if not (local.pinned(stores.DISK, path) or os.path.islink(path)):
-            self._chores.add(f"deleting {path}", local.withdraw(stores.DISK, path, removal))
+        if not (pins.pinned(self._history.disk, path) or os.path.islink(path)):
+            self._chores.add(f"deleting {path}", removal.withdraw(self._history.disk, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # of the first step they may be about to come

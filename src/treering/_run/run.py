@@ -12,8 +12,9 @@ from .._core.paths import absolute, few
 from .._core.tracebacks import at_the_caller
 from .._core.values import EXACT as MAX_STEP
 from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..formats.treering import glance
 from ..stores import network
-from ..stores.local import MANIFEST
+from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
 
 _log = logging.getLogger("treering")
@@ -37,7 +38,7 @@ def parse(name: str, prefix: str) -> int | None:
     return step if (step := int(digits)) <= MAX_STEP else None
 
 
-def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
+def directories(disk: Disk, run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     """The committed steps of a run, ascending, and the names of their directories.
 
     A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
@@ -45,42 +46,42 @@ def directories(run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     `MismatchError` when these begin in several ways. One that cannot be looked into does not count.
     """
     with reading(run):
-        names = stores.DISK.list(run)
+        names = disk.list(run)
     if prefix is not None:
-        return _committed(run, names, prefix)
-    if found := _committed(run, names, PREFIX):
+        return _committed(disk, run, names, prefix)
+    if found := _committed(disk, run, names, PREFIX):
         return found
-    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(run, name)}
+    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(disk, run, name)}
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
             f"{few(tuple(sorted(others)))}; open a step by its own path, or give Checkpointer the prefix"
         )
-    return _committed(run, names, others.pop()) if others else []
+    return _committed(disk, run, names, others.pop()) if others else []
 
 
-def _committed(run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
+def _committed(disk: Disk, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
     found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
-    return sorted((step, name) for step, name in found if _is_committed(run, name))
+    return sorted((step, name) for step, name in found if _is_committed(disk, run, name))
 
 
-def _is_committed(run: str, name: str) -> bool:
+def _is_committed(disk: Disk, run: str, name: str) -> bool:
     """Whether there is a manifest. What cannot be looked into is no step, and the log says so once."""
-    manifest = os.path.join(run, name, MANIFEST)
+    path = os.path.join(run, name)
     try:
-        with reading(manifest):
-            found = stores.DISK.stat(manifest)
+        with reading(path):
+            found = glance.look(disk, path)
     except UnreadableError:
         return True  # a damaged step, which is found when it is opened
     except PermissionError as error:
-        network.warn_of_closed(os.path.join(run, name), error.strerror)
+        network.warn_of_closed(path, error.strerror)
         return False
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
-def committed(run: str, prefix: str | None = None) -> dict[int, str]:
+def committed(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
     """The same as a dict. Raises `MismatchError` when two directories claim one step."""
-    found = directories(run, prefix)
+    found = directories(disk, run, prefix)
     steps = dict(found)
     if len(steps) != len(found):
         step, name = next((step, name) for step, name in found if steps[step] != name)
@@ -90,14 +91,14 @@ def committed(run: str, prefix: str | None = None) -> dict[int, str]:
     return steps
 
 
-def all_steps(run: str, prefix: str | None = None) -> dict[int, str]:
+def all_steps(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
     """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
 
     Where both have a step, it is ours that counts.
     """
-    names = committed(run, prefix)
+    names = committed(disk, run, prefix)
     own = {step: os.path.join(run, name) for step, name in names.items()}
-    return dict(sorted({**formats.foreign_steps(stores.DISK, run, set(names.values())), **own}.items()))
+    return dict(sorted({**formats.foreign_steps(disk, run, set(names.values())), **own}.items()))
 
 
 @at_the_caller
@@ -108,15 +109,16 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     [1000, 2000]
     """
     place = absolute(run)
-    own = directories(place)
-    foreign = formats.foreign_steps(stores.DISK, place, {name for _, name in own})
+    disk = stores.of(place)
+    own = directories(disk, place)
+    foreign = formats.foreign_steps(disk, place, {name for _, name in own})
     return sorted({step for step, _ in own} | set(foreign))
 
 
-def check_open(path: str, kind: type[TreeringError]) -> None:
+def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
     """Raises an error of this kind for a directory that has a step's name and cannot be looked into."""
     try:
-        stores.DISK.stat(os.path.join(path, MANIFEST))
+        glance.look(disk, path)
     except PermissionError as error:
         raise kind(
             f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
@@ -124,17 +126,16 @@ def check_open(path: str, kind: type[TreeringError]) -> None:
         ) from error
 
 
-def check_new(run: str, prefix: str) -> None:
+def check_new(disk: Disk, run: str, prefix: str) -> None:
     """Of a directory without steps: raises `MismatchError` when it is a checkpoint itself, for then it is no run.
 
     Raises `UnsupportedError` when there are directories of steps into which this process cannot look.
 
     What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
     """
-    disk = stores.DISK
     for name in disk.list(run):
         if parse(name, prefix) is not None:
-            check_open(os.path.join(run, name), UnsupportedError)
+            check_open(disk, os.path.join(run, name), UnsupportedError)
     format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
     weights = format == "safetensors" or (format == "flax" and os.path.isdir(run))  # to begin with, beside the steps
     if format is not None and not weights:
@@ -148,12 +149,11 @@ def check_new(run: str, prefix: str) -> None:
         _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
 
 
-def set_aside(run: str, paths: Sequence[str]) -> str:
+def set_aside(disk: Disk, run: str, paths: Sequence[str]) -> str:
     """Moves step directories into a new directory within the run, and returns that.
 
     Given the newest first, what remains is at every moment what was there at some time.
     """
-    disk = stores.DISK
     taken = (int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name)))
     place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
     disk.make_dir(place)
@@ -165,16 +165,15 @@ def set_aside(run: str, paths: Sequence[str]) -> str:
     return place
 
 
-def aside(run: str) -> list[str]:
+def aside(disk: Disk, run: str) -> list[str]:
     """The directories of steps that were set aside; a file or a link of such a name is somebody else's."""
-    places = [os.path.join(run, name) for name in stores.DISK.list(run) if _REWOUND.fullmatch(name)]
+    places = [os.path.join(run, name) for name in disk.list(run) if _REWOUND.fullmatch(name)]
     return [place for place in places if os.path.isdir(place) and not os.path.islink(place)]
 
 
-def settle_aside(run: str) -> None:
+def settle_aside(disk: Disk, run: str) -> None:
     """Makes durable what a killed job has set aside, and removes the directory of one that has not come so far."""
-    disk = stores.DISK
-    places = aside(run)
+    places = aside(disk, run)
     for place in places:
         if disk.list(place):
             disk.sync_dir(place)
@@ -184,9 +183,8 @@ def settle_aside(run: str) -> None:
         disk.sync_dir(run)
 
 
-def mark_finished(run: str) -> None:
+def mark_finished(disk: Disk, run: str) -> None:
     """Says, durably, that no step comes any more."""
-    disk = stores.DISK
     with contextlib.suppress(FileExistsError):
         disk.close(disk.create(os.path.join(run, FINISHED)))
     disk.sync_dir(run)

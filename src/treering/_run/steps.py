@@ -5,20 +5,19 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
-from .. import formats, stores
+from .. import formats
 from ..errors import CorruptError, TreeringError, UnsupportedError
-from ..formats.treering import manifest, validity
+from ..formats.treering import glance
 from ..keep import Saved
-from ..stores.local import MANIFEST
 from ..stores.network import warn_of_closed
-from ..stores.on_disk import read_file
+from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
 from . import open as _open
 from . import run
 from . import tensorboard as _tensorboard
-from .metrics import recorded
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
@@ -32,8 +31,8 @@ class History:
     Metrics that a step was not given are looked up in event files, if there is a directory of them.
     """
 
-    def __init__(self, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
-        self.root, self.prefix = root, prefix
+    def __init__(self, disk: Disk, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
+        self.disk, self.root, self.prefix = disk, root, prefix
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, _Verdict]] = {}
         self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
@@ -42,7 +41,8 @@ class History:
 
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
-        return {step: os.path.join(self.root, name) for step, name in run.committed(self.root, self.prefix).items()}
+        names = run.committed(self.disk, self.root, self.prefix)
+        return {step: os.path.join(self.root, name) for step, name in names.items()}
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
         """The undamaged steps, ascending, on demand with those that another library has left in the directory."""
@@ -54,7 +54,7 @@ class History:
         good = [verdict for verdict in found if isinstance(verdict, Saved)]
         if foreign:
             names = {os.path.basename(path) for path in own.values()}
-            others = formats.foreign_steps(stores.DISK, self.root, names)
+            others = formats.foreign_steps(self.disk, self.root, names)
             good += [saved for step, path in others.items() if step not in own and (saved := self._foreign(step, path))]
             good.sort(key=lambda one: one.step)
         if self._events is None:
@@ -68,39 +68,39 @@ class History:
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage; until somebody replaces it."""
-        if signature := _signature(path):
+        if signature := self._signature(path):
             with self._lock:
                 self._known[step] = signature, "damaged"
-                self._damaged[step] = _signature(os.path.join(path, MANIFEST))
+                self._damaged[step] = self._signature_of_manifest(path)
 
     def mark_unsupported(self, step: int, path: str, error: UnsupportedError) -> None:
         """Remembers that a step, looked at closely, is of a later release; until something in its directory changes."""
         _log_unsupported(step, error)
-        if signature := _signature(path):
+        if signature := self._signature(path):
             with self._lock:
                 self._known[step] = signature, "unsupported"
 
     def _foreign(self, step: int, path: str) -> Saved | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, _open.open_one(path).metrics)
+                self._others[path] = Saved(step, _open.open_one(self.disk, path).metrics)
             except TreeringError as error:
                 _log.warning("step %d does not count: %s", step, error)
                 self._others[path] = None
         return self._others[path]
 
     def _look(self, step: int, path: str) -> "_Verdict":
-        signature = _signature(path)
+        signature = self._signature(path)
         if signature is None:
             return "gone"
         with self._lock:
             known = self._known.get(step)
             if known and known[0] == signature:
                 return known[1]
-            if step in self._damaged and self._damaged[step] == _signature(os.path.join(path, MANIFEST)):
+            if step in self._damaged and self._damaged[step] == self._signature_of_manifest(path):
                 return "damaged"  # whatever was put beside it since
-        read = _signature(os.path.join(path, MANIFEST))  # asked before: it may be replaced while it is read
-        verdict = _read(step, path)
+        read = self._signature_of_manifest(path)  # asked before: it may be replaced while it is read
+        verdict = _read(self.disk, step, path)
         if verdict == "damaged":
             with self._lock:
                 self._known[step] = signature, verdict
@@ -110,29 +110,25 @@ class History:
                 self._known[step] = signature, verdict
         return verdict
 
+    def _signature(self, path: str) -> _Signature | None:
+        return _seen(path, lambda: self.disk.stat(path))
 
-def _signature(path: str) -> _Signature | None:
+    def _signature_of_manifest(self, path: str) -> _Signature | None:
+        return _seen(path, lambda: glance.look(self.disk, path))
+
+
+def _seen(path: str, look: Callable[[], os.stat_result | None]) -> _Signature | None:
     try:
         with reading(path):
-            found = stores.DISK.stat(path)
+            found = look()
     except UnreadableError:
         return 0, 0, 0  # for as long as it is that
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def _read(step: int, path: str) -> _Verdict:
+def _read(disk: Disk, step: int, path: str) -> _Verdict:
     try:
-        data = read_file(stores.DISK, os.path.join(path, MANIFEST))
-        summary = manifest.summarize(data, path)
-        for file in summary.files:
-            with reading(path):
-                found = stores.DISK.stat(os.path.join(path, file.name))
-            if found is None or found.st_size != file.size:
-                raise CorruptError(f"{path}: {file.name} is missing or cut short")
-        metrics = validity.metrics(summary.metrics)
-        metrics.update(recorded(stores.DISK, path, manifest.xxh3(data)))
-        nbytes = len(data) + sum(file.size for file in summary.files)
-        return Saved(step, metrics, summary.created_seconds(), nbytes)
+        return Saved(step, *glance.read(disk, path))
     except CorruptError as error:
         _log.warning("step %d is damaged and does not count: %s", step, error)
         return "damaged"

@@ -27,8 +27,8 @@ from .._threads.reentry import alone, refuse_within
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
 from ..formats.treering import write as native
+from ..formats.treering.commit import check_free
 from ..rules import Rule
-from ..stores.local import check_free
 from . import pending as _pending
 from . import stages
 from .metadata import plain
@@ -198,7 +198,7 @@ def start(
         if manager and call.index == 0:
             manager.enter()
         if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
-            check_free(stores.DISK, place, overwrite=options.overwrite)
+            check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
         place,
         info.step,

@@ -33,6 +33,7 @@ from ..errors import ExistsError, UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
 from ..stores.atomic import scratch_directory
+from ..stores.posix import Disk
 from . import sources
 from .options import SaveOptions
 
@@ -50,6 +51,7 @@ class _Target(NamedTuple):
     """Where a save goes, and how."""
 
     call: Call
+    store: Disk
     path: str
     format: Format
     info: native.Info
@@ -58,7 +60,7 @@ class _Target(NamedTuple):
 
 def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOptions, format: Format) -> Prepared:
     """Describes the tree and finds what this process writes. Raises what `treering.save` raises before it begins."""
-    target = _Target(call, path, format, info, options)
+    target = _Target(call, stores.of(path), path, format, info, options)
     if isinstance(tree, Checkpoint):
         return _prepare_view(target, sources.view_of(tree, options.rules, options.dtype, info), None)
     with paused():
@@ -168,7 +170,7 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
 
     def write(crew: Crew) -> Written:
         with contextlib.ExitStack() as scratch:
-            beside = call.tell(lambda: scratch.enter_context(scratch_directory(stores.DISK, target.path)))
+            beside = call.tell(lambda: scratch.enter_context(scratch_directory(target.store, target.path)))
             _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
             call.doing("writing in process 0")
             return Written(*call.tell(lambda: list(_copy(target, change, beside, crew))))
@@ -177,7 +179,7 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
 
 
 def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew: Crew) -> Written:
-    saved = formats.get("treering").open(stores.DISK, path)
+    saved = formats.get("treering").open(target.store, path)
     view = change(Checkpoint(saved, saved.entries, saved.skeleton))
     alone = target._replace(call=coordinator.begin("copy", processes="this"))
     return _prepare_view(alone, view, None).write(crew)
@@ -197,7 +199,7 @@ def _write_native(
         shares = assignment.plan(catalogue, call.count, single)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
     with progress.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
-        return native.write(stores.DISK, job, supply, crew, call)
+        return native.write(target.store, job, supply, crew, call)
 
 
 def _walk(tree: Any, format: Format) -> walk.Walk:
@@ -222,7 +224,7 @@ def _check_kept(target: _Target, view: View) -> None:
 def _write_foreign(target: _Target, contents: Source) -> Written:
     format, place, options = target.format, target.path, target.options
     if options.overwrite and os.path.isdir(place):
-        found = formats.detect(stores.DISK, place).name if formats.is_known(stores.DISK, place) else None
+        found = formats.detect(target.store, place).name if formats.is_known(target.store, place) else None
         if found != format.name:
             what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
             raise ExistsError(
@@ -238,7 +240,7 @@ def _write_foreign(target: _Target, contents: Source) -> Written:
     arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
     with progress.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
         watched: Any = progress.Watched(contents, moved) if options.progress else contents
-        nbytes = format.write(stores.DISK, place, watched, overwrite=options.overwrite, **options.of_format)
+        nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
     return Written(nbytes, time.perf_counter() - begun)
 
 

@@ -11,11 +11,10 @@ from .._core.tracebacks import at_the_caller
 from .._run.open import check_known
 from .._run.run import directories
 from ..errors import CorruptError, NotFoundError, UnsupportedError
-from ..formats.treering import manifest
+from ..formats.treering import glance
 from ..formats.treering.read import ReplacedError
-from ..stores.local import MANIFEST
 from ..stores.network import look_anew
-from ..stores.on_disk import read_file
+from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
 
 _TRIES = 5  # at checking a checkpoint that is replaced meanwhile
@@ -65,9 +64,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 
 def _verify(place: str) -> VerifyReport:
-    disk = stores.DISK
-    names = [] if disk.stat(os.path.join(place, MANIFEST)) else [name for _, name in directories(place)]
-    others = [] if disk.stat(os.path.join(place, MANIFEST)) else formats.foreign_steps(disk, place, set(names)).values()
+    disk = stores.of(place)
+    single = glance.look(disk, place) is not None
+    names = [] if single else [name for _, name in directories(disk, place)]
+    others = [] if single else formats.foreign_steps(disk, place, set(names)).values()
     parts = [os.path.join(place, name) for name in names] + sorted(others)
     if not parts or formats.is_known(disk, place):  # such as the weights that a run began with, beside its steps
         parts.insert(0, place)
@@ -76,7 +76,7 @@ def _verify(place: str) -> VerifyReport:
     unsupported: list[UnsupportedError] = []
     for part in parts:
         try:
-            total += _verify_one(part, "" if part == place else os.path.relpath(part, place), found)
+            total += _verify_one(disk, part, "" if part == place else os.path.relpath(part, place), found)
         except NotFoundError:
             if part == place:
                 raise
@@ -95,16 +95,16 @@ def _verify(place: str) -> VerifyReport:
     return report
 
 
-def _verify_one(path: str, below: str, found: list[Problem]) -> int:
+def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
     """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
     for _ in range(_TRIES):
         file = path
         try:
-            check_known(path)
-            format = formats.detect(stores.DISK, path)
-            file = os.path.join(below, MANIFEST) if format.name == "treering" else path
+            check_known(disk, path)
+            format = formats.detect(disk, path)
+            file = glance.file(below) if format.name == "treering" else path
             with reading(path):
-                reader = format.open(stores.DISK, path)
+                reader = format.open(disk, path)
         except CorruptError as error:
             found.append(Problem(file, (), None, str(error)))
             return 0
@@ -114,7 +114,7 @@ def _verify_one(path: str, below: str, found: list[Problem]) -> int:
             problems.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
         except UnsupportedError as error:
             unsupported = error
-        if not problems or format.name != "treering" or _is_current(path, reader.identity):
+        if not problems or format.name != "treering" or _is_current(disk, path, reader.identity):
             found.extend(problems)
             if unsupported:
                 raise unsupported
@@ -122,14 +122,14 @@ def _verify_one(path: str, below: str, found: list[Problem]) -> int:
     raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
 
 
-def _is_current(path: str, identity: str) -> bool:
+def _is_current(disk: Disk, path: str, identity: str) -> bool:
     """Whether a checkpoint is the one that was opened, and what its files lack is damage.
 
     Another host may have replaced it. Raises `ReplacedError` when it was deleted.
     """
-    look_anew(stores.DISK, path)
+    look_anew(disk, path)
     try:
-        return manifest.xxh3(read_file(stores.DISK, os.path.join(path, MANIFEST))) == identity
+        return glance.identity(disk, path) == identity
     except (CorruptError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _GONE:
             raise ReplacedError(f"{path}: it was deleted while it was checked") from None

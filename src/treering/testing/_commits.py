@@ -71,8 +71,7 @@ class Commits(Subject):
         for overwrite in (False, True):
             target = path if overwrite else self.place(tmp_path / "new", "x")
             counted = FailingDisk()
-            with monkeypatch.context() as patch:
-                patch.setattr(stores, "DISK", counted)
+            with stores.using(counted):
                 self.make(target, new, overwrite=overwrite)
             for at in spread(counted.count, _POINTS):
                 remove(tmp_path / "old" if overwrite else tmp_path / "new")
@@ -99,7 +98,7 @@ class Commits(Subject):
         path = self.place(tmp_path, "x")
         for overwrite in (False, True):
             disk = LedgerDisk(str(path))
-            monkeypatch.setattr(stores, "DISK", disk)
+            stores.register(disk)
             self.make(path, {"large": sample("float32", (300, 400)), **self.small()}, overwrite=overwrite)
             assert disk.placed, "it came into being bit by bit"
             assert not disk.early, "it was seen too early"
@@ -123,8 +122,7 @@ class Commits(Subject):
     def _fails(
         self, disk: FailingDisk, path: Path, tree: Any, overwrite: bool, monkeypatch: pytest.MonkeyPatch
     ) -> bool:
-        with monkeypatch.context() as patch:
-            patch.setattr(stores, "DISK", disk)
+        with stores.using(disk):
             try:
                 self.make(path, tree, overwrite=overwrite)
             except (TreeringError, OSError):
@@ -200,7 +198,7 @@ class Commits(Subject):
         assert all(isinstance(error, ExistsError) for error in others), others
 
     def _write(self, path: Path, contents: Source, overwrite: bool) -> None:
-        self.subject.write(stores.DISK, str(path), contents, overwrite=overwrite, **self.options)
+        self.subject.write(stores.of(""), str(path), contents, overwrite=overwrite, **self.options)
 
 
 def _raise() -> None:

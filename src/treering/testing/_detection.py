@@ -31,20 +31,20 @@ class Detection(Subject):
     def test_every_format_claims_its_own_checkpoints_only(self, tmp_path: Path) -> None:
         """This one's are refused by all others with a reason, and theirs by this one."""
         own = self.made(tmp_path, self.small(), "own")
-        assert self.subject.refuses(stores.DISK, str(own)) is None
-        assert formats.detect(stores.DISK, str(own)).name == self.name == open_checkpoint(own).format
+        assert self.subject.refuses(stores.of(""), str(own)) is None
+        assert formats.detect(stores.of(""), str(own)).name == self.name == open_checkpoint(own).format
         for name in formats.names():
             if name == self.name:
                 continue
             other = formats.get(name)
-            assert _reason(other.refuses(stores.DISK, str(own))), f"{name} takes it for one of its own"
+            assert _reason(other.refuses(stores.of(""), str(own))), f"{name} takes it for one of its own"
             path = str(tmp_path / f"{name}{other.suffixes[0] if other.suffixes else ''}")
             try:
                 save(path, self.small(), format=name)
             except UnsupportedError:
                 continue  # it is only read
-            assert _reason(self.subject.refuses(stores.DISK, path)), f"it takes one of {name} for its own"
-            assert formats.detect(stores.DISK, path).name == name
+            assert _reason(self.subject.refuses(stores.of(""), path)), f"it takes one of {name} for its own"
+            assert formats.detect(stores.of(""), path).name == name
 
     def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
         """A destination with a suffix of the format is written in it without being asked for."""
@@ -63,14 +63,14 @@ class Detection(Subject):
         junk = list(_junk(tmp_path / "junk"))
         for path in [*junk, *_broken(own, tmp_path / "broken", self.files(own))]:
             with in_time(20):
-                reason = self.subject.refuses(stores.DISK, path)
+                reason = self.subject.refuses(stores.of(""), path)
             assert reason is None or _reason(reason), path
             with contextlib.suppress(TreeringError, OSError), in_time(20):
                 ckpt = open_checkpoint(path)
                 assert not ckpt or path not in junk, f"{path} was opened:\n{ckpt}"
         names = ("nothing", "no/thing", "junk/loop", "x" * 400, "\udcff", "a\nb")
         for path in ("/", str(tmp_path / "junk"), f"{own}/inner", *(f"{tmp_path}/{name}" for name in names)):
-            assert _reason(self.subject.refuses(stores.DISK, path)), ascii(path)
+            assert _reason(self.subject.refuses(stores.of(""), path)), ascii(path)
 
     def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
         """An error of the file system is a reason like others, so that other formats get their turn."""
@@ -100,8 +100,7 @@ class Detection(Subject):
         path = self.made(tmp_path, tree)
         before = str(open_checkpoint(path))
         disk = CountingDisk()
-        with monkeypatch.context() as patch:
-            patch.setattr(stores, "DISK", disk)
+        with stores.using(disk):
             ckpt = open_checkpoint(path)
             assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes were read"
             assert len(repr(ckpt)) and disk.nbytes < _LOOK
@@ -143,9 +142,9 @@ class Detection(Subject):
         """Complete checkpoints count and nothing else does; the latest is opened, whatever it is called."""
         if self.step_name is None:
             path = self.made(tmp_path / "run", self.small())
-            names = stores.DISK.list(str(path.parent))
-            assert self.subject.steps(stores.DISK, str(path.parent), names) == {}
-            assert self.subject.steps(stores.DISK, str(path), stores.DISK.list(str(path))) == {}
+            names = stores.of("").list(str(path.parent))
+            assert self.subject.steps(stores.of(""), str(path.parent), names) == {}
+            assert self.subject.steps(stores.of(""), str(path), stores.of("").list(str(path))) == {}
             return
         run = tmp_path / "run"
         run.mkdir()

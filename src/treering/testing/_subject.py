@@ -111,7 +111,7 @@ class Subject:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What comes before each test."""
-        monkeypatch.setattr(stores, "DISK", QuickDisk())
+        stores.register(QuickDisk())
         if not isinstance(self.format, str):
             monkeypatch.setitem(formats._registered, self.name, self.format)
 
@@ -127,7 +127,7 @@ class Subject:
 
     def reader(self, path: Path) -> Source:
         """The open checkpoint at a path, without anything around it."""
-        return self.subject.open(stores.DISK, str(path))
+        return self.subject.open(stores.of(""), str(path))
 
     def needs_writer(self) -> None:
         """Skips a test of formats that are not only read."""

@@ -22,5 +22,5 @@ class FormatConformance(Reading, Detection, Writing, Commits, Damage):
     folder, `small` where large arrays are stored in another way than small ones, and `wipe` where the bytes of an
     array are in no file as they are.
 
-    The tests put doubles in the place of `treering.stores.DISK` and change nothing outside of pytest's `tmp_path`.
+    The tests put doubles in the place of `treering.stores.of("")` and change nothing outside of pytest's `tmp_path`.
     """

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from ... import stores
 from ...errors import CorruptError
 from ...stores import git_lfs
+from ...stores.posix import Disk
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
@@ -66,5 +66,5 @@ def errors(path: str) -> Iterator[None]:
             code = _CODE.search(text)
             raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
         place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
-        git_lfs.check_all(stores.DISK, place)
+        git_lfs.check_all(Disk(), place)  # which is where TensorStore has read
         raise CorruptError(f"{path}: {text}") from None

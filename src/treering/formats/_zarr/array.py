@@ -16,13 +16,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ... import stores
 from ..._core import dtypes
 from ..._core.boxes import Box, extent, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
 from ...stores.on_disk import opened, read_file
+from ...stores.posix import Disk
 from ...stores.reading import reading
 from .._shared.pending_reads import Waiting, errors
 from . import metadata as zarr_metadata
@@ -53,10 +53,10 @@ _GZIP = {"id": "gzip", "level": 1}
 class Folder:
     """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
 
-    def __init__(self, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
+    def __init__(self, disk: Disk, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
         import tensorstore as ts
 
-        self.path, self.ocdbt = path, ocdbt
+        self.disk, self.path, self.ocdbt = disk, path, ocdbt
         if ocdbt and options is None:
             self._check_database()
         self.context = ts.Context(_CONTEXT)
@@ -70,14 +70,14 @@ class Folder:
     def _check_database(self) -> None:
         """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
-        if (size := _check_file(manifest).st_size) > _MOST_METADATA:
+        if (size := _check_file(self.disk, manifest).st_size) > _MOST_METADATA:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
         for place, folders, names in os.walk(self.path):
             if place == self.path:  # where other things may lie beside it
                 folders[:] = filter(DATABASE_PARTS.fullmatch, folders)
                 names = filter(DATABASE_PARTS.fullmatch, names)
             for name in names:
-                _check_file(os.path.join(place, name))
+                _check_file(self.disk, os.path.join(place, name))
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
@@ -127,7 +127,7 @@ class Folder:
         return found.value
 
     def _file(self, path: str) -> bytes:
-        there = stores.DISK.stat(path)
+        there = self.disk.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         if there.st_size > _MOST_METADATA:
@@ -135,7 +135,7 @@ class Folder:
         folder = os.path.realpath(self.path)
         if os.path.commonpath([folder, os.path.realpath(os.path.dirname(path))]) != folder:
             raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
-        return read_file(stores.DISK, path)
+        return read_file(self.disk, path)
 
 
 class Array:
@@ -244,19 +244,19 @@ class Array:
 
     def _check_file(self, path: str) -> None:
         nbytes = self._layout.chunk_bytes
-        if self.filled and stores.DISK.stat(path) is None:
+        if self.filled and self.folder.disk.stat(path) is None:
             return
-        there = _check_file(path)
+        there = _check_file(self.folder.disk, path)
         if self._layout.plain and there.st_size != nbytes:
-            git_lfs.check_all(stores.DISK, path)
+            git_lfs.check_all(self.folder.disk, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
         if there.st_size > 2 * nbytes + _MOST_METADATA:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
         if self._layout.blosc:
             head = bytearray(16)
-            with reading(path), opened(stores.DISK, path) as fd:
-                stores.DISK.read(fd, memoryview(head), 0)
-                git_lfs.check_open(stores.DISK, fd, path)
+            with reading(path), opened(self.folder.disk, path) as fd:
+                self.folder.disk.read(fd, memoryview(head), 0)
+                git_lfs.check_open(self.folder.disk, fd, path)
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
@@ -271,9 +271,9 @@ class ZarrArray(Array):
     `path` is its folder or, with `base`, its name in the OCDBT database in that folder.
     """
 
-    def __init__(self, path: str, *, driver: Driver = "zarr", base: str | None = None):
+    def __init__(self, disk: Disk, path: str, *, driver: Driver = "zarr", base: str | None = None):
         parent, name = _place(path, base)
-        folder = Folder(parent, ocdbt=base is not None)
+        folder = Folder(disk, parent, ocdbt=base is not None)
         super().__init__(folder, name, driver, folder.metadata(name, driver))
 
 
@@ -302,8 +302,8 @@ class Writer:
     Nothing is synced: that is for whoever makes the folder appear.
     """
 
-    def __init__(self, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
-        self._folder, self._driver = Folder(path, ocdbt=ocdbt, options=_DATABASE), driver
+    def __init__(self, disk: Disk, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
+        self._folder, self._driver = Folder(disk, path, ocdbt=ocdbt, options=_DATABASE), driver
         self._waiting = Waiting(limit)
 
     def add(
@@ -356,6 +356,7 @@ class Writer:
 
 
 def write(
+    disk: Disk,
     path: str,
     shape: Sequence[int],
     dtype: str,
@@ -371,7 +372,7 @@ def write(
     Raises `UnsupportedError` for dtypes that zarr has not, see `zarr_metadata.can_hold`.
     """
     folder, name = _place(path, base)
-    writer = Writer(folder, driver=driver, ocdbt=base is not None)
+    writer = Writer(disk, folder, driver=driver, ocdbt=base is not None)
     writer.add(name, shape, dtype, read_box, chunks=chunks, compressor=compressor)
     writer.close()
 
@@ -386,9 +387,9 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _check_file(path: str) -> os.stat_result:
+def _check_file(disk: Disk, path: str) -> os.stat_result:
     with reading(path):
-        there = stores.DISK.stat(path)
+        there = disk.stat(path)
     if there is None:
         raise CorruptError(f"{path}: expected a chunk, found nothing")
     if not stat.S_ISREG(there.st_mode):

@@ -207,7 +207,7 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
         if name:  # or else the whole tree is one array
             check_inside(place, name)
             place = os.path.join(place, name)
-        array = attempt(lambda: ZarrArray(place))
+        array = attempt(lambda: ZarrArray(disk, place))
         if isinstance(array, CorruptError):
             return array
         beside += folder_size(disk, place)

@@ -65,7 +65,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
         place = os.path.join(path, prefix)
         names = disk.list(place)
         if zarr.DATABASE in names:
-            folder = zarr.Folder(place, ocdbt=True)
+            folder = zarr.Folder(disk, place, ocdbt=True)
             yield folder, prefix, folder.list()
             continue
         described = [name for name in names if name in _DRIVERS]
@@ -80,7 +80,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
             raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
         stack += [f"{prefix}{name}/" for name in reversed(folders)]
     if files:
-        yield zarr.Folder(path, ocdbt=False), "", files
+        yield zarr.Folder(disk, path, ocdbt=False), "", files
 
 
 def _undescribed(names: Iterable[str]) -> Iterator[str]:

@@ -35,7 +35,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
         folders = Folders(disk, folder, path)
         for entry in entries:
             folders.add("/".join(split(entry.path)))
-        writer = array.Writer(folder, driver="zarr", ocdbt=False)
+        writer = array.Writer(disk, folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
             if isinstance(entry, ArrayEntry):

@@ -58,7 +58,7 @@ def guess_metadata(disk: Disk, folder: str) -> TreeMetadata:
     """
     ocdbt = disk.stat(os.path.join(folder, array.DATABASE)) is not None
     if ocdbt:
-        keys = array.Folder(folder, ocdbt=True).list()
+        keys = array.Folder(disk, folder, ocdbt=True).list()
     else:
         files = [os.path.join(name, file) for name in disk.list(folder) for file in metadata.FILES.values()]
         keys = [file for file in files if disk.stat(os.path.join(folder, file)) is not None]

@@ -32,7 +32,7 @@ def read_state(disk: Disk, folder: str, at: str | None) -> Leaves:
     ocdbt = disk.stat(os.path.join(folder, zarr.DATABASE)) is not None
     for name in () if ocdbt else names.values():
         check_inside(folder, name)
-    arrays = zarr.Folder(folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
+    arrays = zarr.Folder(disk, folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
     entries: dict[str, Entry] = {entry.path: entry for entry in leaves.entries}
     stored: dict[str, Stored] = {**leaves.arrays}
     for path, array in zip(names, arrays, strict=True):

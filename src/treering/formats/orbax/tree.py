@@ -247,7 +247,7 @@ def _open(disk: Disk, folder: str, places: Sequence[_Place], about: TreeMetadata
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
-    return zarr.Folder(folder, ocdbt=ocdbt).find(
+    return zarr.Folder(disk, folder, ocdbt=ocdbt).find(
         [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
     )
 

@@ -54,7 +54,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
     _check(leaves)
     with new_directory(disk, path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
         begun = time.time_ns()
-        chunks = _write_arrays(folder, contents, leaves)
+        chunks = _write_arrays(disk, folder, contents, leaves)
         _put(disk, os.path.join(folder, TREE), _tree(leaves))
         texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
         if texts:
@@ -129,9 +129,9 @@ def _value(leaf: _Leaf) -> Any:
     return leaf.entry.decode()
 
 
-def _write_arrays(folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
+def _write_arrays(disk: Disk, folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
     """Writes arrays and numbers; returns the shapes of the chunks by name."""
-    writer = array.Writer(folder, driver="zarr", ocdbt=True)
+    writer = array.Writer(disk, folder, driver="zarr", ocdbt=True)
     chunks: dict[str, Sequence[int]] = {}
     for leaf in leaves:
         if isinstance(leaf.entry, ArrayEntry):

@@ -45,7 +45,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
     named = list(_names(large))
     names = {FILE, *OF_ORBAX, *(name for _, name in named)}
     with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names) as folder:
-        arrays = array.Writer(folder, driver="zarr", ocdbt=False)
+        arrays = array.Writer(disk, folder, driver="zarr", ocdbt=False)
         try:
             instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in named}
             arrays.close()

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..._core.source import ABOUT, Source
 from ...errors import UnsupportedError
-from ...stores.local import MANIFEST
 from ...stores.posix import Disk
+from .schema import MANIFEST
 
 
 class Native:

@@ -13,12 +13,12 @@ import msgspec
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.local import Files
 from ...stores.on_disk import read_file
 from ...stores.posix import Disk
 from ...stores.reading import reading
 from .._shared import strict_json
 from . import manifest, validity
+from .new_files import Files
 
 _NAME = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")
 

@@ -21,13 +21,13 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
 from ...stores.file import merge
-from ...stores.local import MANIFEST
 from ...stores.on_disk import read_file
 from ...stores.posix import Disk
 from ...stores.reading import ReplacedError
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, parts_of
 from .manifest import ArrayRow, piece_key
+from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
 _ALONE = 16 << 20  # bytes that are not worth more threads than one

@@ -1,18 +1,26 @@
-"""Which checkpoints may be moved, replaced or deleted: those of which nothing is of a later version of the format."""
+"""Checkpoints taken away, and what killed or replaced saves left of them.
+
+Nobody moves, replaces or deletes a checkpoint of which anything is of a later version of the format.
+"""
 
 import contextlib
+import logging
 import os
+from collections.abc import Callable, Iterable, Iterator
+
+import xxhash
 
 from ..._threads.gc import paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.local import MANIFEST
-from ...stores.on_disk import read_file
+from ...stores.network import warn_of_no_locks
+from ...stores.on_disk import opened, read_file
 from ...stores.posix import Disk
 from ...stores.reading import UnreadableError
 from . import files, manifest, metrics
 from .manifest import file_names
+from .schema import MANIFEST, OWN_FILES
 
-__all__ = ["check_removable", "file_names"]
+_log = logging.getLogger("treering")
 
 
 def check_removable(disk: Disk, path: str) -> None:
@@ -35,3 +43,124 @@ def check_removable(disk: Disk, path: str) -> None:
         for _, late in metrics.read(disk, path, manifest.xxh3(data)):
             if isinstance(late, UnsupportedError):
                 raise late
+
+
+def clean(disk: Disk, path: str, *, remove_empty: bool = False) -> None:
+    """Removes what crashed or replaced saves left in a directory; with `remove_empty` also the directory.
+
+    Living writers' files stay, and so do foreign ones. Tidying up never fails what it is done for: an error is
+    logged, and the next writer tries again.
+    """
+    with logged(path):
+        if any(OWN_FILES.fullmatch(name) for name in disk.list(path)):
+            _remove_leftovers(disk, path)
+        if remove_empty and disk.stat(path) and not disk.list(path):
+            disk.remove_dir(path)
+
+
+def _remove_leftovers(disk: Disk, path: str) -> None:
+    def left_over() -> list[str]:
+        try:
+            data = read_file(disk, os.path.join(path, MANIFEST))
+            keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
+        except FileNotFoundError:
+            keep, metrics = set(), "/"
+        found = [name for name in disk.list(path) if OWN_FILES.fullmatch(name) and name not in keep]
+        return [name for name in found if not name.startswith(metrics)]
+
+    synced = False
+    try:
+        if found := left_over():
+            check_removable(disk, path)
+        for name in found:
+            if _in_a_living_save(disk, path, name):
+                continue
+            file = os.path.join(path, name)
+            with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
+                # Asked again under the lock: now no living writer can commit this file any more.
+                free = disk.lock(fd)
+                if free is None:  # over NFS nobody who only reads gets that; two who clean up may share the other
+                    free = disk.lock_shared(fd)
+                if free is None:
+                    warn_of_no_locks(path)
+                if free and name in left_over() and disk.same_file(fd, file):  # not a new one in its place
+                    if not synced:  # the manifest that no longer names it must outlive a power cut
+                        disk.sync_dir(path)
+                        synced = True
+                    disk.unlink(file)
+    except (CorruptError, UnsupportedError):
+        return  # what a damaged checkpoint, or one of a later version, consists of is not ours to guess
+
+
+def _in_a_living_save(disk: Disk, path: str, name: str) -> bool:
+    """Whether the temporary manifest of the save that an array file belongs to is locked: it is still to come.
+
+    The process that wrote the file may be gone; the one that commits is not.
+    """
+    if not name.startswith("arrays-"):
+        return False
+    try:
+        with opened(disk, os.path.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp")) as fd:
+            return disk.lock_shared(fd) is False
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def logged(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: tidying up failed: %s", path, error)
+
+
+def delete(disk: Disk, path: str) -> None:
+    """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
+    withdraw(disk, path)()
+
+
+def withdraw(disk: Disk, path: str) -> Callable[[], None]:
+    """Takes a checkpoint away, which is quick; what this returns removes its files, which is not.
+
+    Raises `UnsupportedError` for a checkpoint of a later release.
+    """
+    manifest = os.path.join(path, MANIFEST)
+    check_removable(disk, path)
+    names = consists_of(disk, path)
+    with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
+        disk.unlink(manifest)
+
+    def remove_files() -> None:
+        with contextlib.suppress(FileNotFoundError):  # and has removed the directory as well
+            disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
+        remove(disk, path, names)
+        clean(disk, path, remove_empty=True)
+
+    return remove_files
+
+
+def consists_of(disk: Disk, path: str) -> list[str]:
+    """The files that a manifest names, and the metrics that were added to it.
+
+    None when it cannot be read: cleaning up finds them once it is gone.
+    """
+    try:
+        data = read_file(disk, os.path.join(path, MANIFEST))
+        added = f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
+        return [*file_names(data), *(name for name in disk.list(path) if name.startswith(added))]
+    except (CorruptError, UnsupportedError, OSError):
+        return []
+
+
+def remove(disk: Disk, path: str, names: Iterable[str]) -> None:
+    """Removes what a manifest consisted of that is gone, durably: no writer can commit these files any more."""
+    failed: OSError | None = None
+    for name in names:
+        try:
+            disk.unlink(os.path.join(path, name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = failed or error
+    if failed:
+        raise failed

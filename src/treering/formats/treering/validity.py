@@ -18,8 +18,8 @@ from ..._core.paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton
 from ..._core.values import EXACT, decode, is_shape
 from ...errors import CorruptError
-from ...stores.local import MANIFEST
 from ..safetensors.header import MAX_HEADER
+from .schema import MANIFEST
 
 if TYPE_CHECKING:
     from .manifest import File, Layout, Manifest, Summary

@@ -24,12 +24,13 @@ from ..._threads.gc import paused
 from ..._threads.pool import Crew
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
-from ...stores.local import Files, Transaction
 from ...stores.network import look_anew, wait_until
 from ...stores.posix import Disk
-from . import layout, manifest, removal
+from . import layout, manifest
+from .commit import Transaction
 from .layout import ArrayFile
 from .manifest import BLOCK
+from .new_files import Files
 
 CHUNK = 4 * BLOCK  # what one thread copies, hashes and writes at a time
 _SMALL = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
@@ -72,7 +73,7 @@ def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Writ
 
     def begin() -> list[Any]:
         nonlocal files
-        files = Transaction(disk, job.path, overwrite=job.overwrite, removal=removal)
+        files = Transaction(disk, job.path, overwrite=job.overwrite)
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,6 @@ import pytest
 import treering as tr
 from treering import stores
 from treering.formats.treering import removal
-from treering.stores import local
 from treering.stores.posix import Disk
 
 
@@ -106,7 +105,7 @@ def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
 def test_deleting_takes_the_manifest_first(tmp_path: pathlib.Path, use_disk) -> None:
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     disk = use_disk(Recording())
-    local.delete(disk, str(tmp_path / "c"), removal)
+    removal.delete(disk, str(tmp_path / "c"))
     assert short(disk.log) == ["unlink treering.json", "sync_dir c", "unlink arrays"]
     assert os.listdir(tmp_path) == []
 
@@ -119,7 +118,7 @@ WRITER = """
             print("writing", flush=True)
             sys.stdin.readline()
             super().sync(fd)
-    stores.DISK = Held()
+    stores.register(Held())
     tr.save(sys.argv[1], {"x": np.ones(3)}, overwrite=True)
     """
 
@@ -136,7 +135,7 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
     writer = start_writer(path)
     half = {p.name for p in path.iterdir()}
     assert len(half) == 2  # the array file and the manifest to be
-    local.clean(stores.DISK, str(path), removal)
+    removal.clean(stores.of(""), str(path))
     assert {p.name for p in path.iterdir()} == half
     tr.save(path, {"x": np.zeros(3)})  # commits beside the other, which will replace it
     assert half < {p.name for p in path.iterdir()}
@@ -194,7 +193,7 @@ def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
     tr.save(path, {"x": np.ones(3)})
     (path / "treering.json").chmod(0o644)
     (path / "treering.json").write_bytes(b"{}")
-    local.clean(stores.DISK, str(path), removal)
+    removal.clean(stores.of(""), str(path))
     assert len(list(path.iterdir())) == 2
     tr.save(path, {"x": np.ones(3)}, overwrite=True)
     assert tr.verify(path).ok and len(list(path.iterdir())) == 2

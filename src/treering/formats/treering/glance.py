@@ -1,0 +1,79 @@
+"""What is known of a checkpoint without opening it: whether it is there, which one it is, its metrics and size."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...errors import CorruptError, UnsupportedError
+from ...stores.on_disk import read_file
+from ...stores.posix import Disk
+from ...stores.reading import reading
+from . import manifest, metrics, validity
+from .schema import MANIFEST
+
+_log = logging.getLogger("treering")
+
+
+class Glance(NamedTuple):
+    """What a manifest and the metrics beside it say."""
+
+    metrics: dict[str, float]
+    created_seconds: float
+    nbytes: int
+
+
+def file(path: str) -> str:
+    """The path of a checkpoint's manifest."""
+    return os.path.join(path, MANIFEST)
+
+
+def look(disk: Disk, path: str) -> os.stat_result | None:
+    """The manifest as the file system shows it; None where there is no checkpoint."""
+    return disk.stat(file(path))
+
+
+def identity(disk: Disk, path: str) -> str:
+    """What changes when the checkpoint is replaced. Raises `FileNotFoundError` where there is none."""
+    return manifest.xxh3(read_file(disk, file(path)))
+
+
+def read(disk: Disk, path: str) -> Glance:
+    """Reads the manifest, and looks for the files that it names.
+
+    Raises `CorruptError`, `UnsupportedError` for what a later release wrote, and `FileNotFoundError`.
+    """
+    data = read_file(disk, file(path))
+    summary = manifest.summarize(data, path)
+    for listed in summary.files:
+        with reading(path):
+            found = disk.stat(os.path.join(path, listed.name))
+        if found is None or found.st_size != listed.size:
+            raise CorruptError(f"{path}: {listed.name} is missing or cut short")
+    numbers = validity.metrics(summary.metrics)
+    numbers.update(_added(disk, path, manifest.xxh3(data)))
+    return Glance(numbers, summary.created_seconds(), len(data) + sum(listed.size for listed in summary.files))
+
+
+def add_metrics(disk: Disk, path: str, numbers: Mapping[str, float | str]) -> None:
+    """Adds metrics, durably. Raises `FileNotFoundError` where there is no checkpoint."""
+    data = read_file(disk, file(path))
+    manifest.check(data, path)
+    manifest.check_envelope(data, path)
+    metrics.write(disk, path, manifest.xxh3(data), numbers)
+
+
+def _added(disk: Disk, path: str, identity: str) -> dict[str, float]:
+    """What was added to a checkpoint. A damaged file is logged, and does not count.
+
+    Raises `UnsupportedError` for what a later release added, by which nothing can be judged.
+    """
+    found: dict[str, float] = {}
+    for _, content in metrics.read(disk, path, identity):
+        if isinstance(content, dict):
+            found.update(content)
+        elif isinstance(content, UnsupportedError):
+            raise content
+        else:
+            _log.warning("metrics that were recorded do not count: %s", content)
+    return found

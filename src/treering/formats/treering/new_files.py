@@ -1,0 +1,90 @@
+"""The files that a process writes for a save, locked while it lives."""
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from ...errors import SaveError
+from ...stores.network import look_anew, wait_until
+from ...stores.posix import Disk
+from .schema import MANIFEST
+
+TRIES = 50  # at making a file, while others tidy up
+
+
+_alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
+
+
+class Files:
+    """The files that one process writes for a save into one directory, locked until they are closed."""
+
+    def __init__(self, disk: Disk, path: str, token: str, made: Sequence[str] = ()):
+        self.disk, self.path, self.token = disk, path, token
+        self.made = list(made)  # directories that are to go again if nothing comes of the save
+        self.committed = False
+        self._open: dict[str, int] = {}
+        _alive.add(self)
+
+    @classmethod
+    def join(
+        cls,
+        disk: Disk,
+        path: str,
+        token: str,
+        made: Sequence[str],
+        *,
+        timeout: float = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> "Files":
+        """Takes part in a save that another process began; `check` raises when that one has failed meanwhile.
+
+        Raises `SaveError` when it cannot be seen from here after so many seconds.
+        """
+        marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
+        if wait_until(lambda: disk.stat(marker), lambda: look_anew(disk, path, made), timeout, check):
+            return cls(disk, path, token, made)
+        raise SaveError(
+            f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
+            'system that all processes share; choose one, or save each process\'s own data with processes="this"'
+        )
+
+    def create(self, name: str) -> int:
+        """A new file of this save, open for writing and locked. Closed by `close` and `abort`."""
+        path = os.path.join(self.path, name)
+        for attempt in range(TRIES):
+            with contextlib.suppress(FileExistsError):  # a cleaner that took it for a leftover has not removed it yet
+                fd = self._open[path] = self.disk.create(path)
+                if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
+                    return fd
+                self.disk.close(self._open.pop(path))  # a cleaner had it before it was locked
+            time.sleep(0.001 * attempt)
+        raise SaveError(f"{path}: taken or removed by somebody else again and again; do locks work here?")
+
+    def close(self) -> None:
+        """Lets go of the files, and of their locks."""
+        while self._open:  # each is forgotten before it is closed: a fork in between must not close another's
+            fd = self._open.pop(next(iter(self._open)))
+            with contextlib.suppress(OSError):
+                self.disk.close(fd)
+
+    def abort(self) -> None:
+        """Removes the files, and the directories that were made for them unless others have files there."""
+        with contextlib.suppress(OSError):
+            for path in self._open:
+                with contextlib.suppress(FileNotFoundError):
+                    self.disk.unlink(path)
+            for directory in reversed(self.made):
+                self.disk.remove_dir(directory)
+        self.close()
+
+
+def _let_go_after_fork() -> None:
+    """A forked child shares the locks of its parent's saves: it must not hold them for as long as it lives."""
+    for files in list(_alive):
+        files.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_after_fork)
