@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from treering._core.boxes import Box, extent
+from treering._core.boxes import Box, box_shape
 from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, LocalShard
 from treering._pytree.walk import Walk
-from treering._threads.gc import paused
+from treering._threads.gc import gc_paused
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.layout import ArrayFile
 
@@ -109,7 +109,7 @@ def _child(kind: str) -> None:
     catalogue = Catalogue(entries, {}, shardings, set(shardings))
     before = _forget_peak()
     begun = time.perf_counter()
-    with paused():  # as in a save
+    with gc_paused():  # as in a save
         shares = assignment.plan(catalogue, _PROCESSES)
         shards = assignment.to_stage(catalogue, _shards(catalogue, shares), shares, 0)
         pieces = assignment.pieces(entries, shards, shares, 0)
@@ -127,7 +127,7 @@ def _shards(catalogue: Catalogue, shares: Mapping[int, Share]) -> list[LocalShar
     for leaf in shares:
         entry: Any = catalogue.entries[leaf]
         for box in _own(assignment.layout_of(catalogue.shardings[leaf], entry.shape)):
-            data = np.broadcast_to(np.float32(0), extent(box))
+            data = np.broadcast_to(np.float32(0), box_shape(box))
             found.append(LocalShard(leaf, box, data, data.dtype, data.nbytes, False))
     return found
 
@@ -141,7 +141,7 @@ def _manifest(walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], f
     """The manifest when every process has written a file like that of process 0."""
     size, header = len(file.header) + file.nbytes, len(file.header)
     names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
-    rows = layout.rows(catalogue, shares, layout.Numbers([[0]] * _PROCESSES, lambda _: ()))
+    rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * _PROCESSES, lambda _: ()))
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,

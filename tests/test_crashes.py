@@ -79,7 +79,10 @@ def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("name", "break_it"),
     [
-        ("killed, then saved, first save", lambda patch: patch.setattr(commit, "clean", lambda *args, **options: None)),
+        (
+            "killed, then saved, first save",
+            lambda patch: patch.setattr(commit, "remove_leftovers", lambda *args, **options: None),
+        ),
         (
             "safetensors: killed, then saved, first save",
             lambda patch: patch.setattr(atomic, "_clean", lambda *args: None),

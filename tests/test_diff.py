@@ -43,7 +43,7 @@ def test_equality_is_bit_by_bit(tmp_path: pathlib.Path) -> None:
 def test_large_arrays_are_compared_in_slices(monkeypatch) -> None:
     from treering._tools import diff
 
-    monkeypatch.setattr(diff, "_SLICE", 100)
+    monkeypatch.setattr(diff, "_SLICE_BYTES", 100)
     a, b = np.zeros((40, 5)), np.zeros((40, 5))
     b[39, 4] = b[0, 0] = 3
     assert tr.diff({"x": a}, {"x": b}).changed == {"x": "2 of 200 values differ, at most by 3"}

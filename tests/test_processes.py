@@ -339,7 +339,7 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [*POINTS, "before the commit"])
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
-    module, name, file = POINTS.get(point, ("_processes.coordinator", "Together.agree", ""))
+    module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcess.gather_and_decide", ""))
     body = """
 import importlib
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
@@ -356,7 +356,7 @@ if INDEX == 2:
         usual, calls = getattr(owner, last), []
         def dead(*args, **options):
             calls.append(1)
-            if last != "agree" or len(calls) == 2:  # the second one is the report that all is written
+            if last != "gather_and_decide" or len(calls) == 2:  # the second one is the report that all is written
                 time.sleep(0.5)  # so that the others have seen it in this call
                 os.kill(os.getpid(), signal.SIGKILL)
             return usual(*args, **options)
@@ -414,13 +414,13 @@ def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pyte
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 0)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(coordinator.begin("save"), coordinator.Together)
+    assert isinstance(coordinator.begin("save"), coordinator.MultiProcess)
     coordinator.forget_after_fork()
     with pytest.raises(tr.errors.UnsupportedError, match="forked child"):
         coordinator.begin("save")
-    assert isinstance(coordinator.begin("save", processes="this"), coordinator.Alone)
+    assert isinstance(coordinator.begin("save", processes="this"), coordinator.SingleProcess)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(coordinator.begin("save"), coordinator.Together)
+    assert isinstance(coordinator.begin("save"), coordinator.MultiProcess)
 
 
 @pytest.mark.slow
@@ -604,8 +604,8 @@ class Failing(stores.posix.Disk):
 if INDEX == 0:
     stores.register(Failing())
 else:  # looks for the answer, then for signs of life, and by then process 0 has answered and failed
-    check = _processes.Together._check
-    _processes.Together._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
+    check = _processes.MultiProcess._check
+    _processes.MultiProcess._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True))
 sync("done")
 """
@@ -623,13 +623,13 @@ from treering.errors import PeerError
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
 if INDEX == 1:
-    put_usually, words = _processes.Together._set, []
+    put_usually, words = _processes.MultiProcess._set, []
     def half(self, key, value):
         put_usually(self, key, value)
         words.append(key)
         if len(words) == 2:  # the report that all is written
             raise PeerError("the answer was lost")
-    _processes.Together._set = half
+    _processes.MultiProcess._set = half
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
 sync("done")
 """

@@ -431,7 +431,7 @@ def test_each_of_eight_devices_reads_its_part(
     read = ckpt._reader.read
 
     def counted(wanted: Any, **options: Any) -> Any:
-        reads.extend((entry.path, int(np.prod(tr._core.boxes.extent(box), dtype=int))) for entry, box in wanted)
+        reads.extend((entry.path, int(np.prod(tr._core.boxes.box_shape(box), dtype=int))) for entry, box in wanted)
         return read(wanted, **options)
 
     monkeypatch.setattr(ckpt._reader, "read", counted)

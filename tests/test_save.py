@@ -861,7 +861,7 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
             if role == "write":
                 tr.save(path, {"x": np.full(1000, n)}, overwrite=True)
             elif role == "clean":
-                removal.clean(stores.of(""), path)
+                removal.remove_leftovers(stores.of(""), path)
             else:
                 x = tr.restore(path)["x"]
                 assert (x == x[0]).all()

@@ -42,4 +42,4 @@ def test_intersections(first: tuple, second: tuple) -> None:
     space[tuple(slice(*r) for r in a)] += 1
     space[tuple(slice(*r) for r in b)] += 1
     both = boxes.intersect(a, b)
-    assert (space == 2).sum() == (0 if both is None else math.prod(boxes.extent(both)))
+    assert (space == 2).sum() == (0 if both is None else math.prod(boxes.box_shape(both)))

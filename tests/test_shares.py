@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
-from treering._core.boxes import Box, Cells, extent, slices, whole
+from treering._core.boxes import Box, Cells, box_shape, slices, whole
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
@@ -57,7 +57,7 @@ def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None 
     total = sum(one.nbytes(itemsize) for one, itemsize in arrays)
     with pytest.MonkeyPatch.context() as patch:
         if least is not None:
-            patch.setattr(assignment, "_LEAST", least)
+            patch.setattr(assignment, "_MIN_CUT_BYTES", least)
         return assignment.share_out(arrays, loads, total // count), loads
 
 
@@ -65,7 +65,7 @@ def written_bytes(shares: Sequence[tuple[Share, int]], count: int) -> np.ndarray
     """How much each process writes according to the shares alone."""
     loads = np.zeros(count, np.int64)
     for share, itemsize in shares:
-        np.add.at(loads, np.asarray(share.writers), [itemsize * math.prod(extent(box)) for box in share.boxes])
+        np.add.at(loads, np.asarray(share.writers), [itemsize * math.prod(box_shape(box)) for box in share.boxes])
     return loads
 
 
@@ -129,7 +129,7 @@ def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int,
     for (one, _), share in zip(arrays, sharing(arrays, count, least=64)[0], strict=True):
         for box in share.boxes:
             outer = next(outer for outer in one.boxes if within(box, outer))
-            at = np.arange(math.prod(extent(outer))).reshape(extent(outer))[slices(box, outer)].ravel()
+            at = np.arange(math.prod(box_shape(outer))).reshape(box_shape(outer))[slices(box, outer)].ravel()
             assert at.tolist() == list(range(assignment._offset(box, outer), assignment._offset(box, outer) + at.size))
 
 
@@ -148,7 +148,7 @@ def test_the_same_in_every_process(job: tuple[int, list[tuple[Layout, int]]]) ->
 def test_what_is_small_is_never_cut(job: tuple[int, list[tuple[Layout, int]]], least: int) -> None:
     count, arrays = job
     for (one, itemsize), share in zip(arrays, sharing(arrays, count, least)[0], strict=True):
-        if max(math.prod(extent(box)) for box in one.boxes) * itemsize < 2 * least:
+        if max(math.prod(box_shape(box)) for box in one.boxes) * itemsize < 2 * least:
             assert share.boxes == one.boxes
         # Where rows cannot be dealt out evenly there are up to about eight times as many cells.
         assert len(share.boxes) <= max(1, 17 * one.nbytes(itemsize) // least) * len(one.boxes)
@@ -203,7 +203,7 @@ def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedShar
     layout = assignment.layout_of(sharding, shape)
     assert assignment._of_mesh(sharding, shape) is not None
     assert dict(zip(layout.boxes, map(set, layout.holders), strict=True)) == holders
-    assert layout.elements.tolist() == [math.prod(extent(box)) for box in layout.boxes]
+    assert layout.elements.tolist() == [math.prod(box_shape(box)) for box in layout.boxes]
     assert list(layout.boxes) == [layout.boxes[n] for n in range(len(layout.boxes))]
     for box in layout.boxes:
         assert [layout.boxes[n] for n in layout.boxes.overlapping(box)] == [box]
@@ -372,7 +372,7 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
             assert source.nbytes == len(handed_bytes(source)) and source.leaf == piece.leaf
             at = slices(piece.box, whole(value.shape))
             assert data == value[at].tobytes()
-            rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(extent(piece.box))
+            rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(box_shape(piece.box))
             seen[piece.leaf][at] += 1
         falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
         assert falling == sorted(falling, reverse=True)  # so each begins where its elements may
@@ -424,7 +424,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     def order(process: int) -> Iterator[tuple[int, Box]]:
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, shares, process))
 
-    rows = layout.rows(state.described(0, False)[0], shares, layout.Numbers(firsts, order))
+    rows = layout.rows(state.described(0, False)[0], shares, layout.FileIndex(firsts, order))
     again = manifest.decode(encoded(rows, names), "here")
     for row, value in zip(again.leaves, state.values, strict=True):
         assert isinstance(row, ArrayRow)
@@ -503,7 +503,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
 def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int, int]]) -> None:
     box = tuple((start, start + size) for start, size in axes)
     found = list(assignment.cells(box, [assignment.Cut(*cut) for cut in cuts[: len(box)]]))
-    covered = np.zeros(extent(box), int)
+    covered = np.zeros(box_shape(box), int)
     for cell in found:
         assert all(start < stop for start, stop in cell)
         covered[slices(cell, box)] += 1
@@ -669,7 +669,7 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
     def order(process: int) -> Iterator[tuple[int, Box]]:
         raise AssertionError("who has one file needs no order")
 
-    rows = layout.rows(found.catalogue, found.shares, layout.Numbers([[0]] * PROCESSES, order))
+    rows = layout.rows(found.catalogue, found.shares, layout.FileIndex([[0]] * PROCESSES, order))
     names = [f"arrays-7f3a9c-{n:05}-of-{PROCESSES:05}.safetensors" for n in range(PROCESSES)]
     data = encoded(rows, names)
     encoding = time.perf_counter() - begun
@@ -688,7 +688,7 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
         assert isinstance(row, ArrayRow) and row.shape == shape
         pieces = [(file, box) for file, box, _ in located(row, again)]
         assert pieces == list(zip(np.asarray(share.writers).tolist(), share.boxes, strict=True))
-        assert sum(math.prod(extent(box)) for _, box in pieces) == math.prod(shape)
+        assert sum(math.prod(box_shape(box)) for _, box in pieces) == math.prod(shape)
         indices = sharding.devices_indices_map(shape) if sharding else {}
         for writer, box in pieces[:: max(1, len(pieces) // 10)] if sharding else ():  # file and process have one number
             assert within(box, _sharding.box_of(indices[sharding.mesh.devices.flat[writer]], shape))

@@ -152,11 +152,11 @@ def saving(before: str, after: str, **options: Any) -> Record:
 
 def _in_threads(path: Path, disk: RecordingDisk) -> None:
     """Several threads write a file of several chunks."""
-    chunk, write.CHUNK = write.CHUNK, manifest.BLOCK
+    chunk, write.CHUNK_BYTES = write.CHUNK_BYTES, manifest.BLOCK
     try:
         saving(NOTHING, "large new")(path, disk)
     finally:
-        write.CHUNK = chunk
+        write.CHUNK_BYTES = chunk
 
 
 def _without_locks(path: Path, disk: RecordingDisk) -> None:

@@ -11,7 +11,7 @@ from treering._save import save as _save
 from treering._save import stages
 from treering._save.options import SaveOptions
 from treering._save.save import save
-from treering._threads.pool import Crew
+from treering._threads.pool import ThreadPool
 from treering.errors import TreeringError
 
 from .recording import RecordingDisk
@@ -61,7 +61,7 @@ class _Seat:
 
     def doing(self, what: str) -> None: ...
 
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         table, turn = self._table, self._turn
         self._turn += 1
         table.put(table.words, (turn, self.index), mine)
@@ -72,8 +72,8 @@ class _Seat:
         table.wait(lambda: turn in table.answers)
         return table.answers[turn]
 
-    def tell(self, decide: Callable[[], Any]) -> Any:
-        return self.agree(None, lambda words: decide())
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
+        return self.gather_and_decide(None, lambda words: decide())
 
     def check(self) -> None: ...
 
@@ -97,7 +97,7 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
             info = _save.describe(None, None, None)
             prepared = stages.prepare(call, str(path), tree(label), info, options, formats.get("treering"))
             prepared.supply.run()
-            with Crew(1) as crew:
+            with ThreadPool(1) as crew:
                 prepared.write(crew)
         except BaseException as error:
             errors.append(error)

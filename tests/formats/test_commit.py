@@ -135,7 +135,7 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
     writer = start_writer(path)
     half = {p.name for p in path.iterdir()}
     assert len(half) == 2  # the array file and the manifest to be
-    removal.clean(stores.of(""), str(path))
+    removal.remove_leftovers(stores.of(""), str(path))
     assert {p.name for p in path.iterdir()} == half
     tr.save(path, {"x": np.zeros(3)})  # commits beside the other, which will replace it
     assert half < {p.name for p in path.iterdir()}
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
     tr.save(path, {"x": np.ones(3)})
     (path / "treering.json").chmod(0o644)
     (path / "treering.json").write_bytes(b"{}")
-    removal.clean(stores.of(""), str(path))
+    removal.remove_leftovers(stores.of(""), str(path))
     assert len(list(path.iterdir())) == 2
     tr.save(path, {"x": np.ones(3)}, overwrite=True)
     assert tr.verify(path).ok and len(list(path.iterdir())) == 2

@@ -23,7 +23,7 @@ from treering.formats import ArrayEntry, Box
 from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
-from treering.stores.atomic import Appended, new_directory
+from treering.stores.atomic import SequentialWriter, new_directory
 from treering.stores.on_disk import read_file
 from treering.stores.posix import Disk
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
@@ -261,7 +261,7 @@ class NpyFolder:
             yield contents.read([(entry, (*first, *((0, size) for size in entry.shape[1:])))])[0].tobytes()
 
     def _put(self, disk: Disk, path: str, parts: Any) -> None:
-        file = Appended(disk, path)
+        file = SequentialWriter(disk, path)
         try:
             for part in parts:
                 file.write(part)

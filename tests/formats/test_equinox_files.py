@@ -377,7 +377,7 @@ def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from treering.formats.equinox import write
 
-    monkeypatch.setattr(write, "_SLICE", 100)
+    monkeypatch.setattr(write, "_SLICE_BYTES", 100)
     tree = [noise(np.float32, (7, 11, 3)), noise(np.int8, (555,)), noise(np.float64, ())]
     tr.save(tmp_path / "x.eqx", tree)
     assert all(same(x, y) for x, y in zip(eqx.tree_deserialise_leaves(tmp_path / "x.eqx", tree), tree, strict=True))

@@ -196,7 +196,7 @@ def test_named_tuples_as_they_were_until_2020(tmp_path: Path) -> None:
 def test_large_arrays_are_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 64)
     monkeypatch.setattr(state_dict_write, "MAX_CHUNK", 64)
-    monkeypatch.setattr(state_dict_write, "_SLICE", 48)
+    monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 48)
     tree = {
         "w": every_bit(np.dtype("f4"), (7, 11)),
         "exact": np.arange(16, dtype=np.int32),
@@ -433,7 +433,7 @@ def test_small_arrays_are_read_together_and_large_ones_leapt_over(tmp_path: Path
 
 
 def test_small_arrays_own_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_SMALL", 64), ("_BETWEEN", 48), ("_TOGETHER", 128)):
+    for name, value in (("_SMALL_ARRAY_BYTES", 64), ("_BETWEEN", 48), ("_TOGETHER", 128)):
         monkeypatch.setattr(extents, name, value)
     draw = np.random.default_rng(0)
     sizes = [*range(14, 19), *draw.integers(0, 20, 40).tolist()]  # 16 floats are the most that is small
@@ -464,7 +464,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             sizes.append(sum(array.nbytes for array in found))
             return found
 
-    monkeypatch.setattr(state_dict_write, "_SLICE", 1 << 16)
+    monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 1 << 16)
     tree = {"w": np.random.default_rng(0).random((100, 1000)), "long": np.arange(100_000)}
     tr.save(tmp_path / "native", tree)
     reader: Any = Watched(tr.open(tmp_path / "native")._reader)

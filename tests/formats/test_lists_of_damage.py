@@ -300,7 +300,7 @@ def test_an_earlier_step_is_taken(tmp_path: Path, name: str, caplog: pytest.LogC
 
 def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slice of an array that cannot be read is named."""
-    monkeypatch.setattr("treering.formats._shared.reader._SLICE", 64)
+    monkeypatch.setattr("treering.formats._shared.reader._CHECK_SLICE_BYTES", 64)
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.ones((8, 16), np.float32), "b": np.ones(3, np.float32)}, path)
     reader: Any = tr.open(path)._reader

@@ -729,7 +729,7 @@ def test_shards_are_written_as_others_read_them(tmp_path: Path) -> None:
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from treering.formats.safetensors import write
 
-    monkeypatch.setattr(write, "_SLICE", 1000)
+    monkeypatch.setattr(write, "_SLICE_BYTES", 1000)
     tree = {"a": noise(np.float32, (7, 11, 13)), "b": noise(np.int8, (5000,)), "c": noise(np.float64, ())}
     tr.save(tmp_path / "x.safetensors", tree)
     assert all(same(array, tree[key]) for key, array in safetensors.numpy.load_file(tmp_path / "x.safetensors").items())

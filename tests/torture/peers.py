@@ -319,7 +319,7 @@ def _set_trap(victim: int, point: Point, index: int) -> None:
 
 
 def _trap_word(point: Point, kill: Callable[[], None]) -> None:
-    usual = coordinator.Together._set
+    usual = coordinator.MultiProcess._set
 
     def deadly(self: Any, key: str, value: Any) -> None:
         if self._doing != point.at:
@@ -329,7 +329,7 @@ def _trap_word(point: Point, kill: Callable[[], None]) -> None:
         usual(self, key, value)
         return kill() if point.when == "after" else None
 
-    coordinator.Together._set = deadly
+    coordinator.MultiProcess._set = deadly
 
 
 class _DeadlyDisk(SteppedDisk):

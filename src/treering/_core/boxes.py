@@ -29,7 +29,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
 
 
-def extent(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of a box."""
     return tuple(stop - start for start, stop in box)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-_SMALL = 16 << 20  # bytes
+_COPIED_BYTES = 16 << 20  # bytes
 
 
 class LazyArray:
@@ -69,7 +69,7 @@ class LazyArray:
         (array,) = self._reader.read([(self._entry, box)])
         found = array[rest]
         # A small slice must not keep the whole file mapped.
-        return found.copy() if found.nbytes <= _SMALL else found
+        return found.copy() if found.nbytes <= _COPIED_BYTES else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
         import numpy as np

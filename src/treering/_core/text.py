@@ -10,7 +10,7 @@ from .entries import Entry, LostEntry, ValueEntry
 from .paths import closest, matches
 
 NOTHING = "nothing"
-_SHOWN = 20  # lines
+_MAX_LINES = 20  # lines
 _NUMBER = re.compile(r"\d+")
 
 
@@ -63,11 +63,11 @@ def mismatch(
     lines = [f"{name}: the checkpoint {what}: {count}"]
     if likely:
         lines.append(f"  likely: {likely}")
-    groups = list(_grouped(differences)) if len(differences) > _SHOWN else [[one] for one in differences]
+    groups = list(_grouped(differences)) if len(differences) > _MAX_LINES else [[one] for one in differences]
     known = list(found)
     everything = {*template, *known}
-    lines += [f"  {_line(group, known, everything)}" for group in groups[:_SHOWN]]
-    if rest := sum(map(len, groups[_SHOWN:])):
+    lines += [f"  {_line(group, known, everything)}" for group in groups[:_MAX_LINES]]
+    if rest := sum(map(len, groups[_MAX_LINES:])):
         lines.append(f"  and {rest:,} more; the error's `differences` has all of them")
     error = MismatchError("\n".join(lines))
     error.differences = tuple(differences)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from . import dtypes
-from .boxes import Box, extent, intersect, slices, whole
+from .boxes import Box, box_shape, intersect, slices, whole
 from .entries import ArrayEntry, Entry, ValueEntry
 from .skeleton import Skeleton
 from .source import Problem, Source
@@ -161,7 +161,7 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
             return inner
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            out = empty(extent(box), leaf.array.dtype)
+            out = empty(box_shape(box), leaf.array.dtype)
             out[...] = value
             if common is not None:
                 out[slices(common, box)] = inner.make(arrays)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MismatchError
 from . import dtypes
-from .boxes import Box, extent, intersect, slices, whole
+from .boxes import Box, box_shape, intersect, slices, whole
 from .views import Leaf, Plan, each, empty
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            out = empty(extent(box), leaves[0].array.dtype)
+            out = empty(box_shape(box), leaves[0].array.dtype)
             for n, part in enumerate(each(inner, arrays)):
                 out[(slice(None),) * axis + (n,)] = part
             return np.asarray(out)
@@ -52,7 +52,7 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
                 parts.append((common, leaf.plan_of((*common[:axis], own, *common[axis + 1 :]))))
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            out = empty(extent(box), leaves[0].array.dtype)
+            out = empty(box_shape(box), leaves[0].array.dtype)
             for (common, _), part in zip(parts, each([one for _, one in parts], arrays), strict=True):
                 out[slices(common, box)] = part
             return out
@@ -66,8 +66,8 @@ def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
     """The leaf times a scale for each block of it, in float32, and that in another dtype."""
 
     def plan(box: Box) -> Plan:
-        if not math.prod(extent(box)):
-            return Plan([], lambda arrays: empty(extent(box), dtype))
+        if not math.prod(box_shape(box)):
+            return Plan([], lambda arrays: empty(box_shape(box), dtype))
         cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
         inner = [leaf.plan_of(box), scale.plan_of(cells)]
 

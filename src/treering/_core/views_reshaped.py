@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .boxes import Box, extent
+from .boxes import Box, box_shape
 from .views import Leaf, Plan, empty
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
     old = leaf.array.shape
 
     def plan(box: Box) -> Plan:
-        if not math.prod(extent(box)):
-            return Plan([], lambda arrays: empty(extent(box), leaf.array.dtype))
+        if not math.prod(box_shape(box)):
+            return Plan([], lambda arrays: empty(box_shape(box), leaf.array.dtype))
         source: list[tuple[int, int]] = []
         sizes, skipped = [], []  # of each group: elements that are read, and those of them before the first wanted one
         groups = _groups(old, shape)
@@ -30,7 +30,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
             last = _flat([stop - 1 for _, stop in box[after]], shape[after])
             rows = _covering(old[before], first, last)
             source += rows
-            sizes.append(math.prod(extent(rows)))
+            sizes.append(math.prod(box_shape(rows)))
             skipped.append(first - _flat([start for start, _ in rows], old[before]))
         inner = leaf.plan_of(tuple(source))
 
@@ -45,7 +45,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
                 for (_, after), step in zip(groups, steps, strict=True)
                 for axis in range(after.start, after.stop)
             ]
-            return np.lib.stride_tricks.as_strided(flat[begin:], extent(box), strides)
+            return np.lib.stride_tricks.as_strided(flat[begin:], box_shape(box), strides)
 
         return Plan(inner.needs, make)
 

@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, Cells, box_of, extent, intersect, slices, whole
+from .._core.boxes import Box, Cells, box_of, box_shape, intersect, slices, whole
 from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, LocalShard
 
-_LEAST = 1 << 20  # bytes; what is smaller is not cut up among its holders
-_FINER = 8  # times as many cells as parts keep what is written within an eighth of what is fair
+_MIN_CUT_BYTES = 1 << 20  # bytes; what is smaller is not cut up among its holders
+_FINER_CELLS = 8  # times as many cells as parts keep what is written within an eighth of what is fair
 
 
 class Layout:
@@ -224,7 +224,7 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
     for leaf in sorted(shares):
         share, itemsize = shares[leaf], dtypes.itemsize(entries[leaf].dtype)
         boxes = [share.boxes[n] for n in np.flatnonzero(np.asarray(share.writers) == index).tolist()]
-        found += [(leaf, box, itemsize * math.prod(extent(box))) for box in boxes]
+        found += [(leaf, box, itemsize * math.prod(box_shape(box))) for box in boxes]
     found.sort(key=lambda one: alignment(one[2]))
     return found
 
@@ -233,7 +233,7 @@ def _misalignment(shard: LocalShard) -> int:
     """Of the piece that a shard is a part of, for its parts stay together."""
     if shard.piece is None:
         return alignment(shard.nbytes)
-    return alignment(math.prod(extent(shard.piece)) * np.dtype(shard.dtype).itemsize)
+    return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
 
 
 def alignment(nbytes: int) -> int:
@@ -257,7 +257,9 @@ def _part(shard: LocalShard, box: Box) -> LocalShard:
     """A part of a shard by itself: of an array on an accelerator no more than that is to be copied."""
     data = shard.data if shard.copies else np.asarray(shard.data)
     data = None if data is None else data[slices(box, shard.box)]  # or it is read on demand
-    return LocalShard(shard.leaf, box, data, shard.dtype, math.prod(extent(box)) * shard.dtype.itemsize, shard.copies)
+    return LocalShard(
+        shard.leaf, box, data, shard.dtype, math.prod(box_shape(box)) * shard.dtype.itemsize, shard.copies
+    )
 
 
 def _offset(box: Box, origin: Box) -> int:
@@ -275,7 +277,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     The largest come first, each given to the holders with the least to do; what is larger than a quarter of a fair
     share is cut up among its holders. So none has more than about a quarter more to do than is fair.
     """
-    least = max(fair // 8, _LEAST)
+    least = max(fair // 8, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
     for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
         layout, itemsize = arrays[n]
@@ -300,7 +302,7 @@ def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Sha
         for cell, writer in zip(cells(box, cuts), itertools.cycle(idlest)):
             boxes.append(cell)
             writers.append(int(writer))
-            loads[writer] += math.prod(extent(cell)) * itemsize
+            loads[writer] += math.prod(box_shape(cell)) * itemsize
     return Share(boxes, writers)
 
 
@@ -321,13 +323,13 @@ def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
     cuts: list[Cut] = []
     finer = 1
     for axis, size in enumerate(shape):
-        if finer == 1 and size % parts and parts % size and size < _FINER * parts:
-            finer = _FINER
+        if finer == 1 and size % parts and parts % size and size < _FINER_CELLS * parts:
+            finer = _FINER_CELLS
             parts *= finer
-        if size % parts == 0 or size >= parts * _FINER // finer:
+        if size % parts == 0 or size >= parts * _FINER_CELLS // finer:
             row = itemsize * math.prod(shape[axis + 1 :])
             even = 64 // math.gcd(row, 64)  # rows that are a multiple of 64 bytes, and begin where they can be adopted
-            cuts.append(Cut(parts, even if size >= _FINER * parts * even else 1))
+            cuts.append(Cut(parts, even if size >= _FINER_CELLS * parts * even else 1))
             parts = 1
         else:
             cuts.append(Cut(size, 1))

@@ -23,14 +23,14 @@ class Call(Protocol):
     def name(self) -> str: ...
 
     def doing(self, what: str) -> None:
-        """Says what this process does now, for the others' error messages; begins the pulse."""
+        """Says what this process does now, for the others' error messages; begins the heartbeat."""
         ...
 
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Process 0 gets every process's word (JSON) and decides; all return its decision, or raise its error."""
         ...
 
-    def tell(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         """Process 0 decides without hearing the others; all return its decision, or raise its error."""
         ...
 
@@ -47,7 +47,7 @@ class Call(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A call in a job of one process, or one that concerns this process alone."""
 
     index, count, timeout, undecided = 0, 1, 0.0, False
@@ -57,10 +57,10 @@ class Alone:
 
     def doing(self, what: str) -> None: ...
 
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         return decide([mine])
 
-    def tell(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         return decide()
 
     def check(self) -> None: ...

@@ -23,8 +23,8 @@ from .assignment import Layout, layout_of, owner
 from .coordinator import Call
 
 T = TypeVar("T")
-_SHOWN = 20  # differences
-_TRIES = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
+_MAX_DIFFERENCES = 20  # differences
+_RESTORE_ATTEMPTS = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
 
 
 def check_consistent(
@@ -43,17 +43,25 @@ def check_consistent(
     digests = _digests(catalogue, staging)
     rows = [_row(catalogue, leaf) for leaf in range(len(catalogue.entries))]
     word = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
-    odd, found = call.agree(word, lambda words: _compare(catalogue, words))
+    differing, found = call.gather_and_decide(word, lambda words: _compare(catalogue, words))
     single: dict[int, int] = dict(found)
-    if single and odd is None:  # now it is known which leaves are not to be compared
+    if single and differing is None:  # now it is known which leaves are not to be compared
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
-        odd = call.agree(contents, lambda words: next((n for n, w in enumerate(words) if w != words[0]), None))
-    if odd is None:
+        differing = call.gather_and_decide(contents, _first_differing)
+    if differing is None:
         catalogue = _with_all_iterators(call, catalogue)
     else:
         ours = [[*row, "" if leaf in single else digests.get(leaf, "")] for leaf, row in enumerate(rows)]
-        call.agree(ours if call.index == odd else None, lambda words: _raise_differences(ours, words[odd], odd))
+        call.gather_and_decide(
+            ours if call.index == differing else None,
+            lambda words: _raise_differences(ours, words[differing], differing),
+        )
     return catalogue, single
+
+
+def _first_differing(words: Sequence[Any]) -> int | None:
+    """The first process whose word is not that of process 0."""
+    return next((n for n, word in enumerate(words) if word != words[0]), None)
 
 
 def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
@@ -67,7 +75,7 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
         for n, states in zip(own, zip(*words, strict=True), strict=True):
             joined[n] = iterators.together(own[n].path, states)
 
-    call.agree([iterators.state(entry) for entry in own.values()], join)
+    call.gather_and_decide([iterators.state(entry) for entry in own.values()], join)
     return catalogue._replace(entries=[joined.get(n, entry) for n, entry in enumerate(catalogue.entries)])
 
 
@@ -143,24 +151,27 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
             how = "other values" if a and b and a[3] != b[3] else "spread over processes otherwise"
             found = f"{shown[1]}{f' ({how})' if shown[0] == shown[1] else ''}"
             lines.append(f"  {path or '(root)'}: process 0 has {shown[0]}, process {process} {found}")
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    more = [f"  and {len(lines) - _MAX_DIFFERENCES} more"] if len(lines) > _MAX_DIFFERENCES else []
     raise MismatchError(
         "\n".join(
             [
                 "expected the same tree in every process, for only one writes what all have; nothing was written:",
-                *(lines[:_SHOWN] or [f"  the containers of process {process} are others than those of process 0"]),
+                *(
+                    lines[:_MAX_DIFFERENCES]
+                    or [f"  the containers of process {process} are others than those of process 0"]
+                ),
                 *more,
             ]
         )
     )
 
 
-def everywhere(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
+def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
     """The result of an attempt that worked in every process, on one and the same checkpoint.
 
     Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
     """
-    for _ in range(_TRIES):
+    for _ in range(_RESTORE_ATTEMPTS):
         result: Any = None
         problem: TreeringError | None = None
         try:
@@ -168,7 +179,7 @@ def everywhere(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T
         except (CorruptError, ReplacedError) as error:
             problem = error
         word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
-        found = call.agree(word, _first_problem)
+        found = call.gather_and_decide(word, _first_problem)
         if found is None:
             return result
         if found:

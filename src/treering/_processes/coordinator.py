@@ -3,11 +3,11 @@
 Everything goes through the key-value store of `jax.distributed`: never through device collectives, so that it
 may happen in a background thread, and never through its barriers, of which one that timed out stays broken.
 Process 0 hears everyone and tells everyone; nobody else listens to anybody but process 0. In a call, each
-process shows a pulse, and who shows none for `timeout` seconds is taken for dead.
+process shows a heartbeat, and who shows none for `timeout` seconds is taken for dead.
 
 A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
-out takes no other along. Its keys: ``pulse/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its word
-in the first exchange, and ``0/answer`` what process 0 made of the words.
+out takes no other along. Its keys: ``heartbeat/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its
+word in the first exchange, and ``0/answer`` what process 0 made of the words.
 
 A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
 have given up. All make the calls of the main thread in one order, and ``treering/now/3`` is the latest that process 3
@@ -30,13 +30,13 @@ import xxhash
 from .. import errors
 from .._threads.pool import start
 from ..errors import MismatchError, PeerError, TreeringError, UnsupportedError
-from .calls import Alone, Call
+from .calls import Call, SingleProcess
 
-_PULSE = 1.0  # seconds between signs of life
-_LOOK = 0.25  # seconds between looks at them
-_GONE = 2.0  # seconds for which another process is seen in a later call before that is believed, at most
-_KEPT = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
-_MOST = 10_000  # kinds of calls that are counted
+_HEARTBEAT_SECONDS = 1.0  # seconds between signs of life
+_POLL_SECONDS = 0.25  # seconds between looks at them
+_LATER_CALL_SECONDS = 2.0  # seconds for which another process is seen in a later call before that is believed, at most
+_KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
+_MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _FAILED = "failed "
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
 _EVERYONE = (
@@ -71,7 +71,7 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
         )
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
-    return Together(*job, what, timeout) if job else Alone()
+    return MultiProcess(*job, what, timeout) if job else SingleProcess()
 
 
 def several() -> bool:
@@ -117,7 +117,7 @@ def state() -> Any:
     return global_state if all(hasattr(global_state, name) for name in fields) else None
 
 
-class Together:
+class MultiProcess:
     """A call that every process of the job makes."""
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float):
@@ -128,11 +128,11 @@ class Together:
         self._doing = "beginning"
         self._cancelled: BaseException | None = None
         self._heard_of_failure = False
-        self._silent: dict[int, tuple[str, float]] = {}  # the last pulse of a process, and for how long it is that
+        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and for how long it is that
         self._looked = time.monotonic()
         self._ended = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
-        self._pulse: threading.Thread | None = None
+        self._heartbeat: threading.Thread | None = None
         self._ordered = threading.current_thread() is threading.main_thread()
         self._ordinal = 0
         self._met = False  # process 0, in this call
@@ -142,7 +142,7 @@ class Together:
             _ordinal = self._ordinal = _ordinal + 1
         self._number = self._next()
         try:
-            while index and self._get(f"{self.name}/pulse/0", "").startswith(f'{_FAILED}["PeerError"'):
+            while index and self._get(f"{self.name}/heartbeat/0", "").startswith(f'{_FAILED}["PeerError"'):
                 self._number = self._next()  # process 0 has made that one without us
         except PeerError:
             self._uncount()
@@ -151,11 +151,11 @@ class Together:
     def doing(self, what: str) -> None:
         self._doing = what
         self._wake.put(None)
-        if self._pulse is None:
-            self._pulse = threading.Thread(target=self._beat, name="treering-pulse", daemon=True)
-            start(self._pulse)
+        if self._heartbeat is None:
+            self._heartbeat = threading.Thread(target=self._beat, name="treering-heartbeat", daemon=True)
+            start(self._heartbeat)
 
-    def agree(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         exchange = next(self._exchanges)
         if not self.index:
             return self._answer(exchange, decide(self._gather(exchange, mine)))
@@ -163,7 +163,7 @@ class Together:
         self._set(f"{exchange}/{self.index}", mine)
         return self._told(exchange)
 
-    def tell(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         exchange = next(self._exchanges)
         return self._told(exchange) if self.index else self._answer(exchange, decide())
 
@@ -179,15 +179,15 @@ class Together:
             return
         self._ended = True
         self._wake.put(None)
-        if self._pulse and self._pulse.is_alive():  # or an interrupt came first; if it ever begins, it ends at once
-            self._pulse.join(self.timeout)  # so that no pulse comes after what is said next
+        if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: it ends when it begins
+            self._heartbeat.join(self.timeout)  # so that no heartbeat comes after what is said next
         if isinstance(error, PeerError) and self.index and not self._met:
             self._withdraw()
         elif error:
             kind = type(error).__name__ if isinstance(error, TreeringError) else ""
             text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
             try:
-                self._put(f"{self.name}/pulse/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
+                self._put(f"{self.name}/heartbeat/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
             except PeerError:  # process 0 is gone, and its store
                 return
         if not self.index:
@@ -198,7 +198,7 @@ class Together:
         """Leaves no trace of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            self._reach(self._client.key_value_delete, f"{self.name}/pulse/{self.index}")
+            self._reach(self._client.key_value_delete, f"{self.name}/heartbeat/{self.index}")
 
     def _uncount(self) -> None:
         """The next call of this kind gets the number of this one, which process 0 has still to give."""
@@ -224,7 +224,7 @@ class Together:
         return answer
 
     def _delete_old(self) -> None:
-        while _over and time.monotonic() - _over[0][0] > _KEPT:
+        while _over and time.monotonic() - _over[0][0] > _KEEP_KEYS_SECONDS:
             self._reach(self._client.key_value_delete, f"{_over.popleft()[1]}/")
 
     # What the others do
@@ -250,19 +250,21 @@ class Together:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
-        pulses = self._listed(f"{self.name}/pulse/") if self.index == 0 else {0: self._get(f"{self.name}/pulse/0", "")}
+        keys = f"{self.name}/heartbeat/"
+        heartbeats = self._listed(keys) if self.index == 0 else {0: self._get(f"{keys}0", "")}
         now = time.monotonic()
-        since, self._looked = min(now - self._looked, _PULSE), now  # a job that was stopped as a whole is not dead
+        since = min(now - self._looked, _HEARTBEAT_SECONDS)  # a job that was stopped as a whole is not dead
+        self._looked = now
         for index in awaited:
-            pulse = pulses.get(index, "")
-            if pulse.startswith(_FAILED):
+            heartbeat = heartbeats.get(index, "")
+            if heartbeat.startswith(_FAILED):
                 self._heard_of_failure = True
-                kind, text = msgspec.json.decode(pulse.removeprefix(_FAILED))
+                kind, text = msgspec.json.decode(heartbeat.removeprefix(_FAILED))
                 raise getattr(errors, kind, PeerError)(
                     text if text.startswith("process ") else f"process {index}: {text}"
                 )
             before, silence = self._silent.get(index, ("", 0.0))
-            self._silent[index] = pulse, silence + since if pulse == before else 0.0
+            self._silent[index] = heartbeat, silence + since if heartbeat == before else 0.0
         self._met = self._met or bool(self._silent.get(0, ("",))[0])
         silent = [index for index in awaited if self._silent[index][1] > self.timeout]
         if silent:
@@ -279,7 +281,7 @@ class Together:
             what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
             if ordinal <= self._ordinal or number <= _counts.get(what, -1):
                 self._ahead.pop(index, None)
-            elif now - self._ahead.setdefault(index, now) >= min(_GONE, self.timeout / 8):
+            elif now - self._ahead.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
                 raise PeerError(
                     f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
                     f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
@@ -308,9 +310,9 @@ class Together:
                     self._put(f"{_NOW}{self.index}", msgspec.json.encode(where).decode())
                 if self._ended:
                     return
-                self._put(f"{self.name}/pulse/{self.index}", f"{beat} {self._doing}")
+                self._put(f"{self.name}/heartbeat/{self.index}", f"{beat} {self._doing}")
                 with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=min(_PULSE, self.timeout / 4))
+                    self._wake.get(timeout=min(_HEARTBEAT_SECONDS, self.timeout / 4))
         except PeerError:  # process 0 is gone, and its store; who waits for it finds out
             return
 
@@ -322,7 +324,7 @@ class Together:
         """The number of the next call of this kind."""
         n = _counts.pop(self._what, -1) + 1
         _counts[self._what] = n
-        if len(_counts) > _MOST:
+        if len(_counts) > _MAX_COUNTED_CALLS:
             _counts.popitem(last=False)
         return n
 
@@ -344,7 +346,7 @@ class Together:
     def _await(self, key: str) -> str | None:
         """The value of a key, None when there is none after a while."""
         get = self._client.blocking_key_value_get
-        return self._reach(get, f"{self.name}/{key}", int(_LOOK * 1000), absent=("DEADLINE_EXCEEDED", None))
+        return self._reach(get, f"{self.name}/{key}", int(_POLL_SECONDS * 1000), absent=("DEADLINE_EXCEEDED", None))
 
     def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
         """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.

@@ -14,7 +14,7 @@ from jax import core
 from jax.custom_batching import custom_vmap
 
 from .._core import dtypes
-from .._core.boxes import Box, extent, in_slices, local_shards, whole
+from .._core.boxes import Box, box_shape, in_slices, local_shards, whole
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.lazy import LazyArray
 from .._core.values import encode
@@ -140,7 +140,7 @@ def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool
     found.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
     box = whole(array.shape)
     for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
-        nbytes = math.prod(extent(part)) * stored.itemsize
+        nbytes = math.prod(box_shape(part)) * stored.itemsize
         found.shards.append(LocalShard(leaf, part, array.part(part), stored, nbytes, True, box))
 
 

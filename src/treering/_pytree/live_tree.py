@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, extent, intersect, slices
+from .._core.boxes import Box, box_shape, intersect, slices
 from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
 from .._core.source import Problem
@@ -73,7 +73,7 @@ class LiveTree:
         return iter(())
 
     def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:
-        out = np.empty(extent(box), dtypes.to_numpy(entry.dtype))
+        out = np.empty(box_shape(box), dtypes.to_numpy(entry.dtype))
         for n in self._by_leaf.get(self._leaf[entry.path], ()):
             common = intersect(self.shards[n].box, box) if box else ()
             if common is not None and out.size:
@@ -87,16 +87,16 @@ class LiveTree:
         """A box within a shard, which is not copied where it need not be."""
         shard = self.shards[n]
         if self._staging is not None:
-            return _within(self._staging.take(n).view(shard.dtype).reshape(extent(shard.box)), box, shard.box)
+            return _within(self._staging.take(n).view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
         if not shard.copies:
             return _within(np.asarray(shard.data), box, shard.box)
         data = shard.data
         if box != shard.box and isinstance(data, jax.Array):  # no more of it than that is to leave the device
             starts = [start - first for (start, _), (first, _) in zip(box, shard.box, strict=True)]
-            data = jax.lax.dynamic_slice(data, starts, extent(box))
+            data = jax.lax.dynamic_slice(data, starts, box_shape(box))
         else:
             data = _within(np.asarray(data), box, shard.box)
-        return host_bytes(shard, data).view(shard.dtype).reshape(extent(box))
+        return host_bytes(shard, data).view(shard.dtype).reshape(box_shape(box))
 
 
 def _within(array: np.ndarray, box: Box, outer: Box) -> np.ndarray:

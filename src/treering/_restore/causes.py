@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .match import Policy
 
 _SAMPLE = 8  # missing leaves that are compared with all others
-_MOST = 5000  # other leaves that they are compared with
+_MAX_COMPARED_LEAVES = 5000  # other leaves that they are compared with
 _TRIED = 6  # suggestions of a kind
 _ENOUGH = 0.1  # of the differences may be left
 _NUMBER = re.compile(r"\d+")
@@ -169,7 +169,7 @@ def _elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> 
     missing = [
         path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in entries and leaf is not ...
     ]
-    others = [path for path in entries if path not in wanted][:_MOST]
+    others = [path for path in entries if path not in wanted][:_MAX_COMPARED_LEAVES]
     boxes = {name for inside in walked.boxes.values() for _, name in inside}  # which may be levels of the checkpoint
     short = {path: path.rpartition("/")[0] if path.rpartition("/")[2] in boxes else path for path in others}
     votes: collections.Counter[tuple[str, ...]] = collections.Counter()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
-_SHOWN = 40  # leaves that a `repr` names
+_MAX_SHOWN_LEAVES = 40  # leaves that a `repr` names
 
 
 @methods_at_the_caller
@@ -218,7 +218,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         )
 
     def __repr__(self) -> str:
-        return self._text(_SHOWN)
+        return self._text(_MAX_SHOWN_LEAVES)
 
     def __str__(self) -> str:
         return self._text(len(self))

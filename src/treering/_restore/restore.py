@@ -20,7 +20,7 @@ from .._core.source import Source
 from .._processes import progress as _progress
 from .._pytree import box_levels, flax, iterators, transfers, walk
 from .._pytree.leaves import is_function
-from .._threads.gc import paused
+from .._threads.gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
 from . import match, positional
 from . import place as _place
@@ -55,18 +55,18 @@ def restore(
     if as_saved and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
     if like is None:
-        with paused():
+        with gc_paused():
             to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
             targets = match.untemplated(list(entries.values()), policy, to_jax, name)
             sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
             places = _untemplated_places(sharding, entries, skeleton)
         values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
-        with paused():
+        with gc_paused():
             tree = nest(entries, values) if skeleton is None else build(skeleton, values)
         if _log.isEnabledFor(logging.INFO):
             _tell(reader, name, entries, list(entries), (), begun)
         return tree
-    with paused():
+    with gc_paused():
         template, join = flax.split(like)
         walked = walk.walk(template)
         if reader.positional:
@@ -159,7 +159,7 @@ def _values(
     values: list[Any] = [target.value for target in targets]
     # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
     free = not progress and reader.can_mmap(mmap) and not any(map(_leaves_host, targets, places))
-    with paused():
+    with gc_paused():
         groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
     with _progress.bar("restoring", total, progress) as moved:
@@ -189,7 +189,7 @@ def _group(
 ) -> None:
     """Reads some leaves together, and puts them among the values."""
     wishes, places = places, list(places)
-    with paused():
+    with gc_paused():
         wanted: list[tuple[ArrayEntry, Box]] = []
         counts: list[int] = []  # of the boxes of each
         for n in group:
@@ -204,7 +204,7 @@ def _group(
                 wanted += [(entry, box) for box in boxes]
                 counts.append(len(boxes))
     found = reader.read(wanted, verify=verify, mmap=mmap)
-    with paused():
+    with gc_paused():
         arrays = iter(found)
         in_jax: list[int] = []
         items: list[_place.Item] = []

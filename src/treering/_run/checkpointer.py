@@ -32,9 +32,9 @@ from .collective import Collective
 from .directory import Directory
 from .last_state import LastState, StepOptions
 from .open import latest_good, listed_again, open_one
-from .retention import Upkeep
+from .retention import Retention
 from .schedule import SaveEvery, Schedule
-from .steps import History
+from .steps import Steps
 from .underway import UnderWay, Verdict
 
 T = TypeVar("T")
@@ -104,10 +104,10 @@ class Checkpointer:
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
-        self._history = History(stores.of(self._root), self._root, prefix, tensorboard)
+        self._history = Steps(stores.of(self._root), self._root, prefix, tensorboard)
         self._under_way = UnderWay()
         self._directory = Directory(self._history, self._under_way.busy)
-        self._upkeep = Upkeep(self._directory, keep, on_save)
+        self._upkeep = Retention(self._directory, keep, on_save)
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
@@ -238,7 +238,7 @@ class Checkpointer:
             return None
         self._check_open()
         with self._collective.call(f"save({step})") as call:
-            said, admitted = call.tell(lambda: self._admit(step, options.on_exists, force, several))
+            said, admitted = call.broadcast(lambda: self._admit(step, options.on_exists, force, several))
             verdict = Verdict(*said)
             self._under_way.settle(verdict)
             if admitted is None:
@@ -284,7 +284,7 @@ class Checkpointer:
 
     def _settle(self, call: Call) -> None:
         """Returns when every save is over, for all processes; raises in all what process 0 has not been told yet."""
-        self._under_way.settle(Verdict(*call.tell(self._under_way.after_all)))
+        self._under_way.settle(Verdict(*call.broadcast(self._under_way.after_all)))
 
     def wait(self) -> None:
         """Returns when every save is committed. Raises what a save failed with, unless its result has raised that."""
@@ -424,7 +424,7 @@ class Checkpointer:
         wait_for_all_in(self._root)
         with self._collective.call("restore_or_init()") as call:
             self._settle(call)
-            found = call.tell(lambda: resume.has_begun(self._directory))
+            found = call.broadcast(lambda: resume.has_begun(self._directory))
             call.close()
         if found:
             tree = self.restore(initial.abstract(init), fallback=fallback, sharding=sharding, **options)

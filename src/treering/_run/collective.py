@@ -37,5 +37,5 @@ class Collective:
 
         with self.call(what) as call:
             first(call)
-            call.tell(attempt)
+            call.broadcast(attempt)
             call.close()

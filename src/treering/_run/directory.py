@@ -9,7 +9,7 @@ from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..stores.lease import WriterLock
 from . import run
-from .steps import History
+from .steps import Steps
 
 _log = logging.getLogger("treering")
 
@@ -21,7 +21,7 @@ class Directory:
     the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
     """
 
-    def __init__(self, history: History, busy: Callable[[], bool]):
+    def __init__(self, history: Steps, busy: Callable[[], bool]):
         self.history = history
         self.lock = WriterLock(history.disk, history.root, busy)
         self.back_to: int | None = None

@@ -19,7 +19,7 @@ from . import run as _run
 from .open import open_one
 
 _log = logging.getLogger("treering")
-_LOOK = 0.5  # seconds between looks at the run
+_POLL_SECONDS = 0.5  # seconds between looks at the run
 
 
 def follow(
@@ -64,7 +64,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
         if finished or (timeout is not None and time.monotonic() - waiting_since >= timeout):
             return
         else:
-            time.sleep(_LOOK if timeout is None else min(_LOOK, timeout))
+            time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
 
 
 def _mark(disk: Disk, path: str) -> object:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
-_TRIES = 5  # a checkpoint that is overwritten while it is read is read again
+_OPEN_ATTEMPTS = 5  # a checkpoint that is overwritten while it is read is read again
 
 
 @at_the_caller
@@ -104,11 +104,11 @@ def latest_good(
     *,
     fallback: bool = True,
     damaged: Callable[[int], None] = lambda step: None,
-    everywhere: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
+    on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
     """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
 
-    `everywhere` makes an attempt, in whatever other processes have to succeed as well.
+    `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
 
     Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
     meanwhile is passed over.
@@ -121,7 +121,7 @@ def latest_good(
             _log.warning("taking step %d, the one before step %d", step, passed)
         passed = step
         try:
-            return step, everywhere(functools.partial(_use_current, disk, path, step, use))
+            return step, on_all_processes(functools.partial(_use_current, disk, path, step, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:
@@ -143,7 +143,7 @@ def _use_current(disk: Disk, path: str, step: int | None, use: Callable[[Checkpo
 
     Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
     """
-    for _ in range(_TRIES - 1):
+    for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return use(_open_step(disk, path, step))
     return use(_open_step(disk, path, step))
@@ -251,7 +251,7 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
 
 def listed_again(attempt: Callable[[], T]) -> T:
     """The result of an attempt that lists a run; again where newer steps have taken the place of all it knew of."""
-    for _ in range(_TRIES - 1):
+    for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return attempt()
     return attempt()

@@ -46,7 +46,7 @@ def restore(
         return directory.newest_first() if step is None else [(step_number(step), directory.existing(step))]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
-        places = call.tell(choose)
+        places = call.broadcast(choose)
         if places and call.index and glance.look(history.disk, places[0][1]) is None:
             look_anew(history.disk, places[0][1])
         return latest_good(
@@ -56,7 +56,7 @@ def restore(
             lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
             fallback=fallback and step is None,
             damaged=lambda number: history.mark_damaged(number, dict(places)[number]),
-            everywhere=lambda attempt: consistency.everywhere(call, attempt),
+            on_all_processes=lambda attempt: consistency.on_all_processes(call, attempt),
         )
 
     number, (_, tree) = attempt() if step is not None else listed_again(attempt)

@@ -20,8 +20,8 @@ from .directory import Directory
 _log = logging.getLogger("treering")
 
 
-class Upkeep:
-    """The `_save.Manager` of a run. None of what it does after a commit may fail the save."""
+class Retention:
+    """The `SaveHooks` of a run. None of what it does after a commit may fail the save."""
 
     def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
         self._directory, self._history = directory, directory.history
@@ -46,7 +46,7 @@ class Upkeep:
             for place in (root, *run.aside(disk, root)):
                 for name in disk.list(place):
                     if run.parse(name, self._history.prefix) is not None:
-                        removal.clean(disk, os.path.join(place, name), remove_empty=True)
+                        removal.remove_leftovers(disk, os.path.join(place, name), remove_empty=True)
             run.settle_aside(disk, root)
             self._cleaned = True
         except OSError:
@@ -109,7 +109,7 @@ class Upkeep:
 
     def _delete(self, path: str) -> None:
         if not (pins.pinned(self._history.disk, path) or os.path.islink(path)):
-            self._chores.add(f"deleting {path}", removal.withdraw(self._history.disk, path))
+            self._chores.add(f"deleting {path}", removal.unpublish(self._history.disk, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # of the first step they may be about to come

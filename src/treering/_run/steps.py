@@ -25,7 +25,7 @@ _Signature = tuple[int, int, int]  # of a step's directory: where a file is repl
 _Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
 
 
-class History:
+class Steps:
     """The steps of one run, seen by the caller and by the thread that saves. Each manifest is read once.
 
     Metrics that a step was not given are looked up in event files, if there is a directory of them.

@@ -17,7 +17,7 @@ from .._processes.coordinator import Call
 from .._pytree import transfers
 from .._pytree.staging import Staging, Supply
 from .._threads.latch import Latch
-from .._threads.pool import Crew
+from .._threads.pool import ThreadPool
 from ..errors import SaveError, TreeringError
 
 _log = logging.getLogger("treering")
@@ -158,7 +158,7 @@ class PendingSave:
         self._finished.wait()
         self._seen()
 
-    def _run(self, write: Callable[[Crew], None], previous: Latch | None, crew: Crew) -> None:
+    def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, crew: ThreadPool) -> None:
         """What the thread of the save does."""
         try:
             with crew, transfers.explicit():

@@ -21,8 +21,8 @@ from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._pytree import transfers
 from .._restore.checkpoint import Checkpoint
-from .._threads.gc import paused
-from .._threads.pool import Crew
+from .._threads.gc import gc_paused
+from .._threads.pool import ThreadPool
 from .._threads.reentry import alone, refuse_within
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
@@ -176,18 +176,18 @@ def start(
     tree: Any,
     info: native.Info,
     options: SaveOptions,
-    manager: "Manager | None" = None,
+    hooks: "SaveHooks | None" = None,
     begun: float | None = None,
     waited: float = 0.0,
 ) -> PendingSave:
-    """What all ways of saving do; a `manager` is called in the background before and after the save is written.
+    """What all ways of saving do; a `hooks` is called in the background before and after the save is written.
 
     The caller was called at `begun` (now, if not given), and has `waited` so many seconds since for the save before.
     The call ends with the save. With an error raised here, the caller ends it.
     """
     begun = time.perf_counter() if begun is None else begun
     call.doing("copying the state")
-    if manager is None:
+    if hooks is None:
         _raise_failed(call)
     place = absolute(path)
     format = formats.for_path(place, options.format)
@@ -195,8 +195,8 @@ def start(
         raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
     prepared = stages.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
-        if manager and call.index == 0:
-            manager.enter()
+        if hooks and call.index == 0:
+            hooks.enter()
         if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
             check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
@@ -204,30 +204,30 @@ def start(
         info.step,
         prepared.supply,
         call,
-        managed=manager is not None,
+        managed=hooks is not None,
         blocking=not options.background,
         begun=begun,
         waited=waited,
     )
 
-    def write(crew: Crew) -> None:
-        if manager and call.index == 0:
-            manager.before()
+    def write(crew: ThreadPool) -> None:
+        if hooks and call.index == 0:
+            hooks.before()
         report = pending._committed(prepared.write(crew))
         with contextlib.suppress(Exception):  # a log handler's
             _log.info("saved %s", report)
-        if manager:
+        if hooks:
             call.doing("tidying up")
-            call.tell(functools.partial(manager.after, report))
+            call.broadcast(functools.partial(hooks.after, report))
 
     previous = _pending.last
     crew = thread = None
     try:
-        crew = Crew(_WRITERS)
+        crew = ThreadPool(_WRITERS)
         thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
         crew.start(thread)
         _pending.last = pending._finished
-        with paused() if options.memory_limit is None else contextlib.nullcontext():
+        with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
             prepared.supply.run()
         pending._returns()
     except BaseException as error:
@@ -250,7 +250,7 @@ def _raise_failed(call: Call) -> None:
         if failed:
             failed[0].result()
         return
-    first = call.tell(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
+    first = call.broadcast(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
     if first:
         for pending in _pending.alive():
             if pending._call.name == first[0]:
@@ -258,7 +258,7 @@ def _raise_failed(call: Call) -> None:
         raise SaveError(first[1])  # nobody here has kept the one that failed
 
 
-class Manager(Protocol):
+class SaveHooks(Protocol):
     """Who wants to do something around a save; with several processes, only process 0 does."""
 
     def enter(self) -> None:

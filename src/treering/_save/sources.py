@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .._core import dtypes, views
-from .._core.boxes import extent, in_slices, whole
+from .._core.boxes import box_shape, in_slices, whole
 from .._core.entries import ArrayEntry, check_whole
 from .._core.lazy import LazyArray
 from .._core.paths import few
@@ -141,8 +141,8 @@ def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple
             parts = in_slices(entry.shape, dtype.itemsize, SLICE_BYTES) if sliced else (box,)
             boxes = [(part, box) for part in parts]
         for part, piece in boxes:
-            nbytes = math.prod(extent(part)) * dtype.itemsize
-            order = alignment(math.prod(extent(piece)) * dtype.itemsize)
+            nbytes = math.prod(box_shape(part)) * dtype.itemsize
+            order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
             shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
     return Catalogue(entries, {}, shardings, spread), [shard for _, shard in shards]

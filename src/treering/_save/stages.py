@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import formats, stores
-from .._core.boxes import extent
+from .._core.boxes import box_shape
 from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
 from .._core.source import ABOUT, Source, Written
@@ -27,8 +27,8 @@ from .._pytree.leaves import Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._pytree.staging import OnDemand, Staging, Supply
 from .._restore.checkpoint import Checkpoint
-from .._threads.gc import paused
-from .._threads.pool import Crew
+from .._threads.gc import gc_paused
+from .._threads.pool import ThreadPool
 from ..errors import ExistsError, UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     """A save that is ready to begin: the caller runs `supply`, then the background calls `write`."""
 
     supply: Supply
-    write: Callable[[Crew], Written]
+    write: Callable[[ThreadPool], Written]
 
 
 class _Target(NamedTuple):
@@ -63,7 +63,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     target = _Target(call, stores.of(path), path, format, info, options)
     if isinstance(tree, Checkpoint):
         return _prepare_view(target, sources.view_of(tree, options.rules, options.dtype, info), None)
-    with paused():
+    with gc_paused():
         walked = _walk(tree, format)
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, walked.leaves)):
@@ -129,10 +129,10 @@ def _prepare_view(target: _Target, view: View, live: LiveTree | None) -> Prepare
     return Prepared(staging or reading, write)
 
 
-def _ending(reading: OnDemand, write: Callable[[Crew], Written]) -> Callable[[Crew], Written]:
+def _ending(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callable[[ThreadPool], Written]:
     """The writing, at whose end the caller need not wait any longer."""
 
-    def ending(crew: Crew) -> Written:
+    def ending(crew: ThreadPool) -> Written:
         try:
             return write(crew)
         finally:
@@ -149,9 +149,9 @@ def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
     else:
         own = Prepared(OnDemand(view, []), lambda crew: Written(0, 0))
 
-    def write(crew: Crew) -> Written:
+    def write(crew: ThreadPool) -> Written:
         call.doing("copying in process 0")
-        return Written(*call.tell(lambda: list(own.write(crew))))
+        return Written(*call.broadcast(lambda: list(own.write(crew))))
 
     return Prepared(own.supply, write)
 
@@ -168,17 +168,17 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
     staging = Staging(assignment.to_stage(catalogue, live.shards, shares, call.index), target.options.memory_limit)
     del live  # and its arrays
 
-    def write(crew: Crew) -> Written:
+    def write(crew: ThreadPool) -> Written:
         with contextlib.ExitStack() as scratch:
-            beside = call.tell(lambda: scratch.enter_context(scratch_directory(target.store, target.path)))
+            beside = call.broadcast(lambda: scratch.enter_context(scratch_directory(target.store, target.path)))
             _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
             call.doing("writing in process 0")
-            return Written(*call.tell(lambda: list(_copy(target, change, beside, crew))))
+            return Written(*call.broadcast(lambda: list(_copy(target, change, beside, crew))))
 
     return Prepared(staging, write)
 
 
-def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew: Crew) -> Written:
+def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew: ThreadPool) -> Written:
     saved = formats.get("treering").open(target.store, path)
     view = change(Checkpoint(saved, saved.entries, saved.skeleton))
     alone = target._replace(call=coordinator.begin("copy", processes="this"))
@@ -187,7 +187,7 @@ def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew
 
 def _write_native(
     target: _Target,
-    crew: Crew,
+    crew: ThreadPool,
     skeleton: Skeleton,
     catalogue: Catalogue,
     shares: Mapping[int, assignment.Share] | None,
@@ -249,7 +249,7 @@ def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:
     missing: list[str] = []
     for leaf in sorted(catalogue.global_leaves):
         entry: Any = catalogue.entries[leaf]
-        here = sum(math.prod(extent(shard.box)) for shard in shards if shard.leaf == leaf)
+        here = sum(math.prod(box_shape(shard.box)) for shard in shards if shard.leaf == leaf)
         if here < math.prod(entry.shape):
             missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
     if missing:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No collection within the block: none of what is made there is garbage, and looking costs as long as the work."""
     if not gc.isenabled():
         yield

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 
-_SLICE = 0.5  # seconds; longer than that nobody waits who need not
+_MAX_WAIT_SECONDS = 0.5  # seconds; longer than that nobody waits who need not
 
 
 class Latch:
@@ -32,7 +32,7 @@ class Latch:
         """Returns when it has happened, or after so many seconds; whether it has."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._happened:
-            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())
             if left <= 0:
                 break
             if self._gate.acquire(timeout=left):

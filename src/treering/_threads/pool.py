@@ -50,7 +50,7 @@ def start(*threads: threading.Thread) -> None:
         ) from error
 
 
-class Crew:
+class ThreadPool:
     """`size` threads including the one that calls `run`; started by `start`, and let go at the end of `with`."""
 
     def __init__(self, size: int, name: str = "treering"):
@@ -100,7 +100,7 @@ class Crew:
         for _ in self._threads:
             self._tasks.put(None)
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "ThreadPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,7 +133,7 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
                 rest = iter(())  # what the others have not begun, nobody needs
                 raise
 
-    with Crew(_READERS, "treering-read") as crew:
+    with ThreadPool(_READERS, "treering-read") as crew:
         try:
             crew.start()
             crew.run(loop)

@@ -17,7 +17,7 @@ from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save import sources
 
-_SLICE = 64 << 20  # bytes of one array that are compared at a time
+_SLICE_BYTES = 64 << 20  # bytes of one array that are compared at a time
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -115,7 +115,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
         yield ()
         return
     row = math.prod(entry.shape[1:]) * dtypes.itemsize(entry.dtype)
-    count = max(_SLICE // max(row, 1), 1)
+    count = max(_SLICE_BYTES // max(row, 1), 1)
     for start in range(0, entry.shape[0], count):
         yield (slice(start, start + count),)
 

@@ -17,7 +17,7 @@ from ..stores.network import look_anew
 from ..stores.posix import Disk
 from ..stores.reading import UnreadableError, reading
 
-_TRIES = 5  # at checking a checkpoint that is replaced meanwhile
+_CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -97,7 +97,7 @@ def _verify(place: str) -> VerifyReport:
 
 def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
     """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
-    for _ in range(_TRIES):
+    for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
             check_known(disk, path)

@@ -18,9 +18,9 @@ from ..errors import ExistsError, SaveError
 from .on_disk import make_dirs
 from .posix import Disk
 from .replaced import Beside, Owned, Replaced, is_dir, look, survey
-from .sequential import Appended, lock
+from .sequential import SequentialWriter, lock
 
-_TRIES = 50  # at making a file or directory, while others tidy up
+_CREATE_ATTEMPTS = 50  # at making a file or directory, while others tidy up
 _log = logging.getLogger("treering")
 
 
@@ -36,7 +36,7 @@ def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> No
 
 
 @contextlib.contextmanager
-def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[Appended]:
+def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWriter]:
     """A file to be written within a `with` block; at its end it is in place, after an error it never was."""
     check_free(disk, path, overwrite=overwrite, directory=False)
     with _parents(disk, path):
@@ -158,10 +158,10 @@ def _set_mode(disk: Disk, path: str, mode: int) -> bool:
     return True
 
 
-def _new_file(disk: Disk, path: str) -> Appended:
+def _new_file(disk: Disk, path: str) -> SequentialWriter:
     """A locked file under a temporary name."""
-    for _ in range(_TRIES):
-        file = Appended(disk, _temporary(path))
+    for _ in range(_CREATE_ATTEMPTS):
+        file = SequentialWriter(disk, _temporary(path))
         if file.lock():
             return file
         file.discard()
@@ -170,7 +170,7 @@ def _new_file(disk: Disk, path: str) -> Appended:
 
 def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
     """A directory under a temporary name, and what holds its lock."""
-    for _ in range(_TRIES):
+    for _ in range(_CREATE_ATTEMPTS):
         temporary = _temporary(path)
         disk.make_dir(temporary)
         try:

@@ -18,8 +18,8 @@ from .posix import Disk
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1
-_OWN = 4096  # bytes that no file of this version has
-_MOST = 1 << 20  # bytes of it that are read
+_MAX_OWN_BYTES = 4096  # bytes that no file of this version has
+_MAX_READ_BYTES = 1 << 20  # bytes of it that are read
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 _log = logging.getLogger("treering")
 _taking = threading.RLock()  # within this process one lock is taken, or taken over, at a time
@@ -181,7 +181,7 @@ def _check_version(disk: Disk, fd: int, path: str) -> None:
     try:
         found = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        if len(data) < _OWN:  # empty, or cut off when its writer was killed
+        if len(data) < _MAX_OWN_BYTES:  # empty, or cut off when its writer was killed
             return
         what = f"{disk.size(fd)} bytes that are not understood"
     else:
@@ -196,7 +196,7 @@ def _check_version(disk: Disk, fd: int, path: str) -> None:
 
 
 def _read(disk: Disk, fd: int) -> bytes:
-    buffer = bytearray(min(disk.size(fd), _MOST))
+    buffer = bytearray(min(disk.size(fd), _MAX_READ_BYTES))
     return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
 
 

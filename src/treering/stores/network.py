@@ -11,8 +11,8 @@ from typing import TypeVar
 from .posix import Disk
 
 _log = logging.getLogger("treering")
-_PATIENCE = 2.5  # seconds for what another process has made, at least
-_LOOK = 0.05  # seconds between looks
+_MIN_WAIT_SECONDS = 2.5  # seconds for what another process has made, at least
+_POLL_SECONDS = 0.05  # seconds between looks
 
 T = TypeVar("T")
 
@@ -21,12 +21,12 @@ def wait_until(
     found: Callable[[], T], anew: Callable[[], None], timeout: float, check: Callable[[], None] = lambda: None
 ) -> T:
     """What is found as soon as it is true, or after so many seconds; in between it is looked at anew."""
-    end = time.monotonic() + max(timeout, _PATIENCE)
+    end = time.monotonic() + max(timeout, _MIN_WAIT_SECONDS)
     while not (there := found()) and time.monotonic() < end:
         check()
         anew()
         if not (there := found()):
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
     return there
 
 

@@ -11,8 +11,8 @@ from . import git_lfs
 from .posix import UNSUPPORTED, Disk, looked_up_again
 from .reading import reading
 
-_MOST = 2 << 30
-_FEW = 16 << 20  # bytes that are read whatever they are
+_MAX_FILE_BYTES = 2 << 30
+_MAX_SPARSE_BYTES = 16 << 20  # bytes that are read whatever they are
 
 
 def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
@@ -48,7 +48,7 @@ def read_file(disk: Disk, path: str) -> bytes:
 
 def _read_file(disk: Disk, path: str) -> bytes:
     with opened(disk, path) as fd:
-        if disk.size(fd) > _MOST or (disk.size(fd) > _FEW and disk.has_holes(fd)):
+        if disk.size(fd) > _MAX_FILE_BYTES or (disk.size(fd) > _MAX_SPARSE_BYTES and disk.has_holes(fd)):
             raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
         buffer = bytearray(disk.size(fd))
         data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])

@@ -38,7 +38,7 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is f
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
-_TRIES = 5  # at looking up a name that another host gives to something else
+_LOOKUP_ATTEMPTS = 5  # at looking up a name that another host gives to something else
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
 
 T = TypeVar("T")
@@ -326,7 +326,7 @@ def _kind(place: int | str) -> int | None:
 def looked_up_again(find: Callable[[], T]) -> T:
     """What is found by a name. Raises `FileNotFoundError` where another host removes it again and again."""
     path: Any = None
-    for _ in range(_TRIES):
+    for _ in range(_LOOKUP_ATTEMPTS):
         try:
             return find()
         except OSError as error:

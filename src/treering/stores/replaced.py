@@ -16,9 +16,9 @@ from .._core.paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
 from .on_disk import opened
 from .posix import Disk
-from .sequential import Appended
+from .sequential import SequentialWriter
 
-_BUFFER = 4 << 20
+_BUFFER_BYTES = 4 << 20
 # The files in a directory, by their paths within it, that are part of a checkpoint of some format.
 Owned = Callable[[Disk, str], Collection[str]]
 Beside = Callable[[Disk, str, Sequence[str]], None]  # raises `ExistsError` for files in a directory that are in the way
@@ -208,12 +208,12 @@ def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
             return None
         if stat.S_ISLNK(found.st_mode):
             return disk.copy_link(old, new)
-        file = Appended(disk, new)
+        file = SequentialWriter(disk, new)
     except FileExistsError:
         raise _taken(old) from None
     try:
         with opened(disk, old) as fd:
-            buffer = memoryview(bytearray(_BUFFER))
+            buffer = memoryview(bytearray(_BUFFER_BYTES))
             while count := disk.read(fd, buffer, file.size):
                 file.write(buffer[:count])
         file.close()

@@ -3,17 +3,17 @@
 from .buffers import aligned, round_up
 from .posix import Disk
 
-_BUFFER = 4 << 20
+_BUFFER_BYTES = 4 << 20
 
 
-class Appended:
+class SequentialWriter:
     """A file that is written from one end to the other."""
 
     def __init__(self, disk: Disk, path: str):
         self.path, self.size = path, 0
         self._disk = disk
         self._fd = disk.create(path)
-        self._buffer = aligned(_BUFFER)
+        self._buffer = aligned(_BUFFER_BYTES)
         self._filled = self._flushed = 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -21,11 +21,11 @@ class Appended:
         data = memoryview(data).cast("B")
         self.size += len(data)
         while len(data):
-            count = min(len(data), _BUFFER - self._filled)
+            count = min(len(data), _BUFFER_BYTES - self._filled)
             self._buffer[self._filled : self._filled + count] = data[:count]
             self._filled += count
             data = data[count:]
-            if self._filled == _BUFFER:
+            if self._filled == _BUFFER_BYTES:
                 self._flush()
 
     def sync(self) -> None:

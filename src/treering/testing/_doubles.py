@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._core.boxes import Box, extent
+from .._core.boxes import Box, box_shape
 from .._core.entries import ArrayEntry
 from .._core.skeleton import LEAF, Node
 from .._core.source import Source
@@ -249,7 +249,7 @@ class Ones:
         return False
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        return np.ones(extent(box), np.float32)
+        return np.ones(box_shape(box), np.float32)
 
 
 def ones(shape: tuple[int, ...]) -> Source:

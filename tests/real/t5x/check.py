@@ -15,7 +15,7 @@ from library import adafactor, checkpoints, partitioning
 import treering as tr
 from treering.formats.t5x import write
 
-write.INLINE, write.CHUNK = 64, 256  # or else nothing so small would lie beside the state dict
+write.INLINE, write.CHUNK_BYTES = 64, 256  # or else nothing so small would lie beside the state dict
 expected = json.loads((make.HERE / "expected.json").read_text())
 with tempfile.TemporaryDirectory() as folder:
     for name, leaves in expected.items():

@@ -8,22 +8,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._core.boxes import Box, extent, rows_apart, slices, whole
+from ..._core.boxes import Box, box_shape, rows_apart, slices, whole
 from ...errors import CorruptError, UnsafeError
 from ...stores.buffers import adoptable
 from ...stores.file import File, Range, merge
 
-_MOST = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
+_MAX_ELEMENTS = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 _GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call
 _SPAN = 64 << 20  # bytes that are read at a time of an array of which not everything is wanted
-_SMALL = 32 << 10  # bytes of an array that is read along with others, for a call takes longer than to copy it
+_SMALL_ARRAY_BYTES = (
+    32 << 10
+)  # bytes of an array that is read along with others, for a call takes longer than to copy it
 _BETWEEN = 4 << 10  # bytes between two such arrays that are read as well
 _TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the processor's cache holds
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
     """Raises `UnsafeError` for what is the shape of no array, be it an empty one."""
-    if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MOST:
+    if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MAX_ELEMENTS:
         raise UnsafeError(f"{name}: no array can have the shape {list(shape)!s:.200}")
 
 
@@ -90,7 +92,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         begin = self.runs[0][1]
         if box == self.layout.box:
             return [(begin, begin + self.layout.nbytes)]
-        spans = self._spans(box) if math.prod(extent(box)) else ()
+        spans = self._spans(box) if math.prod(box_shape(box)) else ()
         return [(begin + first, begin + last) for first, last in map(self._range, spans)]
 
     def view(self, memory: mmap.mmap, box: Box) -> np.ndarray:
@@ -101,7 +103,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def room(self, box: Box) -> np.ndarray:
         """Memory for a box, as the file has it."""
-        return adoptable(extent(box), self.layout.stored)
+        return adoptable(box_shape(box), self.layout.stored)
 
     def fill(self, out: np.ndarray, box: Box) -> None:
         """Reads a box into such memory."""
@@ -145,7 +147,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         self._read_bytes(first, memory.data)
         itemsize = self.layout.stored.itemsize
         strides = tuple(itemsize * math.prod(self.layout.shape[axis + 1 :]) for axis in range(len(self.layout.shape)))
-        target[...] = np.ndarray(extent(box), self.layout.stored, memory, 0, strides)
+        target[...] = np.ndarray(box_shape(box), self.layout.stored, memory, 0, strides)
 
     def _read_bytes(self, begin: int, target: memoryview) -> None:
         position = 0
@@ -184,7 +186,7 @@ class Small:
         if type(array) is not Runs:
             return False
         runs, about = array.runs, array.layout
-        if not 0 < about.nbytes <= _SMALL or len(runs) != 1 or box != about.box:
+        if not 0 < about.nbytes <= _SMALL_ARRAY_BYTES or len(runs) != 1 or box != about.box:
             return False
         file, offset, _ = runs[0]
         self._wanted.setdefault(file, []).append((offset, number, about))

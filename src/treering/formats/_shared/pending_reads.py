@@ -16,7 +16,7 @@ _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN"
 _CODE = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 
 
-class Waiting:
+class PendingReads:
     """Futures under way, and the bytes they take."""
 
     def __init__(self, limit: int):

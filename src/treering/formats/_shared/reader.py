@@ -20,7 +20,7 @@ from ...stores.posix import Disk
 from ...stores.reading import reading
 from .extents import Runs, Small, mapped
 
-_SLICE = 64 << 20  # bytes of an array that are checked at a time
+_CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
 T = TypeVar("T")
 
 
@@ -166,7 +166,7 @@ class ForeignReader:
 
     def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
         """Reads all of an array and yields what is wrong, part by part."""
-        for box in in_slices(entry.shape, itemsize(entry.dtype), _SLICE):
+        for box in in_slices(entry.shape, itemsize(entry.dtype), _CHECK_SLICE_BYTES):
             try:
                 self._arrays[entry.path].read(box, False)
             except (CorruptError, OSError) as error:

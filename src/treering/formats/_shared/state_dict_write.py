@@ -13,12 +13,12 @@ from ..._core.paths import key_text, split
 from ..._core.skeleton import build, nest
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import Appended
+from ...stores.atomic import SequentialWriter
 from .msgpack import bin_head, ext_head, list_head, map_head, pack
 from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
 
 MAX_CHUNK = 1 << 30  # bytes of an array that Flax puts into one extension
-_SLICE = 64 << 20  # bytes of an array that are held in memory
+_SLICE_BYTES = 64 << 20  # bytes of an array that are held in memory
 _LEVELS = 500  # that the MessagePack package still reads
 
 
@@ -60,7 +60,7 @@ def _refused(path: str, entry: Entry) -> str | None:
     return "Flax takes such text for an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
 
 
-def write(out: Appended, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
+def write(out: SequentialWriter, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
     """Writes a tree of paths as a state dict, of the leaves that `contents` has there.
 
     What is `bytes` in the tree, or instead of a leaf, is MessagePack already.
@@ -144,6 +144,6 @@ def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list
 
 def _bytes(contents: Source, entry: ArrayEntry) -> Iterator[memoryview]:
     """The contents of an array, in C order."""
-    for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):
+    for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
         (array,) = contents.read([(entry, box)], verify=True)
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

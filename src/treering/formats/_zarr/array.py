@@ -17,22 +17,22 @@ import msgspec
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, extent, slices
+from ..._core.boxes import Box, box_shape, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
 from ...stores.on_disk import opened, read_file
 from ...stores.posix import Disk
 from ...stores.reading import reading
-from .._shared.pending_reads import Waiting, errors
+from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 
 Driver = Literal["zarr", "zarr3"]
 IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
-_KEPT = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
+_MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
-_MOST_METADATA = 16 << 20  # bytes of an array's metadata that can be meant
+_MAX_METADATA_BYTES = 16 << 20  # bytes of an array's metadata that can be meant
 _EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
@@ -70,7 +70,7 @@ class Folder:
     def _check_database(self) -> None:
         """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
-        if (size := _check_file(self.disk, manifest).st_size) > _MOST_METADATA:
+        if (size := _check_file(self.disk, manifest).st_size) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
         for place, folders, names in os.walk(self.path):
             if place == self.path:  # where other things may lie beside it
@@ -130,7 +130,7 @@ class Folder:
         there = self.disk.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
-        if there.st_size > _MOST_METADATA:
+        if there.st_size > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be meant as an array's metadata")
         folder = os.path.realpath(self.path)
         if os.path.commonpath([folder, os.path.realpath(os.path.dirname(path))]) != folder:
@@ -165,12 +165,12 @@ class Array:
 
     def room(self, box: Box) -> np.ndarray:
         """Memory for a box. Raises `UnsupportedError` when there is not enough for it, or for one chunk."""
-        nbytes = math.prod(extent(box)) * self._layout.itemsize
+        nbytes = math.prod(box_shape(box)) * self._layout.itemsize
         most = max(nbytes, self._layout.cell_bytes)
         try:
             if most >= _PROBED:
                 np.empty(most, np.uint8)
-            return adoptable(extent(box), dtypes.to_numpy(self.dtype))
+            return adoptable(box_shape(box), dtypes.to_numpy(self.dtype))
         except (MemoryError, ValueError):
             raise UnsupportedError(f"{self.path}: {most} bytes at a time do not fit into memory") from None
 
@@ -192,7 +192,7 @@ class Array:
             context = folder.context
             if keep:
                 spec["recheck_cached_data"] = "open"
-                most = max(_KEPT, self._layout.cell_bytes + (1 << 20))
+                most = max(_MAX_KEPT_BYTES, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
             with errors(self.path):
                 kvstore = folder.keys / _below(self.name)
@@ -222,7 +222,7 @@ class Array:
     def _is_in_parts(self, box: Box) -> bool:
         bounds = zip(box, self.shape, self._layout.cells, strict=True)
         cut = any(start % cell or (stop % cell and stop != size) for (start, stop), size, cell in bounds)
-        return cut and math.prod(extent(box)) * self._layout.itemsize >= _LARGE
+        return cut and math.prod(box_shape(box)) * self._layout.itemsize >= _LARGE
 
     def _check_chunks(self, box: Box) -> None:
         """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
@@ -250,7 +250,7 @@ class Array:
         if self._layout.plain and there.st_size != nbytes:
             git_lfs.check_all(self.folder.disk, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
-        if there.st_size > 2 * nbytes + _MOST_METADATA:
+        if there.st_size > 2 * nbytes + _MAX_METADATA_BYTES:
             raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
         if self._layout.blosc:
             head = bytearray(16)
@@ -282,7 +282,7 @@ def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
     import tensorstore as ts
 
     found: list[np.ndarray] = []
-    waiting = Waiting(limit)
+    waiting = PendingReads(limit)
     for array, box in wanted:
         out = array.room(box)
         found.append(out)
@@ -304,7 +304,7 @@ class Writer:
 
     def __init__(self, disk: Disk, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
         self._folder, self._driver = Folder(disk, path, ocdbt=ocdbt, options=_DATABASE), driver
-        self._waiting = Waiting(limit)
+        self._waiting = PendingReads(limit)
 
     def add(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, extent, in_slices, whole
+from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
@@ -25,7 +25,7 @@ from . import metadata
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
-_FEW = 1 << 18  # chunks, of which each takes time even when it is left out
+_MAX_LISTED_CHUNKS = 1 << 18  # chunks, of which each takes time even when it is left out
 _MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
 _MAGIC = bytes.fromhex("0cdb3a2a")  # with which the manifest of a database begins
 _DATA, _DATA_FILE = "d", re.compile(r"[0-9a-f]{32}")  # the folder of its other files, and their names
@@ -56,7 +56,7 @@ class ZarrReader(ForeignReader):
                     raise UnsafeError(
                         f"{path}: {name} claims {size} elements, but all files are {nbytes} bytes together"
                     )
-                if array.filled and array.cells > _FEW + nbytes:
+                if array.filled and array.cells > _MAX_LISTED_CHUNKS + nbytes:
                     raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, which cannot all be left out")
 
     def can_mmap(self, requested: bool | None) -> bool:
@@ -101,7 +101,7 @@ def _damage(array: zarr.Array) -> Iterator[str]:
 def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Source) -> Sequence[int]:
     """Writes an array in chunks that lie in one piece where it comes from; returns their shape."""
     first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
-    chunks = [max(size, 1) for size in extent(first)] or [1] * len(entry.shape)
+    chunks = [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
 
     def read_box(box: Box) -> np.ndarray:
         return contents.read([(entry, box)], verify=True)[0]

@@ -17,7 +17,7 @@ from ..._core import dtypes
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 
 FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
-_MOST = 1 << 62  # elements, and bytes of a chunk
+_MAX_ELEMENTS = 1 << 62  # elements, and bytes of a chunk
 _RANK = 32  # of TensorStore
 _DIGITS = 19  # of a chunk's number along an axis
 _NUMPY = re.compile(r"[<>|][biufc](\d+)")
@@ -28,8 +28,8 @@ _COMPRESSORS = ("zlib", "gzip", "bz2", "blosc", "zstd")
 _CODECS = ("bytes", "transpose", "gzip", "blosc", "zstd", "crc32c", "sharding_indexed")
 _PLAIN = ("bytes", "transpose")
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-_Extent = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ELEMENTS)]
+_Extent = Annotated[int, msgspec.Meta(ge=1, le=_MAX_ELEMENTS)]
 
 
 class _Version2(msgspec.Struct):
@@ -126,7 +126,7 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
         raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
     if len(made.shape) > _RANK:
         raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore knows {_RANK} at most")
-    if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MOST or made.chunk_bytes > _MOST:
+    if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MAX_ELEMENTS or made.chunk_bytes > _MAX_ELEMENTS:
         raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} cannot be meant")
     return made
 

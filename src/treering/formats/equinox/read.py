@@ -18,7 +18,7 @@ from .._shared.reader import ForeignReader, Stored
 from .schema import MAGIC, NAME, line_before
 
 _WINDOW = 4 << 10  # bytes that are read at a time while headers are looked for
-_MOST = 1 << 16  # bytes of a header
+_MAX_HEADER_BYTES = 1 << 16  # bytes of a header
 _SHAPE = r"\(((?:\d{1,19}L?, *)*(?:\d{1,19}L?)?)\)"
 _HEADER = re.compile(
     rf"\{{'descr': *('[^']*'|\[.*\]), *'fortran_order': *(True|False), *'shape': *{_SHAPE},? *\}}\s*", re.DOTALL
@@ -108,7 +108,7 @@ def _records(file: File, position: int) -> Iterator[tuple[int, _Record]]:
         if not magic.startswith(MAGIC) or magic[6] not in (1, 2, 3):
             raise CorruptError(f"{where}: expected an .npy record, found {magic!r}")
         size = int.from_bytes(take(2 if magic[6] == 1 else 4), "little")
-        if size > _MOST:
+        if size > _MAX_HEADER_BYTES:
             raise UnsafeError(f"{where}: a header of {size} bytes")
         try:
             record = _parse(take(size))

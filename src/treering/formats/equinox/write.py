@@ -12,12 +12,12 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.paths import few
 from ..._core.source import Source
 from ...errors import UnsupportedError
-from ...stores.atomic import Appended, new_file
+from ...stores.atomic import SequentialWriter, new_file
 from ...stores.posix import Disk
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
-_SLICE = 64 << 20  # bytes of an array in memory at a time
+_SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 
 
 def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
@@ -40,7 +40,7 @@ def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
             if isinstance(entry, ArrayEntry):
                 dtype = dtypes.to_numpy(entry.dtype)
                 file.write(_header(dtype, entry.shape))
-                for box in in_slices(entry.shape, dtype.itemsize, _SLICE):
+                for box in in_slices(entry.shape, dtype.itemsize, _SLICE_BYTES):
                     _append(file, contents.read([(entry, box)], verify=True)[0])
             elif entry.type not in (*NO_ARRAY, *_TEXT):
                 value = np.asarray(entry.decode())
@@ -70,6 +70,6 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     return text.getvalue()
 
 
-def _append(file: Appended, array: np.ndarray) -> None:
+def _append(file: SequentialWriter, array: np.ndarray) -> None:
     if array.size:
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

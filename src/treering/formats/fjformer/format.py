@@ -19,7 +19,7 @@ from ..._core.entries import Entry
 from ..._core.paths import key_text, split
 from ..._core.skeleton import assemble, inferred
 from ..._core.source import Source
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.atomic import new_file
 from ...stores.posix import Disk
@@ -68,7 +68,7 @@ class FJFormer:
 
         found = _NAME.fullmatch(os.path.basename(path))
         main = _main(disk, path) or path
-        with paused():
+        with gc_paused():
             leaves, nbytes = _read(disk, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         by_path = {entry.path: entry for entry in leaves.entries}

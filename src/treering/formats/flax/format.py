@@ -20,7 +20,7 @@ import msgspec
 from ..._core.entries import lost
 from ..._core.paths import few, key_text, split
 from ..._core.source import Source
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.atomic import new_file
 from ...stores.on_disk import is_file, read_file
@@ -100,7 +100,7 @@ class Flax:
         from .._zarr.leaves import ZarrReader
 
         main = _main(disk, path)
-        with paused():
+        with gc_paused():
             leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
         named = step_of(os.path.basename(main)) if main in (path, path + _OF_CLU) else None
         beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())

@@ -11,7 +11,7 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.paths import split
 from ..._core.source import Source
 from ...errors import ExistsError, MismatchError, UnsupportedError
-from ...stores.atomic import Appended, new_directory
+from ...stores.atomic import SequentialWriter, new_directory
 from ...stores.posix import Disk
 from .._shared.folding import Folders
 from .._zarr import array, metadata
@@ -45,7 +45,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
         writer.close()
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
-        file = Appended(disk, os.path.join(folder, FILE))
+        file = SequentialWriter(disk, os.path.join(folder, FILE))
         try:
             timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
             file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))

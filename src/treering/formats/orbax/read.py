@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry
 from ..._core.source import Problem
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.on_disk import is_file
 from ...stores.posix import Disk
@@ -64,7 +64,7 @@ class _About(NamedTuple):
 
 def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
     """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
-    with paused():
+    with gc_paused():
         about = _read_about(disk, path)
         direct = read_tree_of(disk, path, None)
         if direct is not None:

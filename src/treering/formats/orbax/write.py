@@ -12,7 +12,7 @@ from ..._core.paths import key_text, split
 from ..._core.skeleton import Node
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import Appended, new_directory
+from ...stores.atomic import SequentialWriter, new_directory
 from ...stores.posix import Disk
 from .._zarr import array, metadata
 from .._zarr.leaves import add_array, add_number, folder_size
@@ -180,7 +180,7 @@ def _checkpoint(contents: Source, begun: int) -> Any:
 
 
 def _put(disk: Disk, path: str, value: Any) -> None:
-    file = Appended(disk, path)
+    file = SequentialWriter(disk, path)
     try:
         file.write((value if isinstance(value, str) else json.dumps(value)).encode())
         file.close()

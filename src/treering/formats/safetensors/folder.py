@@ -17,7 +17,7 @@ SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 _NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # left over, without a manifest
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})(.*)\.safetensors", re.DOTALL)
-_SHOWN = 3  # of the files that are missing
+_MAX_NAMED_FILES = 3  # of the files that are missing
 
 
 class Chosen(NamedTuple):
@@ -67,7 +67,7 @@ def _set(files: Sequence[str]) -> Chosen | None:
     absent = (number for number in range(first, first + count) if number not in parts)
     missing = [
         f"{one[1]}-{number:0{len(one[2])}}-of-{one[3]}{one[4]}{SUFFIX}"
-        for number in itertools.islice(absent, _SHOWN)  # of however many there are said to be
+        for number in itertools.islice(absent, _MAX_NAMED_FILES)  # of however many there are said to be
     ]
     return Chosen(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
 

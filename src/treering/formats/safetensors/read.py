@@ -11,7 +11,7 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, Entry, lost
 from ..._core.source import Source
 from ..._core.values import decode_float
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.posix import Disk
 from .._shared.extents import File, Layout, Runs, layout
@@ -32,7 +32,7 @@ class _Opened(NamedTuple):
 
 def open_files(disk: Disk, path: str, files: Sequence[str]) -> Source:
     """A single file, or several that are one checkpoint."""
-    with paused():
+    with gc_paused():
         found = [_open(disk, file) for file in files]
         return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
@@ -60,7 +60,7 @@ def open_shards(disk: Disk, path: str, index: str) -> Source:
             tensors.append((key, files[name] if name in files else damage[name]))
     # What no index names is there all the same; of several files that have a key, the index says which one counts.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
-    with paused():
+    with gc_paused():
         return _reader(path, list(files.values()), tensors, size)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..._core.entries import ArrayEntry
 from ..._core.paths import few
 from ...errors import ExistsError, MismatchError
-from ...stores.atomic import Appended, new_directory, new_file
+from ...stores.atomic import SequentialWriter, new_directory, new_file
 from ...stores.posix import Disk
 from .. import get
 from .. import names as format_names
@@ -22,7 +22,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 _PLACE = "{suffix}"  # in a pattern of names
-Create = Callable[[str], contextlib.AbstractContextManager[Appended]]
+Create = Callable[[str], contextlib.AbstractContextManager[SequentialWriter]]
 
 
 def limit_of(size: Any) -> int | None:
@@ -118,7 +118,7 @@ def _added(disk: Disk, folder: str) -> Iterator[Create]:
     added: list[str] = []
 
     @contextlib.contextmanager
-    def create(name: str) -> Iterator[Appended]:
+    def create(name: str) -> Iterator[SequentialWriter]:
         place = os.path.join(folder, name)
         with new_file(disk, place, overwrite=False) as file:
             yield file
@@ -135,8 +135,8 @@ def _added(disk: Disk, folder: str) -> Iterator[Create]:
 
 
 @contextlib.contextmanager
-def _appended(disk: Disk, path: str) -> Iterator[Appended]:
-    file = Appended(disk, path)
+def _appended(disk: Disk, path: str) -> Iterator[SequentialWriter]:
+    file = SequentialWriter(disk, path)
     try:
         yield file
         file.close()

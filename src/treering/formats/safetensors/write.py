@@ -14,14 +14,14 @@ from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._processes.assignment import alignment
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import Appended, new_file
+from ...stores.atomic import SequentialWriter, new_file
 from ...stores.posix import Disk
 from .header import Tensor, encode_header
 from .schema import OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
-_SLICE = 64 << 20  # bytes of an array in memory at a time
+_SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _HINTS = {
     "key": "store jax.random.key_data of it, or drop it by a rule",
     "none": "drop it by a rule",
@@ -123,10 +123,10 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
         ) from None
 
 
-def _write_tensors(file: Appended, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
+def _write_tensors(file: SequentialWriter, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
     file.write(header)
     for entry in order:
-        for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE):
+        for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
             (array,) = contents.read([(entry, box)], verify=True)
             if array.size:
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -10,7 +10,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.posix import Disk
 from .._shared.extents import File
@@ -47,7 +47,7 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader
         return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
 
     scanned = StateDict(opened, find=find, seen_as=seen_as)
-    with paused():
+    with gc_paused():
         tree = scanned.whole(0, opened.size)
     if type(tree) is dict:
         version = tree.pop("version", 0)
@@ -55,7 +55,7 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader
             raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
         seen_as.update(_BFLOAT16 if version == 2 else {})
         tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree
-    with paused():
+    with gc_paused():
         leaves = scanned.leaves(tree)
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + beside

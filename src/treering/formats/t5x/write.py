@@ -19,7 +19,7 @@ from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.paths import split
 from ..._core.source import Source
 from ...errors import TreeringError
-from ...stores.atomic import Appended, new_directory
+from ...stores.atomic import SequentialWriter, new_directory
 from ...stores.posix import Disk
 from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
@@ -31,7 +31,7 @@ from .schema import FILE, OF_ORBAX
 INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
 CHUNK = 64 << 20  # bytes
 _GZIP = {"id": "gzip", "level": 1}
-_SMALL = 64  # parts into which a dimension is cut at once; more only where there is no other way
+_MAX_PARTS = 64  # parts into which a dimension is cut at once; more only where there is no other way
 _WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
 _NUMBERS = ("bool", "int", "float", "complex")  # of Python, for which T5X asks in vain for their dtype
 _LONGEST = 200  # bytes of a file's name
@@ -55,7 +55,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
         for entry in contents.entries.values():
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
-        file = Appended(disk, os.path.join(folder, FILE))
+        file = SequentialWriter(disk, os.path.join(folder, FILE))
         try:
             writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
             file.close()
@@ -98,7 +98,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> list[int]:
     chunk = list(shape)
     while math.prod(chunk) * itemsize > CHUNK and max(chunk) > 1:
         factors = [_least_factor(size) for size in chunk]
-        axis = max(range(len(chunk)), key=lambda axis: (1 < factors[axis] <= _SMALL, chunk[axis]))
+        axis = max(range(len(chunk)), key=lambda axis: (1 < factors[axis] <= _MAX_PARTS, chunk[axis]))
         chunk[axis] //= factors[axis]
     return chunk
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, extent, intersect, slices
+from ..._core.boxes import Box, Cells, box_shape, intersect, slices
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
@@ -19,7 +19,7 @@ from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header,
 from .schema import INDEX, NAME
 from .table import Cursor, crc32c, items, masked
 
-_SLICE = 16 << 20  # bytes of which the checksum is computed at a time
+_CHECKSUM_SLICE_BYTES = 16 << 20  # bytes of which the checksum is computed at a time
 _MOST_TEXT = 64 << 20  # bytes of all tensors of text together, which are read when a checkpoint is opened
 
 
@@ -110,8 +110,8 @@ class TensorFlowReader(ForeignReader):
 
     def _verify_part(self, part: Tensor, path: str) -> None:
         file, crc = self._bundle.file(part), 0
-        buffer = np.empty(min(part.size, _SLICE), np.uint8).data
-        for begin in range(0, part.size, _SLICE):
+        buffer = np.empty(min(part.size, _CHECKSUM_SLICE_BYTES), np.uint8).data
+        for begin in range(0, part.size, _CHECKSUM_SLICE_BYTES):
             data = buffer[: part.size - begin]
             file.read_into(data, part.offset + begin)
             crc = crc32c(data, crc)
@@ -132,7 +132,7 @@ class _Partitioned:
         return False
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        out = adoptable(extent(box), self._dtype)
+        out = adoptable(box_shape(box), self._dtype)
         for place, runs in self._parts:
             if common := intersect(place, box):
                 inner = tuple((a - o, b - o) for (a, b), (o, _) in zip(common, place, strict=True))
@@ -155,7 +155,7 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
         raise CorruptError(f"{bundle.index}: the parts of {key!r:.100} do not make up its shape {list(tensor.shape)}")
     parts = [bundle.tensor(part_key(key, part)) for part in tensor.parts]
     for part, box in zip(parts, boxes, strict=True):
-        if part.parts or part.dtype != tensor.dtype or part.shape != extent(box):
+        if part.parts or part.dtype != tensor.dtype or part.shape != box_shape(box):
             raise CorruptError(f"{bundle.index}: a part of {key!r:.100} is not of its dtype, or not of its size")
     found = [(box, _runs(bundle, part)) for box, part in zip(boxes, parts, strict=True)]
     if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:

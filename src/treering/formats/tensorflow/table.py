@@ -17,7 +17,7 @@ FOOTER = 48
 MAGIC = bytes.fromhex("57fb808b247547db")
 _TRAILER = 5  # bytes after a block: how it is compressed, and a checksum
 _KEY = 1 << 16  # bytes of a key
-_MOST = 64 << 20  # bytes of a block; TensorFlow's have 256 KiB
+_MAX_BLOCK_BYTES = 64 << 20  # bytes of a block; TensorFlow's have 256 KiB
 _GROWTH = 64  # bytes that keys may take for each byte of the blocks, once what they have in common is filled in
 _STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
 
@@ -50,7 +50,7 @@ def items(file: File) -> Iterator[tuple[bytes, bytes]]:
 
 def _block(file: File, offset: int, size: int) -> bytes:
     """The contents of a block."""
-    if size > _MOST:
+    if size > _MAX_BLOCK_BYTES:
         raise UnsafeError(f"{file.path}: a block of {size} bytes, which cannot be meant")
     data = file.read(offset, size + _TRAILER)
     stored = int.from_bytes(data[-4:], "little")

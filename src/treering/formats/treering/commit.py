@@ -16,8 +16,8 @@ from ...errors import ExistsError, SaveError
 from ...stores.buffers import aligned
 from ...stores.on_disk import make_dirs
 from ...stores.posix import Disk
-from .new_files import TRIES, Files
-from .removal import check_removable, clean, consists_of, logged, remove
+from .new_files import CREATE_ATTEMPTS, Files
+from .removal import check_removable, consists_of, logged, remove, remove_leftovers
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -58,17 +58,17 @@ class Transaction(Files):
         super().__init__(disk, path, secrets.token_hex(3))
         self._overwrite = overwrite
         self._manifest = os.path.join(path, MANIFEST)
-        clean(disk, path)
+        remove_leftovers(disk, path)
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = os.path.join(path, name)
         try:
-            for attempt in range(TRIES):
+            for attempt in range(CREATE_ATTEMPTS):
                 try:
                     self._make_dir()
                     self.create(name)
                     break
                 except FileNotFoundError:  # somebody tidied the empty directory away
-                    if attempt == TRIES - 1:
+                    if attempt == CREATE_ATTEMPTS - 1:
                         raise
         except BaseException:
             self.abort()
@@ -113,7 +113,7 @@ class Transaction(Files):
         if self._overwrite:
             with logged(self.path):  # the files of the one that was replaced, which takes no lock: no save has them
                 remove(self.disk, self.path, replaced)
-            clean(self.disk, self.path)
+            remove_leftovers(self.disk, self.path)
 
     def abort(self) -> None:
         """Removes everything this save wrote; nothing once it is committed, or is in place and cannot be taken back."""

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._core.boxes import Box, byte_ranges, extent, rows_apart, slices
+from ..._core.boxes import Box, box_shape, byte_ranges, rows_apart, slices
 from ..._core.paths import few
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
@@ -49,7 +49,7 @@ def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: 
 
     With `apart`, rows that lie far apart are parts of their own, and what lies between them is in none.
     """
-    shape = extent(piece)
+    shape = box_shape(piece)
     if inner == piece:
         return [Part(file, begin, begin + itemsize * math.prod(shape), shape, at=slices(inner, box))]
     strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -58,7 +58,7 @@ def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: 
     for row in rows_apart(shape, relative, itemsize, BLOCK) if apart else (relative,):
         ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, row, itemsize, BLOCK)]
         at = slices(tuple((a + o, b + o) for (a, b), (o, _) in zip(row, piece, strict=True)), box)
-        parts.append(Part(file, ranges[0][0], ranges[-1][1], extent(row), strides, ranges, at))
+        parts.append(Part(file, ranges[0][0], ranges[-1][1], box_shape(row), strides, ranges, at))
     return parts
 
 
@@ -131,7 +131,7 @@ class ArrayFile(File):
                 raise CorruptError(f"{self.path}: the header is no JSON object that is padded with spaces")
             if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
                 raise CorruptError(f"{self.path}: the header does not have the size that the manifest gives")
-            with paused():
+            with gc_paused():
                 self.header = safetensors.decode_header(data, self.path)
             safetensors.check_side_by_side(self.header, size, self.path)
             self._checksums = self.header.metadata.get("xxh3", "")

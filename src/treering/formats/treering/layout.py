@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, describe, extent, whole
+from ..._core.boxes import Box, Cells, box_shape, describe, whole
 from ..._core.entries import Entry, ValueEntry
 from ..._processes.assignment import Piece, Share
 from ..._pytree.leaves import Catalogue
@@ -70,7 +70,7 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: i
         if piece.box == whole(entry.shape):
             key, shape = piece_key(entry.path, None), entry.shape
         else:
-            key, shape = piece_key(entry.path, piece.box), extent(piece.box)
+            key, shape = piece_key(entry.path, piece.box), box_shape(piece.box)
         stored, itemsize, widened = dtypes.stored_as(entry.dtype)
         if widened:
             shape = (*shape, itemsize)
@@ -88,7 +88,7 @@ def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
     return header[:_PREFIX] + text + header[_PREFIX + len(text) :]
 
 
-class Numbers:
+class FileIndex:
     """Which file of the manifest holds a piece.
 
     `firsts[p]` gives for each file of process p the first of its pieces that is in there; `order(p)` are those
@@ -121,7 +121,7 @@ class Rows(NamedTuple):
     holders: list[list[list[int]]]
 
 
-def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: Numbers) -> Rows:
+def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) -> Rows:
     """What the manifest says of each leaf. A leaf without a share is whole in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])

@@ -11,7 +11,7 @@ from ...stores.network import look_anew, wait_until
 from ...stores.posix import Disk
 from .schema import MANIFEST
 
-TRIES = 50  # at making a file, while others tidy up
+CREATE_ATTEMPTS = 50  # at making a file, while others tidy up
 
 
 _alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
@@ -53,7 +53,7 @@ class Files:
     def create(self, name: str) -> int:
         """A new file of this save, open for writing and locked. Closed by `close` and `abort`."""
         path = os.path.join(self.path, name)
-        for attempt in range(TRIES):
+        for attempt in range(CREATE_ATTEMPTS):
             with contextlib.suppress(FileExistsError):  # a cleaner that took it for a leftover has not removed it yet
                 fd = self._open[path] = self.disk.create(path)
                 if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, extent, intersect, whole
+from ..._core.boxes import Box, Cells, box_shape, intersect, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import Problem
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsupportedError
 from ...stores import git_lfs
@@ -51,7 +51,7 @@ class Reader:
             raise ReplacedError(
                 f"{path}: expected a checkpoint, found no {MANIFEST}; was it deleted meanwhile?"
             ) from None
-        with paused():
+        with gc_paused():
             self._manifest = manifest.decode(self._manifest_bytes, name)
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
@@ -174,7 +174,7 @@ class Reader:
             return [Part(row.where, begin, begin + nbytes, row.shape)] if nbytes else []
         parts: list[Part] = []
         for number, piece, key in self._pieces(row, box):
-            begin = self._tensor(number, key, row.dtype, extent(piece))
+            begin = self._tensor(number, key, row.dtype, box_shape(piece))
             inner = intersect(piece, box)
             if inner is not None:
                 apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
@@ -271,7 +271,7 @@ def _assemble(
         if len(found) == 1:
             arrays.append(memory[found[0].file].view(found[0], dtype))
             continue
-        own = adoptable(extent(box), dtype)
+        own = adoptable(box_shape(box), dtype)
         arrays.append(own)
         copies += [(own, part) for part in found]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
-from ..._threads.gc import paused
+from ..._threads.gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.network import warn_of_no_locks
 from ...stores.on_disk import opened, read_file
@@ -32,7 +32,7 @@ def check_removable(disk: Disk, path: str) -> None:
     name = os.path.join(path, MANIFEST)
     try:
         data = read_file(disk, name)
-        with paused():  # three times as fast
+        with gc_paused():  # three times as fast
             found = manifest.decode(data, name)
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
@@ -45,7 +45,7 @@ def check_removable(disk: Disk, path: str) -> None:
                 raise late
 
 
-def clean(disk: Disk, path: str, *, remove_empty: bool = False) -> None:
+def remove_leftovers(disk: Disk, path: str, *, remove_empty: bool = False) -> None:
     """Removes what crashed or replaced saves left in a directory; with `remove_empty` also the directory.
 
     Living writers' files stay, and so do foreign ones. Tidying up never fails what it is done for: an error is
@@ -116,10 +116,10 @@ def logged(path: str) -> Iterator[None]:
 
 def delete(disk: Disk, path: str) -> None:
     """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
-    withdraw(disk, path)()
+    unpublish(disk, path)()
 
 
-def withdraw(disk: Disk, path: str) -> Callable[[], None]:
+def unpublish(disk: Disk, path: str) -> Callable[[], None]:
     """Takes a checkpoint away, which is quick; what this returns removes its files, which is not.
 
     Raises `UnsupportedError` for a checkpoint of a later release.
@@ -134,7 +134,7 @@ def withdraw(disk: Disk, path: str) -> Callable[[], None]:
         with contextlib.suppress(FileNotFoundError):  # and has removed the directory as well
             disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
         remove(disk, path, names)
-        clean(disk, path, remove_empty=True)
+        remove_leftovers(disk, path, remove_empty=True)
 
     return remove_files
 

@@ -20,8 +20,8 @@ from ..._processes.assignment import Piece, Share
 from ..._processes.coordinator import Call
 from ..._pytree.leaves import Catalogue
 from ..._pytree.staging import Supply
-from ..._threads.gc import paused
-from ..._threads.pool import Crew
+from ..._threads.gc import gc_paused
+from ..._threads.pool import ThreadPool
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.network import look_anew, wait_until
@@ -32,10 +32,10 @@ from .layout import ArrayFile
 from .manifest import BLOCK
 from .new_files import Files
 
-CHUNK = 4 * BLOCK  # what one thread copies, hashes and writes at a time
-_SMALL = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
+CHUNK_BYTES = 4 * BLOCK  # what one thread copies, hashes and writes at a time
+_SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
 _NOTHING = np.zeros(0, np.uint8)
-_LOOKS = 50  # at why the directory is gone, a tenth of a second each
+_ERROR_POLLS = 50  # at why the directory is gone, a tenth of a second each
 
 
 class Info(NamedTuple):
@@ -61,7 +61,7 @@ class Job(NamedTuple):
     info: Info
 
 
-def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Written:
+def write(disk: Disk, job: Job, staging: Supply, crew: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits. Leaves nothing behind when it fails, unless it cannot know what became of the
@@ -91,10 +91,10 @@ def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Writ
 
     try:
         call.doing("planning")
-        token, made = call.tell(begin)
+        token, made = call.broadcast(begin)
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
         files = files or Files.join(disk, job.path, token, made, timeout=call.timeout, check=call.check)
-        with paused():
+        with gc_paused():
             pieces = assignment.pieces(job.catalogue.entries, staging.shards, job.shares, call.index)
             if job.shares is not None:
                 staging.need([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
@@ -106,7 +106,7 @@ def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Writ
             disk.sync_dir(job.path)
         watch.lap("sync")
         call.doing("waiting for the commit")
-        nbytes, problem = call.agree(msgspec.to_builtins(report), commit)
+        nbytes, problem = call.gather_and_decide(msgspec.to_builtins(report), commit)
         files.close()
         watch.lap("commit")
     except BaseException as error:
@@ -119,7 +119,7 @@ def write(disk: Disk, job: Job, staging: Supply, crew: Crew, call: Call) -> Writ
         if isinstance(error, SaveError | FileNotFoundError):
             call.check()  # if process 0 has given up and removed the directory, that is what went wrong
         if isinstance(error, FileNotFoundError) and call.index:  # and is about to say why
-            for _ in range(_LOOKS):
+            for _ in range(_ERROR_POLLS):
                 time.sleep(0.1)
                 call.check()
         raise
@@ -156,9 +156,9 @@ def _manifest(
             return ((piece.leaf, piece.box) for piece in pieces)
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, everyone, process))
 
-    with paused():
+    with gc_paused():
         by_leaf = assignment.unshared(job.catalogue.shardings, pieces) if everyone is None else everyone
-        rows = layout.rows(job.catalogue, by_leaf, layout.Numbers(firsts, order))
+        rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
     data = manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -220,7 +220,7 @@ def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.Fil
 
 
 def _write_file(
-    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: Crew, watch: _Watch
+    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: ThreadPool, watch: _Watch
 ) -> manifest.File:
     fd = files.create(file.name)
     size = len(file.header) + file.nbytes
@@ -239,15 +239,15 @@ def _write_file(
 
 
 def _write_buffer(
-    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: Crew
+    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: ThreadPool
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
     checksums = [""] * file.blocks
-    chunks = iter(range(0, file.nbytes, CHUNK))
+    chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
     turn = threading.Lock()
 
     def work() -> None:
-        buffer = aligned(min(CHUNK, file.nbytes))
+        buffer = aligned(min(CHUNK_BYTES, file.nbytes))
         target = np.frombuffer(buffer, np.uint8)
         try:
             while True:
@@ -255,7 +255,7 @@ def _write_buffer(
                     begin = next(chunks, None)
                 if begin is None:
                     return
-                end = min(begin + CHUNK, file.nbytes)
+                end = min(begin + CHUNK_BYTES, file.nbytes)
                 _fill(target, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
@@ -265,7 +265,7 @@ def _write_buffer(
             staging.fail(error)  # the other threads stop at once
             raise
 
-    if file.nbytes < _SMALL * len(file.begins):
+    if file.nbytes < _SMALL_PIECE_BYTES * len(file.begins):
         work()  # the interpreter is what is busy then, and several threads would only fight over it
     else:
         crew.run(work)
