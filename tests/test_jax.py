@@ -26,7 +26,7 @@ import treering as tr
 from helpers import assert_same
 from jobs import run_job
 from treering._processes import coordinator, preemption
-from treering._pytree import walk
+from treering._pytree import jax_private, walk
 from treering.errors import MismatchError, UnsupportedError
 
 Point = collections.namedtuple("Point", "x y")
@@ -103,11 +103,11 @@ def no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("jax.experimental.multihost_utils")
     monkeypatch.delattr("jax._src.distributed")
     monkeypatch.setitem(sys.modules, "jax._src.distributed", None)  # type: ignore[arg-type]
-    assert coordinator.state() is None
+    assert jax_private.job_state() is None
 
 
 def test_what_jax_knows_of_a_job_is_where_it_was() -> None:
-    assert coordinator.state() is not None
+    assert jax_private.job_state() is not None
 
 
 def test_a_process_alone_saves_with_any_jax(tmp_path: pathlib.Path, no_state: None) -> None:

@@ -87,3 +87,8 @@ def test_nothing_above_the_native_format_knows_its_files() -> None:
     naming = [module for module in above if "treering.json" in FILES[module].read_text()]
     naming += [module for module in above if "treering.formats.treering.schema" in GRAPH[module]]
     assert not naming
+
+
+def test_what_is_private_to_jax_is_used_in_one_file() -> None:
+    using = {module for module, path in FILES.items() if "jax._src" in path.read_text()}
+    assert using == {"treering._pytree.jax_private"}

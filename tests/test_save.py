@@ -127,10 +127,10 @@ def test_the_accelerator_path_copies_before_it_returns(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No accelerator here: CPU arrays are taken for device arrays, so that they are copied through pinned host memory.
-    from treering._pytree import leaves, staging
+    from treering._pytree import devices, leaves
 
-    monkeypatch.setattr(leaves, "_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(staging, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)
+    monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     disk = use_disk(HeldDisk())
     mesh = jax.make_mesh((8,), ("x",), devices=jax.devices())
     spread = jax.device_put(np.arange(64.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
@@ -885,7 +885,7 @@ def test_a_failed_save_lets_go_of_what_was_never_handed_over(
 ) -> None:
     from treering._pytree import leaves
 
-    monkeypatch.setattr(leaves, "_on_cpu", lambda sharding: False)  # so that each array needs room
+    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)  # so that each array needs room
     use_disk(FailingDisk("preallocate", errno.ENOSPC))
     state = [jnp.full(300, n) for n in range(8)]
     alive = [weakref.ref(array) for array in state]

@@ -18,7 +18,6 @@ import collections
 import contextlib
 import itertools
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ import msgspec
 import xxhash
 
 from .. import errors
+from .._pytree.jax_private import imported_job_state, job_state
 from .._threads.pool import start
 from ..errors import MismatchError, PeerError, TreeringError, UnsupportedError
 from .calls import Call, SingleProcess
@@ -88,7 +88,7 @@ def position() -> tuple[int, int]:
 def forget_after_fork() -> None:
     """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
     global _inherited
-    if "jax._src.distributed" in sys.modules and (job := state()):
+    if job := imported_job_state():
         _inherited = job.client
 
 
@@ -97,7 +97,7 @@ def _job() -> tuple[Any, int, int] | None:
 
     Where JAX has its store elsewhere than it had, that is None.
     """
-    if job := state():
+    if job := job_state():
         several = job.client is not None and (job.num_processes or 1) > 1
         return (job.client, job.process_id, job.num_processes) if several else None
     import jax
@@ -105,16 +105,6 @@ def _job() -> tuple[Any, int, int] | None:
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # which starts the backends, so it is no more
         return None  # than the second choice
     return None, jax.process_index(), jax.process_count()
-
-
-def state() -> Any:
-    """What JAX knows of the job, with its store; it has no public name. None where JAX has none of that."""
-    try:
-        from jax._src.distributed import global_state
-    except ImportError:
-        return None
-    fields = ("client", "process_id", "num_processes", "preemption_sync_manager")
-    return global_state if all(hasattr(global_state, name) for name in fields) else None
 
 
 class MultiProcess:

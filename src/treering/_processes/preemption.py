@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._pytree import jax_private
 from .._threads.latch import Latch
 from ..errors import MismatchError, UnsupportedError
 from . import coordinator
@@ -67,7 +68,7 @@ class Preemption:
 
 
 def _check_service() -> None:
-    job = coordinator.state()
+    job = jax_private.job_state()
     # Whether it was asked for is all that can be known in public; if it is missing all the same, JAX says so later.
     if job.preemption_sync_manager is None if job else not jax.config.jax_enable_preemption_service:  # type: ignore
         raise MismatchError(

@@ -20,6 +20,7 @@ from .._core.lazy import LazyArray
 from .._core.values import encode
 from ..errors import UnsupportedError
 from . import iterators
+from .devices import on_cpu
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -164,7 +165,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
-    copies = packed or aval.dtype != stored or not _on_cpu(sharding)
+    copies = packed or aval.dtype != stored or not on_cpu(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
         found.shards.append(LocalShard(leaf, whole(aval.shape), array, stored, nbytes, copies))
@@ -183,18 +184,6 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
     if cast is not None and dtypes.is_float(stored):
         stored = cast
     return stored, dtypes.to_text(stored), dtype.name.endswith(("int4", "int2", "int1", "float4_e2m1fn"))
-
-
-def _on_cpu(sharding: jax.sharding.Sharding) -> bool:
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # which takes longer to look up than to ask
-        (device,) = sharding.device_set
-        return device.platform == "cpu"
-    return _all_on_cpu(sharding)
-
-
-@functools.lru_cache(maxsize=512)
-def _all_on_cpu(sharding: jax.sharding.Sharding) -> bool:
-    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 @functools.lru_cache(maxsize=512)

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from .._core import dtypes
 from .._core.source import Source
 from .._threads.latch import Latch
+from .devices import start_copies
 from .leaves import SLICE_BYTES, LocalShard, host_bytes
 
 _PUBLISH_BYTES = 4 << 20  # bytes after which waiting writers are told
@@ -176,7 +176,7 @@ class Staging:
 
     def _stage(self, first: int, last: int) -> None:
         wanted = [n for n in range(first, last) if n not in self._unneeded]
-        on_host = _start_copies([self.shards[n].data for n in wanted if self.shards[n].copies])
+        on_host = start_copies([self.shards[n].data for n in wanted if self.shards[n].copies])
         unpublished = 0
         for n in range(first, last):
             shard = self.shards[n]
@@ -325,26 +325,3 @@ Supply = Staging | OnDemand
 
 def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return dtypes.whole_bytes(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
-
-
-def _start_copies(arrays: list[Any]) -> Iterator[Any]:
-    """Begins all device-to-host copies at once, into pinned memory where the backend has it."""
-    pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
-    if pinned:
-        moved = jax.device_put([arrays[n] for n in pinned], list(pinned.values()))
-        for n, copy in zip(pinned, moved, strict=True):
-            arrays[n] = copy
-    for n, array in enumerate(arrays):
-        if isinstance(array, jax.Array) and n not in pinned:
-            array.copy_to_host_async()
-    arrays.reverse()
-    while arrays:
-        yield arrays.pop()  # and let go of it: what was collected is not to be held twice
-
-
-def _pinned(sharding: Any) -> Any:
-    """The same sharding in pinned host memory; None on CPUs and where there is no such memory."""
-    device = next(iter(sharding.device_set))
-    if device.platform == "cpu" or all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
-        return None
-    return sharding.with_memory_kind("pinned_host")

@@ -8,7 +8,7 @@ from .._core.paths import join, key_text, key_texts
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
 from .._threads.reentry import calls_back
 from ..errors import UnsupportedError
-from . import flax
+from . import flax, jax_private
 
 
 class Walk(NamedTuple):
@@ -79,10 +79,8 @@ def walk(tree: Any) -> Walk:
 
 @calls_back
 def _walk(tree: Any) -> Walk:
-    import jax
 
-    registry = getattr(jax.tree_util, "default_registry", None)  # it is not documented, and takes a quarter of the time
-    flatten_one = getattr(registry, "flatten_one_level_with_keys", _flatten_one)
+    flatten_one = jax_private.flatten_one_level() or _flatten_one  # which takes four times as long
     kinds = flax.box_types()
     types = tuple(kinds.values())
     boxes: dict[str, list[tuple[str, str]]] = {}

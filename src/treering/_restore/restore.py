@@ -18,7 +18,7 @@ from .._core.paths import below, few
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
 from .._processes import progress as _progress
-from .._pytree import box_levels, flax, iterators, transfers, walk
+from .._pytree import box_levels, devices, flax, iterators, walk
 from .._pytree.leaves import is_function
 from .._threads.gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
@@ -34,7 +34,7 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 
-@transfers.explicit()
+@devices.explicit()
 def restore(
     reader: Source,
     entries: Mapping[str, Entry],
@@ -278,7 +278,7 @@ def _on_host(array: np.ndarray, target: Target) -> Any:
     return array
 
 
-@transfers.explicit()
+@devices.explicit()
 def as_key(data: Any, entry: ArrayEntry) -> Any:
     """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
     try:

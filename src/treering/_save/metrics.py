@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from .._core.values import encode_float
-from .._pytree import transfers
+from .._pytree import devices
 from ..errors import MismatchError
 
 
-@transfers.explicit()
+@devices.explicit()
 def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Metrics as they are written. Raises `MismatchError` for what is no real scalar."""
     numbers: dict[str, float | str] = {}

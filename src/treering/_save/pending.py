@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from .._core.source import Written
 from .._processes import coordinator
 from .._processes.coordinator import Call
-from .._pytree import transfers
+from .._pytree import devices
 from .._pytree.staging import Staging, Supply
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
@@ -161,7 +161,7 @@ class PendingSave:
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, crew: ThreadPool) -> None:
         """What the thread of the save does."""
         try:
-            with crew, transfers.explicit():
+            with crew, devices.explicit():
                 self._staging.writers_needed.wait()
                 self._await(previous)
                 self._staging.check()

@@ -19,7 +19,7 @@ from .._core.paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
-from .._pytree import transfers
+from .._pytree import devices
 from .._restore.checkpoint import Checkpoint
 from .._threads.gc import gc_paused
 from .._threads.pool import ThreadPool
@@ -168,7 +168,7 @@ def ending(call: Call) -> Iterator[None]:
         raise
 
 
-@transfers.explicit()
+@devices.explicit()
 @alone  # the thread that writes waits until everything is handed over, and who saves next for that thread
 def start(
     call: Call,

@@ -12,7 +12,7 @@ from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.text import describe
 from .._core.tracebacks import at_the_caller
-from .._pytree import box_levels, flax, leaves, transfers, walk
+from .._pytree import box_levels, devices, flax, leaves, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save import sources
@@ -120,7 +120,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
         yield (slice(start, start + count),)
 
 
-@transfers.explicit()
+@devices.explicit()
 def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
     """Contiguous little-endian values of a slice."""
     import jax

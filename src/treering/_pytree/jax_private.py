@@ -1,0 +1,38 @@
+"""All that is used of JAX and has no public name. Where a JAX lacks one of these, its public way is taken."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def job_state() -> Any:
+    """JAX's record of a job of several processes, with its key-value store; None where this JAX has no such thing."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    fields = ("client", "process_id", "num_processes", "preemption_sync_manager")
+    return global_state if all(hasattr(global_state, name) for name in fields) else None
+
+
+def imported_job_state() -> Any:
+    """The same, unless JAX has not been asked for it yet."""
+    return job_state() if "jax._src.distributed" in sys.modules else None
+
+
+def put_shards() -> Callable[..., Any] | None:
+    """The function in which `jax.device_put` ends: it makes an array of an aval, a sharding, shards and devices."""
+    with contextlib.suppress(ImportError):
+        from jax._src.interpreters.pxla import batched_device_put
+
+        return batched_device_put
+    return None
+
+
+def flatten_one_level() -> Callable[[Any], Any] | None:
+    """The function that flattens one level of a pytree with keys."""
+    import jax
+
+    registry = getattr(jax.tree_util, "default_registry", None)
+    return getattr(registry, "flatten_one_level_with_keys", None)
