@@ -58,7 +58,7 @@ NO_HINTS = """
 @pytest.mark.slow
 @pytest.mark.skipif(not refusing.available(), reason="no system call can be refused here")
 def test_no_hint_is_needed_where_the_kernel_takes_none(tmp_path: pathlib.Path) -> None:
-    tests = os.path.dirname(__file__)
+    tests = os.path.dirname(os.path.dirname(__file__))
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     script = [sys.executable, "-c", textwrap.dedent(NO_HINTS), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})

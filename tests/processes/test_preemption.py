@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import treering as tr
+from jobs import run_job
 from treering.errors import UnsupportedError
-
-from .jobs import run_job
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import manifest, metrics
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "verdicts"
-SCHEMA = json.loads((pathlib.Path(__file__).parent.parent / "docs" / "manifest.schema.json").read_text())
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "verdicts"
+SCHEMA = json.loads((pathlib.Path(__file__).parents[2] / "docs" / "manifest.schema.json").read_text())
 VERDICTS: dict[str, Any] = json.loads((GOLDEN / "verdicts.json").read_text())
 
 

@@ -386,7 +386,7 @@ TENSORSTORE = """
 )
 def test_what_tensorstore_cannot_read(tmp_path: pathlib.Path, code: int, kind: str) -> None:
     script = [sys.executable, "-c", textwrap.dedent(TENSORSTORE), str(tmp_path), str(code)]
-    tests = os.path.dirname(__file__)
+    tests = os.path.dirname(os.path.dirname(__file__))
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr

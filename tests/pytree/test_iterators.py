@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treering as tr
+from helpers import assert_same
+from jobs import run_job
 from treering._core import states as _states
 from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
-
-from .helpers import assert_same
-from .jobs import run_job
 
 
 def dataset_iterator() -> Any:

@@ -1,6 +1,6 @@
 """What is taken from JAX under names that it does not promise: it is there, and without it all is the same or said so.
 
-The way in which arrays are made has its tests in `test_restore.py`.
+The way in which arrays are made has its tests in `restore/test_restore.py`.
 """
 
 import collections

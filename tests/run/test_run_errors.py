@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import treering as tr
+from jobs import run_job
 from treering.errors import UnsupportedError
 from treering.stores.posix import Disk
 
-from .jobs import run_job
 from .test_checkpointer import Full
 
 

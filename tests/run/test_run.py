@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 
 import treering as tr
+from jobs import run_job
 from treering import stores
 from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.posix import Disk
-
-from .jobs import run_job
 
 
 def save_steps(run: pathlib.Path, steps: Any, keep: Any = None, **options: Any) -> list[int]:
