@@ -5,8 +5,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,9 +34,21 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 _IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
 
 
+class _Plan(NamedTuple):
+    """What becomes of each leaf, known before anything is read; `asked` are the paths that the template asks for."""
+
+    source: Source
+    entries: Mapping[str, Entry]
+    paths: Sequence[str]
+    targets: Sequence[Target]
+    places: Sequence[Where]
+    asked: Sequence[str]
+    build: Callable[[list[Any]], Any]
+
+
 @devices.explicit()
 def restore(
-    reader: Source,
+    source: Source,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
     like: Any,
@@ -49,54 +61,90 @@ def restore(
     memory_limit: int | None,
     progress: bool,
 ) -> Any:
-    """The tree of `entries` in the shape of `like`, or as nested containers when that is None."""
+    """The tree of `entries` in the shape of `like`, or as nested containers when that is None.
+
+    In this order: match the leaves, read and place them, unflatten.
+    """
     begun = time.perf_counter()
-    as_saved = isinstance(sharding, str)
-    if as_saved and sharding != "saved":
+    if isinstance(sharding, str) and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
-    if like is None:
-        with gc_paused():
-            to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
-            targets = match.untemplated(list(entries.values()), policy, to_jax, name)
-            sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
-            places = _untemplated_places(sharding, entries, skeleton)
-        values = _values(reader, list(entries), targets, places, verify, mmap, memory_limit, progress)
-        with gc_paused():
-            tree = nest(entries, values) if skeleton is None else build(skeleton, values)
-        if _log.isEnabledFor(logging.INFO):
-            _tell(reader, name, entries, list(entries), (), begun)
-        return tree
     with gc_paused():
-        template, join = flax.split(like)
-        walked = walk.walk(template)
-        if reader.positional:
-            reader = positional.named(reader, entries, walked, name)
-            entries = reader.entries
-        level = getattr(reader, "level", "")
-        if level and entries is reader.entries and skeleton and _has_level(walked.paths, entries, level):
-            alone = skeleton[0] == LEAF
-            entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
-            skeleton = [Node("dict", "", [level]), *skeleton]
-        as_written, entries = entries, box_levels.named(walked, entries)
-        sharding = _place.as_saved(reader, entries, name) if as_saved else sharding
-        targets = match.match(
-            walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=reader.numbers_are_arrays
+        plan = (
+            _plan_without_template(source, entries, skeleton, policy, name, sharding)
+            if like is None
+            else _plan_by_template(source, entries, skeleton, like, policy, name, sharding)
         )
-        places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
-    values = _values(reader, walked.paths, targets, places, verify, mmap, memory_limit, progress)
-    for path, target in zip(walked.paths, targets, strict=True):
+    values = _values(plan.source, plan.paths, plan.targets, plan.places, verify, mmap, memory_limit, progress)
+    values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)
+    with gc_paused():
+        tree = plan.build(values)
+    if _log.isEnabledFor(logging.INFO):
+        filled = tuple(path for path, target in zip(plan.paths, plan.targets, strict=True) if target.filled)
+        _tell(plan.source, name, plan.entries, plan.asked, filled, begun)
+    return tree
+
+
+def _plan_without_template(
+    source: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, name: str, sharding: Any
+) -> _Plan:
+    as_saved = isinstance(sharding, str)
+    to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
+    targets = match.untemplated(list(entries.values()), policy, to_jax, name)
+    sharding = _place.as_saved(source, entries, name) if as_saved else sharding
+    places = _untemplated_places(sharding, entries, skeleton)
+    paths = list(entries)
+    build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
+    return _Plan(source, entries, paths, targets, places, paths, build_tree)
+
+
+def _plan_by_template(
+    source: Source,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    like: Any,
+    policy: Policy,
+    name: str,
+    sharding: Any,
+) -> _Plan:
+    template, join = flax.split(like)
+    walked = walk.walk(template)
+    if source.positional:
+        source = positional.named(source, entries, walked, name)
+        entries = source.entries
+    level = getattr(source, "level", "")
+    if level and entries is source.entries and skeleton and _has_level(walked.paths, entries, level):
+        alone = skeleton[0] == LEAF
+        entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
+        skeleton = [Node("dict", "", [level]), *skeleton]
+    as_written, entries = entries, box_levels.named(walked, entries)
+    sharding = _place.as_saved(source, entries, name) if isinstance(sharding, str) else sharding
+    targets = match.match(
+        walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
+    )
+    places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
+    asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
+    return _Plan(
+        source,
+        entries,
+        walked.paths,
+        targets,
+        places,
+        asked,
+        lambda values: join(walk.flatten(template)[1].unflatten(values)),
+    )
+
+
+def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[Any]:
+    """Sets iterators to their states; with `moved`, puts what `missing` took from the template where the rest goes."""
+    for path, target in zip(plan.paths, plan.targets, strict=True):
         if target.state:  # in place, and so only now that everything else is there
             iterators.put_back(path, target.value, *target.state)
-    if sharding is not None:  # what `missing` took from the template goes where the rest goes
-        values = [
-            jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
-            for value, target, place in zip(values, targets, places, strict=True)
-        ]
-    if _log.isEnabledFor(logging.INFO):
-        filled = tuple(path for path, target in zip(walked.paths, targets, strict=True) if target.filled)
-        asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
-        _tell(reader, name, entries, asked, filled, begun)
-    return join(walk.flatten(template)[1].unflatten(values))
+    if not moved:
+        return values
+    return [
+        jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
+        for value, target, place in zip(values, plan.targets, plan.places, strict=True)
+    ]
 
 
 def _asks(leaf: Any) -> bool:
