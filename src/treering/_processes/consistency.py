@@ -16,7 +16,7 @@ from .._core.skeleton import Skeleton
 from .._core.text import describe, shorten
 from .._pytree import iterators
 from .._pytree.leaves import Catalogue
-from .._pytree.staging import Supply
+from .._pytree.on_demand import Supply
 from ..errors import CorruptError, MismatchError, TreeringError
 from ..stores.reading import ReplacedError
 from .assignment import Layout, layout_of, owner

@@ -15,7 +15,8 @@ from .._core.source import Written
 from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._pytree import devices
-from .._pytree.staging import Staging, Supply
+from .._pytree.on_demand import Supply
+from .._pytree.staging import Staging
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
 from ..errors import SaveError, TreeringError

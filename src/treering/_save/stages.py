@@ -25,7 +25,8 @@ from .._processes.consistency import check_consistent
 from .._pytree import box_levels, flax, leaves, walk
 from .._pytree.leaves import Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
-from .._pytree.staging import OnDemand, Staging, Supply
+from .._pytree.on_demand import OnDemand, Supply
+from .._pytree.staging import Staging
 from .._restore.checkpoint import Checkpoint
 from .._threads.gc import gc_paused
 from .._threads.pool import ThreadPool

@@ -19,7 +19,7 @@ from ..._processes import assignment
 from ..._processes.assignment import Piece, Share
 from ..._processes.coordinator import Call
 from ..._pytree.leaves import Catalogue
-from ..._pytree.staging import Supply
+from ..._pytree.on_demand import Supply
 from ..._threads.gc import gc_paused
 from ..._threads.pool import ThreadPool
 from ...errors import SaveError, TreeringError, UnsupportedError

@@ -1,0 +1,143 @@
+"""Shards that the writers read themselves, from a checkpoint or from arrays that do not change meanwhile."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._core import dtypes
+from .._core.source import Source
+from .._threads.latch import Latch
+from .leaves import SLICE_BYTES, LocalShard
+from .staging import Staging
+
+
+class _Group:
+    """Shards that are read with one call; `left` are the bytes of them that are still needed."""
+
+    def __init__(self, first: int, last: int, left: int):
+        self.first, self.last, self.left = first, last, left
+        self.lock = threading.Lock()  # held while they are read: the other writers that need them wait for it
+        self.arrays: list[Any] | None = None
+
+
+class OnDemand:
+    """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
+
+    Writers hold a few groups of about `SLICE_BYTES` at a time. With `hold`, `run` returns when all shards are read, or
+    at `release`: the source is a live tree, which must not change before.
+    """
+
+    writers_needed = Latch()
+    writers_needed.set()
+
+    def __init__(self, source: Source, shards: Sequence[LocalShard], *, hold: bool = False):
+        self.shards = shards
+        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self._source, self._hold = source, hold
+        self._entries: list[Any] = list(source.entries.values())
+        self._groups = list(self._grouped())
+        self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
+        self._unread = sum(group.left > 0 for group in self._groups)
+        self._lock = threading.Lock()
+        self._read = Latch()  # all shards are, or nobody will read them any more
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Returns when the caller may go on."""
+        if self._hold:
+            self._read.wait()
+
+    def ready(self, n: int) -> bool:
+        """Whether `take` would return without waiting for the caller, which it always does."""
+        return True
+
+    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`, which are read unless another writer has done so."""
+        group = self._groups[self._number[n]]
+        with group.lock:
+            if group.arrays is None:
+                self.check()
+                wanted = [(self._entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
+                group.arrays = list(map(_as_bytes, self._source.read(wanted)))
+                self._count_read()
+            return group.arrays[n - group.first]
+
+    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of shard `n`, of which nothing is kept."""
+        self.check()
+        shard = self.shards[n]
+        (array,) = self._source.read([(self._entries[shard.leaf], shard.box)])
+        return _as_bytes(array)
+
+    def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says how many bytes of each shard will be taken, before any is."""
+        with self._lock:
+            for group in self._groups:
+                group.left = 0
+            for n, size in zip(order, nbytes, strict=True):
+                self._groups[self._number[n]].left += size
+            self._unread = sum(group.left > 0 for group in self._groups)
+            if not self._unread:
+                self._read.set()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are to read."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    def copied(self, n: int, nbytes: int) -> None:
+        """Says that so many bytes of shard `n` are not needed any more."""
+        group = self._groups[self._number[n]]
+        with self._lock:
+            group.left -= nbytes
+            if not group.left:
+                group.arrays = None
+
+    def release(self) -> None:
+        """Lets the caller go on, whatever is left to read."""
+        self._read.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the reading, and the caller's waiting for it."""
+        self._error = self._error or error
+        self._read.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises what `fail` was given."""
+        if self._error:
+            raise self._error
+
+    def clear(self) -> None:
+        """Lets go of all bytes."""
+        for group in self._groups:
+            group.arrays = None
+
+    def _grouped(self) -> Iterator[_Group]:
+        first = size = 0
+        for n, shard in enumerate(self.shards):
+            if n > first and size + shard.nbytes > SLICE_BYTES:
+                yield _Group(first, n, size)
+                first, size = n, 0
+            size += shard.nbytes
+        if self.shards:
+            yield _Group(first, len(self.shards), size)
+
+    def _count_read(self) -> None:
+        with self._lock:
+            self._unread -= 1
+            if not self._unread:
+                self._read.set()
+
+
+Supply = Staging | OnDemand
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return dtypes.whole_bytes(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
