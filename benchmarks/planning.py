@@ -24,7 +24,7 @@ from treering._processes.assignment import Layout, Share
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, LocalShard
 from treering._pytree.walk import Walk
-from treering._threads.gc import gc_paused
+from treering._threads.python_gc import gc_paused
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.layout import ArrayFile
 

@@ -22,7 +22,7 @@ from ._core.views import Leaf, padded, tiled, transposed
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
 from ._core.views_reshaped import reshaped
-from ._rules.common import Rule, compiled, dtype_text, filler, whole_numbers
+from ._rules.base import Rule, compiled, dtype_text, filler, whole_numbers
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from .errors import MismatchError

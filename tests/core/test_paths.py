@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 import treering as tr
-from treering._core import paths as _paths
+from treering._core import leaf_paths as _paths
 from treering._core.entries import covered, lost
 from treering._core.entries import fits as fits_entry
 from treering.errors import MismatchError, UnsupportedError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from treering import formats
+from treering._save import pipeline
 from treering._save import save as _save
-from treering._save import stages
 from treering._save.options import SaveOptions
 from treering._save.save import save
 from treering._threads.pool import ThreadPool
@@ -95,7 +95,7 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
         try:
             options = SaveOptions("treering", overwrite, (), None, None, False, False, {})
             info = _save.describe(None, None, None)
-            prepared = stages.prepare(call, str(path), tree(label), info, options, formats.get("treering"))
+            prepared = pipeline.prepare(call, str(path), tree(label), info, options, formats.get("treering"))
             prepared.supply.run()
             with ThreadPool(1) as crew:
                 prepared.write(crew)

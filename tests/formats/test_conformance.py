@@ -24,8 +24,8 @@ from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
 from treering.stores.atomic import SequentialWriter, new_directory
-from treering.stores.on_disk import read_file
 from treering.stores.posix import Disk
+from treering.stores.whole_files import read_file
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
 
 SAFETENSORS = DTYPES[: DTYPES.index("uint64") + 1]

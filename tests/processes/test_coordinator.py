@@ -564,7 +564,7 @@ report([last, [[n, *e] for n, e in enumerate(log, 1) if e]])
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
     body = """
 import subprocess
-from treering._run import open as _open
+from treering._run import latest_good as _open
 where = NamedSharding(Mesh(devices, ("x",)), P("x"))
 template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
 with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import treering
-from treering._core import paths as _paths
+from treering._core import leaf_paths as _paths
 from treering._core import skeleton as _skeleton
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError

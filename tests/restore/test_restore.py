@@ -15,7 +15,7 @@ import pytest
 import treering as tr
 from helpers import assert_same
 from treering import stores
-from treering._core import text as _differences
+from treering._core import describe as _differences
 from treering._restore import place
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.posix import Disk

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import treering as tr
 from helpers import assert_same
 from treering import rules
-from treering._core import paths, views, views_groups, views_reshaped
+from treering._core import leaf_paths, views, views_groups, views_reshaped
 from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, MismatchError
 
@@ -572,7 +572,9 @@ def test_rules_and_shardings(layers: pathlib.Path) -> None:
 def test_a_new_name_may_be_given_as_people_write_it(tmp_path: pathlib.Path, rule: Any, name: str) -> None:
     tr.save(tmp_path / "a", {"w": 1, "v": 2}, rules=[rule("w", name)])
     (found,) = set(tr.open(tmp_path / "a")) - {"w", "v"}
-    assert paths.split(found) == paths.split(name) and found == "/".join(map(paths.key_text, paths.split(name)))
+    assert leaf_paths.split(found) == leaf_paths.split(name) and found == "/".join(
+        map(leaf_paths.key_text, leaf_paths.split(name))
+    )
     assert tr.open(tmp_path / "a")[name] == 1 == tr.open(tmp_path / "a").apply([rules.rename(found, "w2")])["w2"]
 
 

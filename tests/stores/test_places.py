@@ -19,7 +19,7 @@ import pytest
 import refusing
 import treering as tr
 from treering.errors import NotFoundError, UnsupportedError
-from treering.stores import buffers, network
+from treering.stores import buffers, nfs
 from treering.stores.posix import Disk
 
 
@@ -87,7 +87,7 @@ class Closed(Disk):
 def test_what_cannot_be_looked_into_is_no_step(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
-    network.warn_of_closed.cache_clear()
+    nfs.warn_of_closed.cache_clear()
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
             ckpts.save(step, {"n": step})
@@ -194,7 +194,7 @@ def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
 def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_stays(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
-    network.warn_of_no_locks.cache_clear()
+    nfs.warn_of_no_locks.cache_clear()
     use_disk(NoLocks())
     path = tmp_path / "c"
     for n in range(10):

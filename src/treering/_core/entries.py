@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard
 import msgspec
 
 from ..errors import CorruptError, MismatchError
-from .paths import matches, may_match_below
+from .leaf_paths import matches, may_match_below
 from .values import EXACT, ValueType, decode
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]

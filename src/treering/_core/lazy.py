@@ -85,7 +85,7 @@ class LazyArray:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        from .text import describe
+        from .describe import describe
 
         return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from .paths import join, key_text
+from .leaf_paths import join, key_text
 from .skeleton import Node, Skeleton, assemble, containers, inferred, places, subtree
 
 _log = logging.getLogger("treering")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import CorruptError, UnsupportedError
-from .paths import join, key_text, split
+from .leaf_paths import join, key_text, split
 from .values import EXACT, decode, encode
 
 LEAF = 0

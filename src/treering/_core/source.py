@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .boxes import Box
 from .entries import ArrayEntry, Entry
-from .paths import few
+from .leaf_paths import few
 from .skeleton import Skeleton
 
 if TYPE_CHECKING:

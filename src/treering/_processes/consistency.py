@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from .._core.describe import describe, shorten
 from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
-from .._core.text import describe, shorten
 from .._pytree import iterators
 from .._pytree.leaves import Catalogue
 from .._pytree.on_demand import Supply
 from ..errors import CorruptError, MismatchError, TreeringError
-from ..stores.reading import ReplacedError
+from ..stores.read_errors import ReplacedError
 from .assignment import Layout, layout_of, owner
 from .coordinator import Call
 

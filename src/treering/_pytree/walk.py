@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._core.paths import join, key_text, key_texts
+from .._core.leaf_paths import join, key_text, key_texts
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
 from .._threads.reentry import calls_back
 from ..errors import UnsupportedError

@@ -15,12 +15,12 @@ import jax
 
 from .. import rules
 from .._core import views
+from .._core.describe import NOTHING
 from .._core.entries import Entry
-from .._core.paths import below, matches
+from .._core.leaf_paths import below, matches
 from .._core.skeleton import Skeleton, subtree
-from .._core.text import NOTHING
 from .._pytree.walk import Walk
-from .._rules.common import Rule, apply
+from .._rules.base import Rule, apply
 from ..errors import Difference, TreeringError
 
 if TYPE_CHECKING:

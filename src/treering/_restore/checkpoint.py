@@ -10,15 +10,15 @@ from .._core import dtypes
 from .._core import skeleton as _skeleton
 from .._core.entries import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
 from .._core.lazy import LazyArray
-from .._core.paths import all_meant, below, closest, few, meant
+from .._core.leaf_paths import all_meant, below, closest, few, meant
 from .._core.skeleton import Skeleton
 from .._core.source import Source
 from .._core.tracebacks import methods_at_the_caller
 from ..errors import NotFoundError
 
 if TYPE_CHECKING:
-    from .._restore.options import RestoreOptions
     from ..rules import Rule
+    from .options import RestoreOptions
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         Raises `MismatchError` for a rule that fits nothing, or not what it finds.
         """
         from .._core import views
-        from .._rules.common import apply
+        from .._rules.base import apply
 
         leaves = apply(rules, views.leaves_of(self._entries))
         # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.
@@ -225,7 +225,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
     def _text(self, most: int) -> str:
         """The names and shapes of so many leaves."""
-        from .._core.text import describe, shorten
+        from .._core.describe import describe, shorten
 
         step = "" if self.step is None else f", step {self.step}"
         part = f", at {self._part}" if self._part else ""

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .._core import dtypes
+from .._core.describe import NOTHING, describe, mismatch
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
-from .._core.paths import above, all_meant, below, closest, few, matches
+from .._core.leaf_paths import above, all_meant, below, closest, few, matches
 from .._core.skeleton import Node, Skeleton, containers
-from .._core.text import NOTHING, describe, mismatch
 from .._pytree import box_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from .._core import dtypes, views
+from .._core.describe import describe
 from .._core.entries import ArrayEntry, Entry, ValueEntry
-from .._core.paths import few
+from .._core.leaf_paths import few
 from .._core.source import Source
-from .._core.text import describe
 from .._core.values import encode
 from .._pytree.walk import Walk
 from ..errors import MismatchError

@@ -14,13 +14,13 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, whole
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
-from .._core.paths import below, few
+from .._core.leaf_paths import below, few
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
-from .._processes import progress as _progress
+from .._processes import progress_bar as _progress
 from .._pytree import box_levels, devices, flax, iterators, walk
 from .._pytree.leaves import is_function
-from .._threads.gc import gc_paused
+from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
 from . import match, positional
 from . import place as _place

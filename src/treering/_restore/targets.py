@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes
+from .._core.describe import NOTHING, describe, reshaping, shorten
 from .._core.entries import ArrayEntry, Entry, ValueEntry
-from .._core.text import NOTHING, describe, reshaping, shorten
 from .._processes import coordinator
 from .._pytree import iterators
 

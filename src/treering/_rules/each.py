@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 
 from .._core.entries import LostEntry, covered, is_lost_tree
-from .._core.paths import all_meant, below, meant
+from .._core.leaf_paths import all_meant, below, meant
 from .._core.skeleton import places
 from .._core.views import Leaf
-from .common import Leaves, array, check_any, check_known, collected, expanded, fitting
+from .base import Leaves, array, check_any, check_known, collected, expanded, fitting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, LostEntry
-from .._core.paths import matches_exactly
+from .._core.leaf_paths import matches_exactly
 from .._core.views import Leaf, part
 from .._core.views_groups import joined, mapped, scaled, stacked
 from .._core.views_reshaped import reshaped
 from ..errors import MismatchError
-from .common import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
+from .base import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from .. import stores
 from .._core.entries import step_number
-from .._core.paths import absolute, few
+from .._core.leaf_paths import absolute, few
 from .._core.tracebacks import methods_at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
@@ -31,11 +31,11 @@ from . import resume
 from .collective import Collective
 from .directory import Directory
 from .last_state import LastState, StepOptions
-from .open import latest_good, listed_again, open_one
+from .latest_good import latest_good, listed_again, open_one
 from .retention import Retention
+from .saves_under_way import UnderWay, Verdict
 from .schedule import SaveEvery, Schedule
 from .steps import Steps
-from .underway import UnderWay, Verdict
 
 T = TypeVar("T")
 

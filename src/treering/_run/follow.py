@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from .. import stores
 from .._core.entries import step_number
-from .._core.paths import absolute
+from .._core.leaf_paths import absolute
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
-from ..formats.treering import glance
+from ..formats.treering import summary
 from ..formats.treering.read import Reader
 from ..stores.posix import Disk
-from ..stores.reading import UnreadableError, reading
+from ..stores.read_errors import UnreadableError, reading
 from . import run as _run
-from .open import open_one
+from .latest_good import open_one
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.5  # seconds between looks at the run
@@ -70,7 +70,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
 def _mark(disk: Disk, path: str) -> object:
     """Tells a checkpoint from the next one at the same path; those of other libraries are taken for the same."""
     with contextlib.suppress(UnreadableError), reading(path):
-        found = glance.look(disk, path)
+        found = summary.look(disk, path)
         return found and (found.st_ino, found.st_mtime_ns)
     return None
 

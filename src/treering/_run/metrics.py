@@ -6,13 +6,13 @@ from typing import Any
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.paths import absolute
+from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._save.metrics import encoded
 from ..errors import NotFoundError, SaveError, UnsupportedError
-from ..formats.treering import glance
+from ..formats.treering import summary
 from ..stores.posix import Disk
-from ..stores.reading import reading
+from ..stores.read_errors import reading
 from . import run as _run
 
 
@@ -37,11 +37,11 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
 def _write(disk: Disk, path: str, step: int, numbers: Mapping[str, float | str]) -> None:
     with reading(path):
-        there = glance.look(disk, path)
+        there = summary.look(disk, path)
     if not there and formats.is_known(disk, path):
         raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
     try:
-        glance.add_metrics(disk, path, numbers)
+        summary.add_metrics(disk, path, numbers)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
     except OSError as error:

@@ -1,24 +1,18 @@
 """From a path to a checkpoint: what lies there, or which step of a run is meant; opened, or restored."""
 
-import contextlib
-import functools
 import logging
 import os
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from .. import formats, stores
-from .._core.entries import check_whole, step_number
-from .._core.paths import absolute
+from .. import stores
+from .._core.entries import check_whole
+from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
-from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
-from ..formats.treering import glance
-from ..stores.posix import Disk
-from ..stores.reading import ReplacedError, reading
-from .run import all_steps
+from ..stores.read_errors import reading
+from .latest_good import _places, latest_good, listed_again, use_current
 
 if TYPE_CHECKING:
     from .._restore.options import RestoreOptions
@@ -27,7 +21,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
-_OPEN_ATTEMPTS = 5  # a checkpoint that is overwritten while it is read is read again
 
 
 @at_the_caller
@@ -48,112 +41,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
         return ckpt
 
     return _use(place, step, use, fallback=step is None)
-
-
-def open_one(disk: Disk, path: str) -> Checkpoint:
-    """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
-    try:
-        format = formats.detect(disk, path)
-    except UnsupportedError:  # it was there when it was looked for
-        format = formats.get("treering")
-    try:
-        with reading(path):
-            reader = format.open(disk, path)
-            reader.check_present()
-    except FileNotFoundError as error:
-        if isinstance(error, TreeringError):
-            raise
-        raise ReplacedError(f"{path}: deleted or replaced while it was opened; open it again") from error
-    return Checkpoint(reader, reader.entries, reader.skeleton)
-
-
-def _places(disk: Disk, place: str, step: int | None) -> list[tuple[int, str]] | None:
-    """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
-    found = {} if glance.look(disk, place) else all_steps(disk, place)
-    if not found:
-        check_known(disk, place)
-        if step is not None:
-            raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
-        return None
-    if step is None:
-        return list(reversed(found.items()))
-    number = step_number(step)
-    if number not in found:
-        raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
-    return [(number, found[number])]
-
-
-def check_known(disk: Disk, place: str) -> None:
-    """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
-    try:
-        formats.detect(disk, place)  # first: a path may be the beginning of the names of several files
-    except UnsupportedError as error:
-        there = disk.stat(place)
-        if there is None:
-            raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
-        if stat.S_ISDIR(there.st_mode):
-            raise NotFoundError(str(error)) from None
-        raise
-
-
-def latest_good(
-    disk: Disk,
-    run: str,
-    places: Iterable[tuple[int, str]],
-    use: Callable[[Checkpoint], T],
-    *,
-    fallback: bool = True,
-    damaged: Callable[[int], None] = lambda step: None,
-    on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
-) -> tuple[int, T]:
-    """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
-
-    `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
-
-    Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
-    meanwhile is passed over.
-    """
-    first: CorruptError | None = None
-    deleted = 0
-    passed: int | None = None
-    for step, path in places:
-        if passed is not None:
-            _log.warning("taking step %d, the one before step %d", step, passed)
-        passed = step
-        try:
-            return step, on_all_processes(functools.partial(_use_current, disk, path, step, use))
-        except CorruptError as error:
-            damaged(step)
-            if not fallback:
-                raise
-            _log.error("step %d is damaged: %s", step, error)
-            first = first or error
-        except ReplacedError:
-            if not fallback or glance.look(disk, path):
-                raise
-            _log.warning("step %d was deleted meanwhile", step)
-            deleted += 1
-    if deleted and not first:
-        raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
-    raise first or NotFoundError(f"{run}: expected a step, found none")
-
-
-def _use_current(disk: Disk, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
-    """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
-
-    Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
-    """
-    for _ in range(_OPEN_ATTEMPTS - 1):
-        with contextlib.suppress(ReplacedError):
-            return use(_open_step(disk, path, step))
-    return use(_open_step(disk, path, step))
-
-
-def _open_step(disk: Disk, path: str, step: int | None) -> Checkpoint:
-    ckpt = open_one(disk, path)
-    if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
-        _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
-    return ckpt
 
 
 @overload
@@ -243,15 +130,7 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
         with reading(place):
             steps = _places(disk, place, step)
         if steps is None:
-            return _use_current(disk, place, None, use)
+            return use_current(disk, place, None, use)
         return latest_good(disk, place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)
-
-
-def listed_again(attempt: Callable[[], T]) -> T:
-    """The result of an attempt that lists a run; again where newer steps have taken the place of all it knew of."""
-    for _ in range(_OPEN_ATTEMPTS - 1):
-        with contextlib.suppress(ReplacedError):
-            return attempt()
-    return attempt()

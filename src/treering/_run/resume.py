@@ -9,11 +9,11 @@ from .._processes import consistency
 from .._processes.coordinator import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.match import Policy
-from ..formats.treering import glance
-from ..stores.network import look_anew
+from ..formats.treering import summary
+from ..stores.nfs import look_anew
 from . import run
 from .directory import Directory
-from .open import latest_good, listed_again
+from .latest_good import latest_good, listed_again
 
 
 def has_begun(directory: Directory) -> bool:
@@ -47,7 +47,7 @@ def restore(
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.broadcast(choose)
-        if places and call.index and glance.look(history.disk, places[0][1]) is None:
+        if places and call.index and summary.look(history.disk, places[0][1]) is None:
             look_anew(history.disk, places[0][1])
         return latest_good(
             history.disk,

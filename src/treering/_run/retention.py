@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from .._core.paths import closest, few
+from .._core.leaf_paths import closest, few
 from .._save.pending import PendingSave, SaveReport
 from .._threads.latch import Latch
 from .._threads.pool import start

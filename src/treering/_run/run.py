@@ -8,14 +8,14 @@ import stat
 from collections.abc import Sequence
 
 from .. import formats, stores
-from .._core.paths import absolute, few
+from .._core.leaf_paths import absolute, few
 from .._core.tracebacks import at_the_caller
 from .._core.values import EXACT as MAX_STEP
 from ..errors import MismatchError, TreeringError, UnsupportedError
-from ..formats.treering import glance
-from ..stores import network
+from ..formats.treering import summary
+from ..stores import nfs
 from ..stores.posix import Disk
-from ..stores.reading import UnreadableError, reading
+from ..stores.read_errors import UnreadableError, reading
 
 _log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
@@ -70,11 +70,11 @@ def _is_committed(disk: Disk, run: str, name: str) -> bool:
     path = os.path.join(run, name)
     try:
         with reading(path):
-            found = glance.look(disk, path)
+            found = summary.look(disk, path)
     except UnreadableError:
         return True  # a damaged step, which is found when it is opened
     except PermissionError as error:
-        network.warn_of_closed(path, error.strerror)
+        nfs.warn_of_closed(path, error.strerror)
         return False
     return found is not None and stat.S_ISREG(found.st_mode)
 
@@ -118,7 +118,7 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
 def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
     """Raises an error of this kind for a directory that has a step's name and cannot be looked into."""
     try:
-        glance.look(disk, path)
+        summary.look(disk, path)
     except PermissionError as error:
         raise kind(
             f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "

@@ -10,13 +10,12 @@ from typing import Literal
 
 from .. import formats
 from ..errors import CorruptError, TreeringError, UnsupportedError
-from ..formats.treering import glance
+from ..formats.treering import summary
 from ..keep import Saved
-from ..stores.network import warn_of_closed
+from ..stores.nfs import warn_of_closed
 from ..stores.posix import Disk
-from ..stores.reading import UnreadableError, reading
-from . import open as _open
-from . import run
+from ..stores.read_errors import UnreadableError, reading
+from . import latest_good, run
 from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
@@ -83,7 +82,7 @@ class Steps:
     def _foreign(self, step: int, path: str) -> Saved | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, _open.open_one(self.disk, path).metrics)
+                self._others[path] = Saved(step, latest_good.open_one(self.disk, path).metrics)
             except TreeringError as error:
                 _log.warning("step %d does not count: %s", step, error)
                 self._others[path] = None
@@ -114,7 +113,7 @@ class Steps:
         return _seen(path, lambda: self.disk.stat(path))
 
     def _signature_of_manifest(self, path: str) -> _Signature | None:
-        return _seen(path, lambda: glance.look(self.disk, path))
+        return _seen(path, lambda: summary.look(self.disk, path))
 
 
 def _seen(path: str, look: Callable[[], os.stat_result | None]) -> _Signature | None:
@@ -128,7 +127,7 @@ def _seen(path: str, look: Callable[[], os.stat_result | None]) -> _Signature | 
 
 def _read(disk: Disk, step: int, path: str) -> _Verdict:
     try:
-        return Saved(step, *glance.read(disk, path))
+        return Saved(step, *summary.read(disk, path))
     except CorruptError as error:
         _log.warning("step %d is damaged and does not count: %s", step, error)
         return "damaged"

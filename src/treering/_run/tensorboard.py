@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from .._core.paths import absolute
+from .._core.leaf_paths import absolute
 from ..errors import CorruptError, UnsupportedError
 
 

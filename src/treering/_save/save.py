@@ -15,14 +15,14 @@ import numpy as np
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.paths import absolute
+from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
 from .._pytree import devices
 from .._restore.checkpoint import Checkpoint
-from .._threads.gc import gc_paused
 from .._threads.pool import ThreadPool
+from .._threads.python_gc import gc_paused
 from .._threads.reentry import alone, refuse_within
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
@@ -30,7 +30,7 @@ from ..formats.treering import write as native
 from ..formats.treering.commit import check_free
 from ..rules import Rule
 from . import pending as _pending
-from . import stages
+from . import pipeline
 from .metadata import plain
 from .metrics import encoded
 from .options import FormatOptions, SaveOptions
@@ -193,7 +193,7 @@ def start(
     format = formats.for_path(place, options.format)
     if format.name == "treering" and options.of_format:
         raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
-    prepared = stages.prepare(call, place, tree, info, options, format)
+    prepared = pipeline.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
             hooks.enter()

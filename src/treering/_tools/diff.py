@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from .._core import dtypes
+from .._core.describe import describe
 from .._core.entries import ArrayEntry, Entry, ValueEntry
-from .._core.text import describe
 from .._core.tracebacks import at_the_caller
 from .._pytree import box_levels, devices, flax, leaves, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
-from .._save import sources
+from .._save import inputs
 
 _SLICE_BYTES = 64 << 20  # bytes of one array that are compared at a time
 
@@ -84,7 +84,7 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._entries.items()}, {}
-    walked, _ = sources.grafted(walk.walk(flax.split(source)[0]))
+    walked, _ = inputs.grafted(walk.walk(flax.split(source)[0]))
     entries = leaves.describe(walked.paths, walked.leaves)[0].entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 

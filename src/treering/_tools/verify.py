@@ -5,17 +5,17 @@ import errno
 import os
 
 from .. import formats, stores
-from .._core.paths import absolute
+from .._core.leaf_paths import absolute
 from .._core.source import Problem
 from .._core.tracebacks import at_the_caller
-from .._run.open import check_known
+from .._run.latest_good import check_known
 from .._run.run import directories
 from ..errors import CorruptError, NotFoundError, UnsupportedError
-from ..formats.treering import glance
+from ..formats.treering import summary
 from ..formats.treering.read import ReplacedError
-from ..stores.network import look_anew
+from ..stores.nfs import look_anew
 from ..stores.posix import Disk
-from ..stores.reading import UnreadableError, reading
+from ..stores.read_errors import UnreadableError, reading
 
 _CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -65,7 +65,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def _verify(place: str) -> VerifyReport:
     disk = stores.of(place)
-    single = glance.look(disk, place) is not None
+    single = summary.look(disk, place) is not None
     names = [] if single else [name for _, name in directories(disk, place)]
     others = [] if single else formats.foreign_steps(disk, place, set(names)).values()
     parts = [os.path.join(place, name) for name in names] + sorted(others)
@@ -102,7 +102,7 @@ def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
         try:
             check_known(disk, path)
             format = formats.detect(disk, path)
-            file = glance.file(below) if format.name == "treering" else path
+            file = summary.file(below) if format.name == "treering" else path
             with reading(path):
                 reader = format.open(disk, path)
         except CorruptError as error:
@@ -129,7 +129,7 @@ def _is_current(disk: Disk, path: str, identity: str) -> bool:
     """
     look_anew(disk, path)
     try:
-        return glance.identity(disk, path) == identity
+        return summary.identity(disk, path) == identity
     except (CorruptError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _GONE:
             raise ReplacedError(f"{path}: it was deleted while it was checked") from None

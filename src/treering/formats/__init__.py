@@ -16,9 +16,9 @@ from .._core.skeleton import Skeleton
 from .._core.source import Problem, Source
 from ..errors import MismatchError, UnsupportedError
 from ..stores import git_lfs
-from ..stores.network import warn_of_closed
+from ..stores.nfs import warn_of_closed
 from ..stores.posix import Disk
-from ..stores.reading import UnreadableError, reading
+from ..stores.read_errors import UnreadableError, reading
 from ._shared import kinds
 
 # What a format of somebody else's is made of.

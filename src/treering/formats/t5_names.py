@@ -9,7 +9,7 @@ there and decoder in T5X. Adafactor's state lies below ``state/param_states``.
 
 import re
 
-from .._rules.common import Leaves, Rule
+from .._rules.base import Leaves, Rule
 from ..rules import rename
 
 _NORMS = (

@@ -15,10 +15,10 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 
 from ..errors import ExistsError, SaveError
-from .on_disk import make_dirs
+from .kept_files import Beside, Owned, Replaced, is_dir, look, survey
 from .posix import Disk
-from .replaced import Beside, Owned, Replaced, is_dir, look, survey
 from .sequential import SequentialWriter, lock
+from .whole_files import make_dirs
 
 _CREATE_ATTEMPTS = 50  # at making a file or directory, while others tidy up
 _log = logging.getLogger("treering")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
-from .on_disk import make_dirs
 from .posix import Disk
+from .whole_files import make_dirs
 
 NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
 _VERSION = 1

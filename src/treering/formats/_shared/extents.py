@@ -11,7 +11,7 @@ import numpy as np
 from ..._core.boxes import Box, box_shape, rows_apart, slices, whole
 from ...errors import CorruptError, UnsafeError
 from ...stores.buffers import adoptable
-from ...stores.file import File, Range, merge
+from ...stores.open_file import File, Range, merge
 
 _MAX_ELEMENTS = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 _GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call

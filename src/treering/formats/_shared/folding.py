@@ -4,8 +4,8 @@ import os
 import unicodedata
 
 from ...errors import UnsupportedError
-from ...stores.on_disk import make_dirs
 from ...stores.posix import Disk
+from ...stores.whole_files import make_dirs
 
 
 class Folders:

@@ -3,8 +3,8 @@
 import os
 import stat
 
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
+from ...stores.whole_files import opened
 
 _TORCH = (
     "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...errors import CorruptError, UnsafeError
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened
 
 if TYPE_CHECKING:
     from .extents import File

@@ -17,7 +17,7 @@ from ..._core.source import Problem
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
 from .extents import Runs, Small, mapped
 
 _CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..._core import dtypes
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, lost
-from ..._core.paths import key_texts
+from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError

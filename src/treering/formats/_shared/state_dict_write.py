@@ -9,7 +9,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
-from ..._core.paths import key_text, split
+from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import build, nest
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError

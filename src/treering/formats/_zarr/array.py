@@ -21,9 +21,9 @@ from ..._core.boxes import Box, box_shape, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
-from ...stores.on_disk import opened, read_file
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened, read_file
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 

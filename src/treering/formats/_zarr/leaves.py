@@ -14,10 +14,10 @@ from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
-from ...stores.on_disk import read_file
+from ...stores.kept_files import files_in, is_dir
 from ...stores.posix import Disk
-from ...stores.reading import reading
-from ...stores.replaced import files_in, is_dir
+from ...stores.read_errors import reading
+from ...stores.whole_files import read_file
 from .._shared.msgpack import beginning
 from .._shared.reader import ForeignReader, Stored
 from . import array as zarr

@@ -10,7 +10,7 @@ from typing import Any
 from ..._core.source import Source
 from ...errors import MismatchError
 from ...stores.posix import Disk
-from ...stores.reading import refusal
+from ...stores.read_errors import refusal
 from .schema import NAME, SUFFIX, line_before
 
 

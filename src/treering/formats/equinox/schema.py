@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened
 
 NAME = "equinox"
 MAGIC = b"\x93NUMPY"

@@ -9,7 +9,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import in_slices
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
-from ..._core.paths import few
+from ..._core.leaf_paths import few
 from ..._core.source import Source
 from ...errors import UnsupportedError
 from ...stores.atomic import SequentialWriter, new_file

@@ -16,14 +16,14 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..._core.entries import Entry
-from ..._core.paths import key_text, split
+from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import assemble, inferred
 from ..._core.source import Source
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.atomic import new_file
 from ...stores.posix import Disk
-from ...stores.reading import refusal
+from ...stores.read_errors import refusal
 from .. import accepts
 from .._shared.msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
 

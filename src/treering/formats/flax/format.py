@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..._core.entries import lost
-from ..._core.paths import few, key_text, split
+from ..._core.leaf_paths import few, key_text, split
 from ..._core.source import Source
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.atomic import new_file
-from ...stores.on_disk import is_file, read_file
 from ...stores.posix import Disk
-from ...stores.reading import refusal
+from ...stores.read_errors import refusal
+from ...stores.whole_files import is_file, read_file
 from .. import accepts, may_be_file
 from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.posix import Disk
-from ...stores.reading import UnreadableError, refusal
+from ...stores.read_errors import UnreadableError, refusal
 from ..orbax.schema import CHECKPOINT, TREE
 from .schema import FILE, own_metadata, read_metadata
 

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator
 
 from ..._core.entries import ArrayEntry, Entry, lost
-from ..._core.paths import key_text
+from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
 from ...stores.posix import Disk
 from .._shared.state_dict import check_apart

@@ -8,9 +8,9 @@ import msgspec
 
 from ..._core.source import Source
 from ...errors import CorruptError
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened
 
 FILE = "metadata.json"
 MAX_METADATA_BYTES = 1 << 16  # bytes of that file

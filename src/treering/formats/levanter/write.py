@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
-from ..._core.paths import split
+from ..._core.leaf_paths import split
 from ..._core.source import Source
 from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.atomic import SequentialWriter, new_directory

@@ -20,7 +20,7 @@ from typing import Any
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.posix import Disk
-from ...stores.reading import refusal
+from ...stores.read_errors import refusal
 from .. import is_step
 from .schema import (
     ABOUT_ARRAYS,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
-from ..._core.paths import join, key_text
+from ..._core.leaf_paths import join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.on_disk import is_file
 from ...stores.posix import Disk
+from ...stores.whole_files import is_file
 from .schema import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
 from .state import read_state
 from .tree import LEVELS, Tree, read_remnant, read_tree

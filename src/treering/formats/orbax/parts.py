@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import TreeringError
-from ...stores.on_disk import is_file
+from ...stores.kept_files import files_in, is_dir
 from ...stores.posix import Disk
-from ...stores.replaced import files_in, is_dir
+from ...stores.whole_files import is_file
 from .._shared.msgpack import MAP, beginning, tokens
 from .._zarr.array import DATABASE
 from .._zarr.leaves import database_parts, parts_of

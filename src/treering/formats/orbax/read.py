@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry
 from ..._core.source import Problem
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
-from ...stores.on_disk import is_file
 from ...stores.posix import Disk
+from ...stores.whole_files import is_file
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
 from .items import Items, numbers, read_items, read_tree_of

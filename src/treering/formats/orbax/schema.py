@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from ...errors import CorruptError, UnsafeError
-from ...stores.on_disk import read_file
 from ...stores.posix import Disk
+from ...stores.whole_files import read_file
 from .. import get
 from .._shared.msgpack import MAP, STR, beginning, tokens
 

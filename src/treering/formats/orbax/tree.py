@@ -11,12 +11,12 @@ import msgspec
 
 from ..._core import dtypes
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
-from ..._core.paths import few, join, key_text
+from ..._core.leaf_paths import few, join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.on_disk import is_file
 from ...stores.posix import Disk
+from ...stores.whole_files import is_file
 from .._shared.reader import Stored
 from .._shared.state_dict import Leaves, check_inside
 from .._zarr import array as zarr

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
-from ..._core.paths import key_text, split
+from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..._core.paths import few
+from ..._core.leaf_paths import few
 from ...errors import CorruptError, UnsafeError
-from ...stores.on_disk import read_file
 from ...stores.posix import Disk
+from ...stores.whole_files import read_file
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"

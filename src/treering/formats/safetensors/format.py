@@ -9,12 +9,12 @@ import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.paths import few
+from ..._core.leaf_paths import few
 from ..._core.source import ABOUT, Source
 from ...errors import CorruptError, UnsupportedError
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import UnreadableError, reading, refusal
+from ...stores.read_errors import UnreadableError, reading, refusal
+from ...stores.whole_files import opened
 from .folder import INDEX, SUFFIX, candidates, chosen
 from .header import header_size
 

@@ -11,7 +11,7 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, Entry, lost
 from ..._core.source import Source
 from ..._core.values import decode_float
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.posix import Disk
 from .._shared.extents import File, Layout, Runs, layout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._core.entries import ArrayEntry
-from ..._core.paths import few
+from ..._core.leaf_paths import few
 from ...errors import ExistsError, MismatchError
 from ...stores.atomic import SequentialWriter, new_directory, new_file
 from ...stores.posix import Disk

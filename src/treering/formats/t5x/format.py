@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._core.source import Source
 from ...stores.posix import Disk
-from ...stores.reading import refusal
+from ...stores.read_errors import refusal
 from .. import is_step, may_be_file
 from .._shared.msgpack import MAP, STR, beginning, tokens
 from .schema import FILE, OF_ORBAX

@@ -10,7 +10,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.posix import Disk
 from .._shared.extents import File

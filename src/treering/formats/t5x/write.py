@@ -16,7 +16,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, ValueEntry
-from ..._core.paths import split
+from ..._core.leaf_paths import split
 from ..._core.source import Source
 from ...errors import TreeringError
 from ...stores.atomic import SequentialWriter, new_directory

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError, UnsupportedError
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import reading, refusal
+from ...stores.read_errors import reading, refusal
+from ...stores.whole_files import opened
 from .. import accepts
 from .schema import NAME, index_of
 

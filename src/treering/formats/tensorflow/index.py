@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..._core.boxes import Box
-from ..._core.paths import key_text
+from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsupportedError
 from .table import fields
 

@@ -5,9 +5,9 @@ import re
 import stat
 
 from ...errors import CorruptError
-from ...stores.on_disk import opened
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened
 
 NAME = "tensorflow"
 INDEX = ".index"

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
 from ...stores.buffers import aligned
-from ...stores.on_disk import make_dirs
 from ...stores.posix import Disk
+from ...stores.whole_files import make_dirs
 from .new_files import CREATE_ATTEMPTS, Files
 from .removal import check_removable, consists_of, logged, remove, remove_leftovers
 from .schema import MANIFEST, OWN_FILES

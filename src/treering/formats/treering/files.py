@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 
 from ..._core.boxes import Box, box_shape, byte_ranges, rows_apart, slices
-from ..._core.paths import few
-from ..._threads.gc import gc_paused
+from ..._core.leaf_paths import few
 from ..._threads.pool import in_parallel
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.file import File, merge
-from ...stores.on_disk import opened
+from ...stores.open_file import File, merge
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import opened
 from ..safetensors import header as safetensors
 from . import manifest
 from .manifest import BLOCK

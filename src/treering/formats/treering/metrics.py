@@ -13,9 +13,9 @@ import msgspec
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.on_disk import read_file
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, validity
 from .new_files import Files

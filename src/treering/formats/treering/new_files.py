@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from ...errors import SaveError
-from ...stores.network import look_anew, wait_until
+from ...stores.nfs import look_anew, wait_until
 from ...stores.posix import Disk
 from .schema import MANIFEST
 

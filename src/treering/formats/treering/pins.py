@@ -4,7 +4,7 @@ import os
 
 from ...errors import NotFoundError
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
 from .schema import MANIFEST, PIN
 
 

@@ -15,15 +15,15 @@ from ..._core.boxes import Box, Cells, box_shape, intersect, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import Problem
-from ..._threads.gc import gc_paused
 from ..._threads.pool import in_parallel
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
-from ...stores.file import merge
-from ...stores.on_disk import read_file
+from ...stores.open_file import merge
 from ...stores.posix import Disk
-from ...stores.reading import ReplacedError
+from ...stores.read_errors import ReplacedError
+from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, parts_of
 from .manifest import ArrayRow, piece_key

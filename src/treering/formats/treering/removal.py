@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
-from ..._threads.gc import gc_paused
+from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.network import warn_of_no_locks
-from ...stores.on_disk import opened, read_file
+from ...stores.nfs import warn_of_no_locks
 from ...stores.posix import Disk
-from ...stores.reading import UnreadableError
+from ...stores.read_errors import UnreadableError
+from ...stores.whole_files import opened, read_file
 from . import files, manifest, metrics
 from .manifest import file_names
 from .schema import MANIFEST, OWN_FILES

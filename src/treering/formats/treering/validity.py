@@ -14,7 +14,7 @@ import msgspec
 from ..._core import dtypes
 from ..._core.boxes import Cells
 from ..._core.entries import ArrayEntry, ValueEntry
-from ..._core.paths import key_texts
+from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton
 from ..._core.values import EXACT, decode, is_shape
 from ...errors import CorruptError

@@ -20,11 +20,11 @@ from ..._processes.assignment import Piece, Share
 from ..._processes.coordinator import Call
 from ..._pytree.leaves import Catalogue
 from ..._pytree.on_demand import Supply
-from ..._threads.gc import gc_paused
 from ..._threads.pool import ThreadPool
+from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
-from ...stores.network import look_anew, wait_until
+from ...stores.nfs import look_anew, wait_until
 from ...stores.posix import Disk
 from . import layout, manifest
 from .commit import Transaction

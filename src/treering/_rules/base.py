@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._core.entries import ArrayEntry, check_whole, fits, is_lost_tree, lost
-from .._core.paths import all_meant, canonical
+from .._core.leaf_paths import all_meant, canonical
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import Difference, MismatchError
 from .entries import Entry, LostEntry, ValueEntry
-from .paths import closest, matches
+from .leaf_paths import closest, matches
 
 NOTHING = "nothing"
 _MAX_LINES = 20  # lines

@@ -12,11 +12,11 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from .._core.paths import few
+from .._core.leaf_paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
-from .on_disk import opened
 from .posix import Disk
 from .sequential import SequentialWriter
+from .whole_files import opened
 
 _BUFFER_BYTES = 4 << 20
 # The files in a directory, by their paths within it, that are part of a checkpoint of some format.

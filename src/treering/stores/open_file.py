@@ -11,7 +11,7 @@ from .._threads.pool import in_parallel
 from ..errors import CorruptError
 from . import git_lfs
 from .posix import Disk
-from .reading import reading
+from .read_errors import reading
 
 _CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
 

@@ -19,7 +19,7 @@ from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
 from .._core.source import ABOUT, Source, Written
 from .._core.views import View
-from .._processes import assignment, coordinator, progress
+from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
 from .._processes.consistency import check_consistent
 from .._pytree import box_levels, flax, leaves, walk
@@ -28,14 +28,14 @@ from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
 from .._pytree.staging import Staging
 from .._restore.checkpoint import Checkpoint
-from .._threads.gc import gc_paused
 from .._threads.pool import ThreadPool
+from .._threads.python_gc import gc_paused
 from ..errors import ExistsError, UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
 from ..stores.atomic import scratch_directory
 from ..stores.posix import Disk
-from . import sources
+from . import inputs
 from .options import SaveOptions
 
 _log = logging.getLogger("treering")
@@ -63,12 +63,12 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     """Describes the tree and finds what this process writes. Raises what `treering.save` raises before it begins."""
     target = _Target(call, stores.of(path), path, format, info, options)
     if isinstance(tree, Checkpoint):
-        return _prepare_view(target, sources.view_of(tree, options.rules, options.dtype, info), None)
+        return _prepare_view(target, inputs.view_of(tree, options.rules, options.dtype, info), None)
     with gc_paused():
         walked = _walk(tree, format)
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, walked.leaves)):
-            walked, guessed = sources.grafted(walked)
+            walked, guessed = inputs.grafted(walked)
         catalogue, shards = leaves.describe(
             walked.paths,
             walked.leaves,
@@ -83,7 +83,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     live = LiveTree(path, walked.skeleton, catalogue, shards)
     change = functools.partial(_changed, target, walked.boxes, guessed)
     view = change(Checkpoint(live, live.entries, live.skeleton))
-    alone = format.name != "treering" or sources.spread_over_processes(view, live)
+    alone = format.name != "treering" or inputs.spread_over_processes(view, live)
     if call.count > 1 and alone:
         _check_kept(target, view)
         return _prepare_by_way_of_native(target, live, change)
@@ -92,8 +92,8 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
 
 def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
     """A live tree, or the checkpoint that it was saved as, as it is to be written."""
-    view = sources.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
-    view = sources.with_boxes(view, boxes, target.format.boxes)
+    view = inputs.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
+    view = inputs.with_boxes(view, boxes, target.format.boxes)
     view.guessed += guessed
     return view
 
@@ -123,7 +123,7 @@ def _prepare_view(target: _Target, view: View, live: LiveTree | None) -> Prepare
         return Prepared(staging or reading, _ending(reading, lambda crew: _write_foreign(target, view)))
     assert view.skeleton is not None
     skeleton = view.skeleton
-    catalogue, shards = sources.described(view, live, sliced=call.count == 1)
+    catalogue, shards = inputs.described(view, live, sliced=call.count == 1)
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     reading = OnDemand(view, assignment.to_stage(catalogue, shards, shares, call.index), hold=not fits)
     write = _ending(reading, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, reading))
@@ -199,7 +199,7 @@ def _write_native(
     if single:
         shares = assignment.plan(catalogue, call.count, single)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
-    with progress.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
+    with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
         return native.write(target.store, job, supply, crew, call)
 
 
@@ -239,8 +239,8 @@ def _write_foreign(target: _Target, contents: Source) -> Written:
         )
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
-    with progress.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
-        watched: Any = progress.Watched(contents, moved) if options.progress else contents
+    with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
+        watched: Any = progress_bar.Watched(contents, moved) if options.progress else contents
         nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
     return Written(nbytes, time.perf_counter() - begun)
 

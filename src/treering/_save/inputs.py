@@ -10,7 +10,7 @@ from .._core import dtypes, views
 from .._core.boxes import box_shape, in_slices, whole
 from .._core.entries import ArrayEntry, check_whole
 from .._core.lazy import LazyArray
-from .._core.paths import few
+from .._core.leaf_paths import few
 from .._core.rebuilt import rebuilt
 from .._core.skeleton import Node, Skeleton, containers
 from .._core.source import Source

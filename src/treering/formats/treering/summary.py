@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
-from ...stores.on_disk import read_file
 from ...stores.posix import Disk
-from ...stores.reading import reading
+from ...stores.read_errors import reading
+from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .schema import MANIFEST
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..errors import UnsafeError
 from . import git_lfs
 from .posix import UNSUPPORTED, Disk, looked_up_again
-from .reading import reading
+from .read_errors import reading
 
 _MAX_FILE_BYTES = 2 << 30
 _MAX_SPARSE_BYTES = 16 << 20  # bytes that are read whatever they are
