@@ -106,6 +106,17 @@ for format in FORMATS:
     tr.save(tmp / format, tree, format=format, rules=[*keys, *in_place])
     assert caught(tr.save, tmp / format, tree, format=format, rules=[*keys, *in_place])[0] == "ExistsError"
 assert caught(tr.save, tmp / "tensorflow", tree, format="tensorflow")[0] == "UnsupportedError"
+class Counting(stores.Disk):
+    written = 0
+    def write(self, fd, data, offset):
+        Counting.written += len(data)
+        super().write(fd, data, offset)
+with stores.using(Counting()):
+    assert caught(tr.save, tmp / "across", tree, rules=across)[0] == "ExistsError"
+    assert caught(tr.save, tmp / FORMATS[0], tree, format=FORMATS[0], rules=[*keys, *in_place])[0] == "ExistsError"
+    assert Counting.written == 0
+lone = put(values["alone"], P(), Mesh(np.array([d for d in devices if d.process_index == COUNT - 1]), ("x",)))
+tr.save(tmp / "lone", {"lone": lone, "n": 1}, rules=[tr.rules.reshape("lone", (-1,))])
 again = tr.save(tmp / "copy", tr.open(tmp / "across").select(["stacked", "rows", "step"]))
 report([again.nbytes > 0, sorted(os.listdir(tmp))])
 """
@@ -131,6 +142,7 @@ def test_several_processes_save_with_rules_and_in_any_format(tmp_path: pathlib.P
     assert set(tr.open(tmp_path / "copy")) == {"stacked", "rows", "step"} and not tr.diff(
         tmp_path / "copy", across.select(["stacked", "rows", "step"])
     )
+    assert (tr.restore(tmp_path / "lone")["lone"] == big[:9].reshape(-1) + 5).all()
     assert tr.restore(tmp_path / "bf16")["grid"].dtype == "bfloat16"
     for name in ("in place", "across", "bf16", "copy", *formats):
         assert tr.verify(tmp_path / name).ok, name

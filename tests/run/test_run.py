@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import pathlib
@@ -974,3 +975,18 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
         assert refused[0] == "MismatchError" and "another Checkpointer of this process has taken this run" in refused[1]
         assert finished == [3, 4, 5, 6] and taken == [True, False] and slow == [1]
     assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]
+
+
+def test_what_killed_saves_leave_beside_a_step_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
+    """What one process has to write of a tree of several is saved beside its place first."""
+    names = [".step-00000005.0fe007.tmp", ".step-00000006.0fe008.tmp", ".other.0fe007.tmp", ".step-00000007.tmp"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x")
+    fd = os.open(tmp_path / names[1], os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # its writer lives
+        save_steps(tmp_path, [8])
+        assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "step-00000008"])
+    finally:
+        os.close(fd)

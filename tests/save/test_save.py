@@ -7,11 +7,13 @@ import gc
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
+import time
 import tracemalloc
 import types
 import weakref
@@ -26,9 +28,11 @@ import pytest
 
 import treering as tr
 from treering import stores
+from treering._pytree import devices, leaves
 from treering._save import pipeline
 from treering.formats.treering import layout
 from treering.stores.posix import Disk
+from treering.testing import _doubles as doubles
 
 
 class HeldDisk(Disk):
@@ -938,3 +942,103 @@ def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: path
         tmp_path,
     )
     assert done.stdout == "True\n", done.stderr
+
+
+# Trees that are read while they are written
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU arrays are taken for device arrays: a mock, for the bytes of those must be copied."""
+    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)
+
+
+TURNED = [tr.rules.transpose("w*", (1, 0))]
+
+
+@pytest.mark.parametrize("most", [100, 2**31 - 1])
+def test_parts_of_long_axes_are_those_that_were_asked_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, accelerator: None, most: int
+) -> None:
+    """An index of 32 bits would wrap around; where that may be, bounds are constants."""
+    monkeypatch.setattr(devices, "_MAX_DYNAMIC", most)
+    mesh = jax.make_mesh((8,), ("x",))
+    tree = {
+        "w0": jnp.arange(6 << 20, dtype=jnp.float32).reshape(-1, 2),
+        "w1": jax.device_put(
+            jnp.arange(6 << 20, dtype=jnp.int32).reshape(2, -1), jax.NamedSharding(mesh, jax.P(None, "x"))
+        ),
+        "v": jnp.arange(1 << 20).astype(jnp.int4),
+    }
+    tr.save(tmp_path / "c", tree, rules=[*TURNED, tr.rules.rename("v", "u")], memory_limit=1)
+    found = tr.restore(tmp_path / "c")
+    for name in ("w0", "w1"):
+        np.testing.assert_array_equal(found[name], np.asarray(tree[name]).T)
+    assert (found["u"] == np.asarray(tree["v"])).all()
+
+
+@pytest.mark.parametrize("name", ["c", "c.safetensors"])
+def test_a_save_that_has_read_everything_keeps_no_arrays(tmp_path: pathlib.Path, accelerator: None, name: str) -> None:
+    tree = {f"w{n}": jnp.full((300, 2), n) for n in range(8)}
+    alive = [weakref.ref(array) for array in tree.values()]
+    pending = tr.save_async(tmp_path / name, tree, rules=TURNED, memory_limit=1)
+    del tree
+    pending.result()
+    gc.collect()
+    assert not any(array() is not None for array in alive)
+
+
+@pytest.mark.parametrize("name", ["c", "c.safetensors"])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_function_of_a_rule_cannot_save(
+    tmp_path: pathlib.Path, name: str, limit: int | None, accelerator: None
+) -> None:
+    def inner(array: Any) -> Any:
+        tr.save(tmp_path / "inner", {"x": array})
+        return array
+
+    for save in (tr.save, lambda *args, **options: tr.save_async(*args, **options).result()):
+        with pytest.raises(tr.errors.MismatchError, match="a function of a rule, in the middle of another call"):
+            save(tmp_path / name, {"w": jnp.ones(3)}, rules=[tr.rules.map("w", inner)], memory_limit=limit)
+    assert everything(tmp_path) == []
+
+
+@pytest.mark.parametrize("setting", ["jax_transfer_guard", "jax_debug_nans"])
+def test_what_is_read_while_it_is_written_obeys_guards(tmp_path: pathlib.Path, accelerator: None, setting: str) -> None:
+    tree = {"w": jnp.full((6 << 20, 2), jnp.nan).block_until_ready()}
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, "disallow" if "guard" in setting else True)
+    try:
+        tr.save(tmp_path / "c", tree, rules=TURNED, memory_limit=1)
+    finally:
+        jax.config.update(setting, before)
+    assert np.isnan(tr.restore(tmp_path / "c")["w"]).all()
+
+
+@pytest.mark.parametrize("format", ["treering", "safetensors", "flax"])
+def test_ctrl_c_ends_a_copy_of_a_checkpoint(tmp_path: pathlib.Path, format: str) -> None:
+    tr.save(tmp_path / "c", {f"w{n}": np.ones(6 << 20, np.float32) for n in range(8)})
+    source = doubles.interrupted(tr.open(tmp_path / "c")._reader, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    before = everything(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tr.save(
+            tmp_path / "copy",
+            tr.open(tmp_path / "c").__class__(Slow(source), source.entries, source.skeleton),
+            format=format,
+        )
+    assert everything(tmp_path) == before
+
+
+class Slow:
+    """A source that takes its time."""
+
+    def __init__(self, source: Any):
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, *args: Any, **options: Any) -> Any:
+        found = self._source.read(*args, **options)
+        time.sleep(0.2)
+        return found

@@ -58,15 +58,16 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
 
 
 class Watched:
-    """A reader that tells how many bytes it has read."""
+    """A source that says how many bytes it has read, and raises what `check` does before it reads more."""
 
-    def __init__(self, reader: "Source", moved: Callable[[int], None]):
-        self._reader, self._moved = reader, moved
+    def __init__(self, source: "Source", moved: Callable[[int], None], check: Callable[[], None]):
+        self._source, self._moved, self._check = source, moved, check
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
+        return getattr(self._source, name)
 
     def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> "list[np.ndarray]":
-        arrays = self._reader.read(wanted, **options)
+        self._check()
+        arrays = self._source.read(wanted, **options)
         self._moved(sum(array.nbytes for array in arrays))
         return arrays

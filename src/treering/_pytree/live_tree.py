@@ -11,6 +11,7 @@ from .._core.boxes import Box, box_shape, intersect, slices
 from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
 from .._core.source import Problem
+from . import devices
 from .leaves import Catalogue, LocalShard, host_bytes
 from .staging import Staging
 
@@ -92,8 +93,8 @@ class LiveTree:
             return _within(np.asarray(shard.data), box, shard.box)
         data = shard.data
         if box != shard.box and isinstance(data, jax.Array):  # no more of it than that is to leave the device
-            starts = [start - first for (start, _), (first, _) in zip(box, shard.box, strict=True)]
-            data = jax.lax.dynamic_slice(data, starts, box_shape(box))
+            inner = [(a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True)]
+            data = devices.part_of(data, inner)
         else:
             data = _within(np.asarray(data), box, shard.box)
         return host_bytes(shard, data).view(shard.dtype).reshape(box_shape(box))

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from .._core import dtypes
+from .._core.boxes import Box
 from .._core.source import Source
 from .._threads.latch import Latch
+from .._threads.reentry import alone
+from . import devices
 from .leaves import SLICE_BYTES, LocalShard
 from .staging import Staging
 
@@ -26,17 +29,26 @@ class OnDemand:
     """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
 
     Writers hold a few groups of about `SLICE_BYTES` at a time. With `hold`, `run` returns when all shards are read, or
-    at `release`: the source is a live tree, which must not change before.
+    at `release`: the source is a live tree, which must not change before. `check` raises when no
+    more is to be read.
     """
 
     writers_needed = Latch()
     writers_needed.set()
 
-    def __init__(self, source: Source, shards: Sequence[LocalShard], *, hold: bool = False):
+    def __init__(
+        self,
+        source: Source,
+        shards: Sequence[LocalShard],
+        *,
+        hold: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ):
         self.shards = shards
         self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
-        self._source, self._hold = source, hold
-        self._entries: list[Any] = list(source.entries.values())
+        self._source: Source | None = source
+        self._entries: list[Any] | None = list(source.entries.values())
+        self._hold, self._also_check = hold, check
         self._groups = list(self._grouped())
         self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread = sum(group.left > 0 for group in self._groups)
@@ -59,8 +71,9 @@ class OnDemand:
         with group.lock:
             if group.arrays is None:
                 self.check()
-                wanted = [(self._entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
-                group.arrays = list(map(_as_bytes, self._source.read(wanted)))
+                entries = self._entries or ()
+                wanted = [(entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
+                group.arrays = _read(self._source, wanted)
                 self._count_read()
             return group.arrays[n - group.first]
 
@@ -68,8 +81,8 @@ class OnDemand:
         """The bytes of shard `n`, of which nothing is kept."""
         self.check()
         shard = self.shards[n]
-        (array,) = self._source.read([(self._entries[shard.leaf], shard.box)])
-        return _as_bytes(array)
+        (array,) = _read(self._source, [((self._entries or ())[shard.leaf], shard.box)])
+        return array
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
         """Says how many bytes of each shard will be taken, before any is."""
@@ -113,9 +126,11 @@ class OnDemand:
         """Raises what `fail` was given."""
         if self._error:
             raise self._error
+        self._also_check()
 
     def clear(self) -> None:
-        """Lets go of all bytes."""
+        """Lets go of all bytes, and of the source."""
+        self._source = self._entries = None
         for group in self._groups:
             group.arrays = None
 
@@ -133,10 +148,19 @@ class OnDemand:
         with self._lock:
             self._unread -= 1
             if not self._unread:
+                self._source = self._entries = None  # or a live tree's arrays would stay until everything is written
                 self._read.set()
 
 
 Supply = Staging | OnDemand
+
+
+@alone
+@devices.explicit()
+def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one."""
+    assert source is not None
+    return list(map(_as_bytes, source.read(wanted)))
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:

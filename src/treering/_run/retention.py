@@ -14,6 +14,7 @@ from .._threads.pool import start
 from ..errors import CorruptError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
+from ..stores import atomic
 from . import run
 from .directory import Directory
 
@@ -45,6 +46,10 @@ class Retention:
                 disk.unlink(os.path.join(root, run.FINISHED))
             for place in (root, *run.aside(disk, root)):
                 for name in disk.list(place):
+                    beside = atomic.place_of(name)
+                    if beside and run.parse(beside, self._history.prefix) is not None:
+                        with contextlib.suppress(FileNotFoundError):
+                            atomic.remove_unlocked(disk, os.path.join(place, name))
                     if run.parse(name, self._history.prefix) is not None:
                         removal.remove_leftovers(disk, os.path.join(place, name), remove_empty=True)
             run.settle_aside(disk, root)

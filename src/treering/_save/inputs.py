@@ -1,13 +1,13 @@
 """What is to be saved, as one source: checkpoints in a tree, rules, casts, boxes; and what the writers take of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .._core import dtypes, views
-from .._core.boxes import box_shape, in_slices, whole
+from .._core.boxes import Box, box_shape, in_slices, whole
 from .._core.entries import ArrayEntry, check_whole
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import few
@@ -119,7 +119,7 @@ def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple
     """The catalogue of a save of all leaves of a view, and its shards in the order in which they are written.
 
     Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
-    the one in the same place. With `sliced`, everything else is cut into slices.
+    the one in the same place. With `sliced`, pieces are cut into slices.
     """
     entries = list(view.entries.values())
     shardings: dict[int, Any] = {}
@@ -135,17 +135,22 @@ def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple
             shardings[leaf] = sharding
             if live.is_global(origin):
                 spread.add(leaf)
-            boxes = [(shard.box, shard.box) for shard in live.shards_of(origin)]
+            pieces = [shard.box for shard in live.shards_of(origin)]
         else:
-            box = whole(entry.shape)
-            parts = in_slices(entry.shape, dtype.itemsize, SLICE_BYTES) if sliced else (box,)
-            boxes = [(part, box) for part in parts]
-        for part, piece in boxes:
-            nbytes = math.prod(box_shape(part)) * dtype.itemsize
+            pieces = [whole(entry.shape)]
+        for piece in pieces:
             order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
-            shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
+            for part in _slices_of(piece, dtype.itemsize) if sliced else (piece,):
+                nbytes = math.prod(box_shape(part)) * dtype.itemsize
+                shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
     return Catalogue(entries, {}, shardings, spread), [shard for _, shard in shards]
+
+
+def _slices_of(box: Box, itemsize: int) -> Iterator[Box]:
+    """The slices of a box, one after the other."""
+    for part in in_slices(box_shape(box), itemsize, SLICE_BYTES):
+        yield tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, part, strict=True))
 
 
 def spread_over_processes(view: views.View, live: LiveTree) -> tuple[str, ...]:

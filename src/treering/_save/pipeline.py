@@ -17,7 +17,7 @@ from .. import formats, stores
 from .._core.boxes import box_shape
 from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
-from .._core.source import ABOUT, Source, Written
+from .._core.source import ABOUT, Written
 from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
@@ -30,9 +30,11 @@ from .._pytree.staging import Staging
 from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
+from .._threads.reentry import alone
 from ..errors import ExistsError, UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
+from ..formats.treering.commit import check_free
 from ..stores.atomic import scratch_directory
 from ..stores.posix import Disk
 from . import inputs
@@ -83,11 +85,22 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     live = LiveTree(path, walked.skeleton, catalogue, shards)
     change = functools.partial(_changed, target, walked.boxes, guessed)
     view = change(Checkpoint(live, live.entries, live.skeleton))
-    alone = format.name != "treering" or inputs.spread_over_processes(view, live)
-    if call.count > 1 and alone:
-        _check_kept(target, view)
+    if call.count > 1 and not _writes_together(target, view, live):
+        if format.name != "treering":
+            _check_kept(target, view)
+            _check_no_iterators(path, view)
         return _prepare_by_way_of_native(target, live, change)
     return _prepare_view(target, view, live)
+
+
+def _writes_together(target: _Target, view: View, live: LiveTree) -> bool:
+    """Whether each process can write its part of a view of a live tree.
+
+    They agree on it: an array that lies in one process alone looks to that one like any of its own.
+    """
+    if target.format.name != "treering":
+        return False
+    return target.call.gather_and_decide(not inputs.spread_over_processes(view, live), all)
 
 
 def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
@@ -106,10 +119,13 @@ def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, sha
     return Prepared(staging, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, staging))
 
 
-def _prepare_view(target: _Target, view: View, live: LiveTree | None) -> Prepared:
+def _prepare_view(
+    target: _Target, view: View, live: LiveTree | None, check: Callable[[], None] = lambda: None
+) -> Prepared:
     """A checkpoint, or a live tree that rules or the format change: read box by box while it is written.
 
     A live tree is staged first, unless its copies are more than the limit: then the caller waits until it is read.
+    `check` raises when nothing more is to be read.
     """
     call, limit = target.call, target.options.memory_limit
     if target.format.name != "treering":
@@ -119,13 +135,15 @@ def _prepare_view(target: _Target, view: View, live: LiveTree | None) -> Prepare
     fits = limit is None or sum(shard.nbytes for shard in live.shards if shard.copies) <= limit if live else True
     staging = live.stage() if live and fits else None
     if target.format.name != "treering":
-        reading = OnDemand(view, [], hold=not fits)
-        return Prepared(staging or reading, _ending(reading, lambda crew: _write_foreign(target, view)))
+        reading = OnDemand(view, [], hold=not fits, check=check)
+        supply = staging or reading
+        return Prepared(supply, _ending(reading, lambda crew: _write_foreign(target, view, supply.check)))
     assert view.skeleton is not None
     skeleton = view.skeleton
     catalogue, shards = inputs.described(view, live, sliced=call.count == 1)
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
-    reading = OnDemand(view, assignment.to_stage(catalogue, shards, shares, call.index), hold=not fits)
+    shards = assignment.to_stage(catalogue, shards, shares, call.index)
+    reading = OnDemand(view, shards, hold=not fits, check=check)
     write = _ending(reading, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
 
@@ -171,19 +189,32 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
 
     def write(crew: ThreadPool) -> Written:
         with contextlib.ExitStack() as scratch:
-            beside = call.broadcast(lambda: scratch.enter_context(scratch_directory(target.store, target.path)))
-            _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
+
+            def begin() -> str:
+                _check_place(target)
+                return scratch.enter_context(scratch_directory(target.store, target.path))
+
+            beside = call.broadcast(begin)
+            try:
+                _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
+            except BaseException:
+                if call.index:  # whose files may have been the last in it, after process 0 has removed its own
+                    with contextlib.suppress(OSError):
+                        target.store.remove_dir(beside)
+                raise
             call.doing("writing in process 0")
-            return Written(*call.broadcast(lambda: list(_copy(target, change, beside, crew))))
+            return Written(*call.broadcast(lambda: list(_copy(target, change, beside, crew, staging.check))))
 
     return Prepared(staging, write)
 
 
-def _copy(target: _Target, change: Callable[[Checkpoint], View], path: str, crew: ThreadPool) -> Written:
+def _copy(
+    target: _Target, change: Callable[[Checkpoint], View], path: str, crew: ThreadPool, check: Callable[[], None]
+) -> Written:
     saved = formats.get("treering").open(target.store, path)
     view = change(Checkpoint(saved, saved.entries, saved.skeleton))
-    alone = target._replace(call=coordinator.begin("copy", processes="this"))
-    return _prepare_view(alone, view, None).write(crew)
+    own = target._replace(call=coordinator.begin("copy", processes="this"))
+    return _prepare_view(own, view, None, check).write(crew)
 
 
 def _write_native(
@@ -222,27 +253,42 @@ def _check_kept(target: _Target, view: View) -> None:
         _log.warning("%s: %s left out: the format %r has no place for it", place, " and ".join(lost), format.name)
 
 
-def _write_foreign(target: _Target, contents: Source) -> Written:
+@alone  # a function of a rule that saved in the middle of it would wait for this save
+def _write_foreign(target: _Target, view: View, check: Callable[[], None]) -> Written:
     format, place, options = target.format, target.path, target.options
-    if options.overwrite and os.path.isdir(place):
-        found = formats.detect(target.store, place).name if formats.is_known(target.store, place) else None
-        if found != format.name:
+    _check_place(target)
+    _check_no_iterators(place, view)
+    begun = time.perf_counter()
+    arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
+    with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
+        watched: Any = progress_bar.Watched(view, moved, check)
+        nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
+    return Written(nbytes, time.perf_counter() - begun)
+
+
+def _check_place(target: _Target) -> None:
+    """Raises `ExistsError` for a path that the save must not touch, as far as that can be seen before writing."""
+    store, place, overwrite = target.store, target.path, target.options.overwrite
+    if target.format.name == "treering":
+        check_free(store, place, overwrite=overwrite)
+    elif not overwrite and store.stat(place) is not None and not target.options.of_format:  # or shards may join others
+        raise ExistsError(f"{place}: expected a free path, found something; pass overwrite=True to replace it")
+    elif overwrite and os.path.isdir(place):
+        found = formats.detect(store, place).name if formats.is_known(store, place) else None
+        if found != target.format.name:
             what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
             raise ExistsError(
-                f"{place}: expected a checkpoint of the format {format.name!r} to replace, found {what}; choose "
+                f"{place}: expected a checkpoint of the format {target.format.name!r} to replace, found {what}; choose "
                 "another path or remove it yourself"
             )
-    if iterators := [path for path, entry in contents.entries.items() if entry.type == "iterator"]:
+
+
+def _check_no_iterators(place: str, view: View) -> None:
+    if iterators := [path for path, entry in view.entries.items() if entry.type == "iterator"]:
         raise UnsupportedError(
             f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "
             "with treering.rules.drop"
         )
-    begun = time.perf_counter()
-    arrays = sum(entry.nbytes for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
-    with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
-        watched: Any = progress_bar.Watched(contents, moved) if options.progress else contents
-        nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
-    return Written(nbytes, time.perf_counter() - begun)
 
 
 def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:

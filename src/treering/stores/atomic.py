@@ -21,6 +21,7 @@ from .sequential import SequentialWriter, lock
 from .whole_files import make_dirs
 
 _CREATE_ATTEMPTS = 50  # at making a file or directory, while others tidy up
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 _log = logging.getLogger("treering")
 
 
@@ -194,17 +195,22 @@ def _clean(disk: Disk, path: str) -> None:
     It may be all that there was of the checkpoint, where two directories do not change places in one step.
     """
     directory, name = os.path.split(path)
-    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{6}}\.tmp")
     try:
-        for left in filter(ours.fullmatch, disk.list(directory)):
+        for left in (one for one in disk.list(directory) if place_of(one) == name):
             left_over = os.path.join(directory, left)
             with contextlib.suppress(FileNotFoundError):
-                _remove_unlocked(disk, left_over)
+                remove_unlocked(disk, left_over)
     except OSError as error:
         _log.warning("%s: tidying up failed: %s", path, error)
 
 
-def _remove_unlocked(disk: Disk, path: str) -> None:
+def place_of(name: str) -> str | None:
+    """The name beside which something with a temporary name is written; None for other names."""
+    found = _TEMPORARY.fullmatch(name)
+    return found and found[1]
+
+
+def remove_unlocked(disk: Disk, path: str) -> None:
     """Removes a file or directory unless its writer lives, or nobody can tell. A link is none of ours."""
     if os.path.islink(path):
         return
