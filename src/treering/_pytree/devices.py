@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+from .._core.boxes import box_shape
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-_MAX_DYNAMIC = 2**31 - 1  # elements of an axis: beyond, the starts of a dynamic slice wrap around without x64
 _OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
 
 
@@ -36,12 +38,12 @@ def _pinned(sharding: Any) -> Any:
 
 
 def part_of(array: jax.Array, box: Sequence[tuple[int, int]]) -> jax.Array:
-    """A box of an array, cut out on its device. Values are moved, whatever they are: nothing looks for NaN in them."""
-    starts = [start for start, _ in box]
-    with jax.debug_nans(False), jax.debug_infs(False):
-        if max(array.shape, default=0) > _MAX_DYNAMIC:
-            return jax.lax.slice(array, starts, [stop for _, stop in box])  # compiled anew for each box
-        return jax.lax.dynamic_slice(array, starts, [stop - start for start, stop in box])
+    """A box of an array, cut out on its device. Values are moved, whatever they are: nothing looks for NaN in them.
+
+    Indices are of 64 bits: those of 32 wrap around beyond 2^31 elements, without an error.
+    """
+    with jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+        return jax.lax.dynamic_slice(array, [np.int64(start) for start, _ in box], box_shape(tuple(box)))
 
 
 def on_cpu(sharding: jax.sharding.Sharding) -> bool:

@@ -155,8 +155,8 @@ class OnDemand:
 Supply = Staging | OnDemand
 
 
-@alone
 @devices.explicit()
+@alone
 def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one."""
     assert source is not None

@@ -149,11 +149,12 @@ def _prepare_view(
 
 
 def _ending(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callable[[ThreadPool], Written]:
-    """The writing, at whose end the caller need not wait any longer."""
+    """The writing, at whose end the caller need not wait any longer, and nothing of what it has read is held."""
+    once = [write]
 
     def ending(crew: ThreadPool) -> Written:
         try:
-            return write(crew)
+            return once.pop()(crew)
         finally:
             reading.release()
 
