@@ -1,4 +1,4 @@
-"""Calls that come in the middle of another one, in the same thread: from the handler of a signal."""
+"""Calls made by a signal handler in the middle of another call of the same thread."""
 
 import sys
 from collections.abc import Callable
@@ -14,23 +14,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def alone(function: F) -> F:
-    """Marks a function, or a method of what writes a run, in the middle of which no other call can be made."""
+    """Marks a function, or a method of an object that writes a run, within which no other call can be made."""
     _alone.add(function.__code__)
     return function
 
 
 def calls_back(function: F) -> F:
-    """Marks a function that calls the user's code, from which other calls can be made: nothing waits meanwhile."""
+    """Marks a function that calls the user's code, which may make other calls: nothing waits meanwhile."""
     _open.add(function.__code__)
     return function
 
 
 def refuse_within(name: str, owner: object = None) -> None:
-    """Raises `MismatchError` when the calling function was called in the middle of one alone, by a signal's handler.
+    """Raises `MismatchError` when a signal handler made the calling call within a function marked `alone`.
 
-    It would wait for that one, which cannot go on before the handler returns. Of methods, those of `owner` count.
-    Containers that flatten themselves and iterators that tell their state may make calls of their own.
-    The stack is looked at, and nothing is noted down: no interrupt can leave anything behind.
+    The new call would wait for that function, which cannot go on before the handler returns. Of methods, those of
+    `owner` count. The user's code below `calls_back` (containers that flatten themselves, iterators that give their
+    state) may make calls of its own. Only the stack is inspected: there is no record that an interrupt could leave
+    behind.
     """
     frame = sys._getframe(1).f_back
     while frame and frame.f_code not in _open:
