@@ -1,9 +1,9 @@
-"""How the bytes of shards come from the thread that calls save to the threads that write.
+"""The supply of shards' bytes to the writer threads of a save.
 
-`Staging`: the caller puts shards in, in order; a writer takes a shard when it needs it and says when its bytes are
-copied out. Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
+`Staging`: the caller's thread puts shards in, in order; a writer thread takes a shard when it needs it and says when
+its bytes are copied out. Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
 
-`OnDemand`: the writers read the shards of a source themselves, when they come to them.
+`OnDemand`: the writer threads read the shards of a source themselves, when they need them.
 """
 
 import threading
@@ -18,30 +18,30 @@ from .._core.source import Source
 from .._threads.latch import Latch
 from .leaves import SLICE_BYTES, LocalShard, host_bytes
 
-_PUBLISH_BYTES = 4 << 20  # bytes after which waiting writers are told
+_PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
 
 
 class Staging:
-    """At most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
+    """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
 
     def __init__(self, shards: Sequence[LocalShard], limit: int | None):
         self.shards = shards
-        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
         self._limit = limit
         self._views: list[Any] = [None] * len(shards)
         self._left = [shard.nbytes for shard in shards]
         self._staged = self._held = 0
         self._unneeded: set[int] = set()
-        self._lock = threading.RLock()  # `with` on the condition itself may keep it when an interrupt comes
-        self._changed = threading.Condition(self._lock)  # for the writers alone: ctrl-C may break a wait for it
-        self._room = Latch()  # for which the caller waits
+        self._lock = threading.RLock()  # `with` on the condition itself may leave it held after an interrupt
+        self._changed = threading.Condition(self._lock)  # only writer threads wait for it: ctrl-C may break a wait
+        self._room = Latch()  # the caller waits for it
         self._error: BaseException | None = None
-        # Set once everything is staged or the caller has to wait: until then writers would only take the
-        # interpreter from it and lengthen its stall.
+        # Set once everything is staged or the caller has to wait: until then the writer threads would only take
+        # the interpreter from the caller and lengthen its stall.
         self.writers_needed = Latch()
 
     def run(self) -> None:
-        """Stages every shard; called by the thread that called save. Ends early when the writers have failed."""
+        """Stages every shard; called in the caller's thread. Returns early when the writers have failed."""
         try:
             for first, last in self._groups():
                 if not self._reserve(self._cost(first, last)):
@@ -51,7 +51,7 @@ class Staging:
             self.fail(error)
             raise
         finally:
-            if self._error:  # what was not staged is not to be held either
+            if self._error:  # shards that were not staged must not keep their arrays either
                 for shard in self.shards:
                     shard.data = None
                 self.clear()
@@ -62,19 +62,19 @@ class Staging:
         return n < self._staged
 
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`; waits until they are there. Raises what `fail` was given."""
+        """The bytes of shard `n`; waits until they are staged. Raises what `fail` was given."""
         if n >= self._staged:
             with self._lock:
                 self._changed.wait_for(lambda: n < self._staged or self._error)
         view = self._views[n]
-        self.check()  # after the look: a staging that failed is cleared at any moment
+        self.check()  # after `_views` is read: a staging that failed is cleared at any moment
         return view.reshape(-1).view(np.uint8)
 
     def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of shard `n`, whether they are staged or not.
 
-        To be called when `writers_needed` is set and before anything is taken: then the caller is either through
-        or waits for room, and its arrays still hold what they held.
+        Called with `writers_needed` set and before any `take`: then the caller has staged everything or waits for
+        room, and the arrays that are not staged have not changed.
         """
         self.check()
         if n < self._staged:
@@ -83,9 +83,9 @@ class Staging:
         return host_bytes(shard, shard.data).reshape(-1).view(np.uint8)
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says which shards will be taken in which order, and how many bytes of each; to be called when `peek` may be.
+        """Says which shards the writers will take, in order, and how many bytes of each; called when `peek` may be.
 
-        Without it, all bytes of all shards are taken in turn. In another order, none of them can wait for room.
+        Without this call, all bytes of all shards are taken in turn. For any other order of shards the limit is lifted.
         """
         with self._lock:
             self._left = [0] * len(self.shards)
@@ -107,11 +107,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are to stage."""
+        """The number of bytes to stage."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, n: int, nbytes: int) -> None:
-        """Says that so many bytes of shard `n` are not needed any more."""
+        """Says that `nbytes` bytes more of shard `n` are copied out and needed no longer."""
         if not self.shards[n].copies:
             return  # a view costs nothing
         with self._lock:
@@ -121,7 +121,7 @@ class Staging:
                 self._room.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the staging on both sides."""
+        """Ends the staging: the caller stops staging, and the writers' calls of `take` raise `error`."""
         with self._lock:
             self._error = self._error or error
             self._room.set()
@@ -198,11 +198,11 @@ class Staging:
 
 
 class _Group:
-    """Shards that are read with one call; `left` are the bytes of them that are still needed."""
+    """Shards that are read with one call; `left` is the number of their bytes that are still needed."""
 
     def __init__(self, first: int, last: int, left: int):
         self.first, self.last, self.left = first, last, left
-        self.lock = threading.Lock()  # held while they are read: the other writers that need them wait for it
+        self.lock = threading.Lock()  # held by the writer that reads them: others that need them wait for it
         self.arrays: list[Any] | None = None
 
 
@@ -218,27 +218,27 @@ class OnDemand:
 
     def __init__(self, source: Source, shards: Sequence[LocalShard], *, hold: bool = False):
         self.shards = shards
-        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
         self._source, self._hold = source, hold
         self._entries: list[Any] = list(source.entries.values())
         self._groups = list(self._grouped())
         self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread = sum(group.left > 0 for group in self._groups)
         self._lock = threading.Lock()
-        self._read = Latch()  # all shards are, or nobody will read them any more
+        self._read = Latch()  # set when all shards are read, or no writer reads any more
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Returns when the caller may go on."""
+        """Returns when the caller may go on and change its arrays."""
         if self._hold:
             self._read.wait()
 
     def ready(self, n: int) -> bool:
-        """Whether `take` would return without waiting for the caller, which it always does."""
+        """Whether `take` would return without waiting for the caller: always."""
         return True
 
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`, which are read unless another writer has done so."""
+        """The bytes of shard `n`; reads them unless another writer has done so."""
         group = self._groups[self._number[n]]
         with group.lock:
             if group.arrays is None:
@@ -249,14 +249,14 @@ class OnDemand:
             return group.arrays[n - group.first]
 
     def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`, of which nothing is kept."""
+        """The bytes of shard `n`, read anew and not kept."""
         self.check()
         shard = self.shards[n]
         (array,) = self._source.read([(self._entries[shard.leaf], shard.box)])
         return _as_bytes(array)
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says how many bytes of each shard will be taken, before any is."""
+        """Says how many bytes of each shard the writers will take; called before any `take`."""
         with self._lock:
             for group in self._groups:
                 group.left = 0
@@ -268,11 +268,11 @@ class OnDemand:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are to read."""
+        """The number of bytes to read."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, n: int, nbytes: int) -> None:
-        """Says that so many bytes of shard `n` are not needed any more."""
+        """Says that `nbytes` bytes more of shard `n` are copied out and needed no longer."""
         group = self._groups[self._number[n]]
         with self._lock:
             group.left -= nbytes
@@ -339,11 +339,11 @@ def _start_copies(arrays: list[Any]) -> Iterator[Any]:
             array.copy_to_host_async()
     arrays.reverse()
     while arrays:
-        yield arrays.pop()  # and let go of it: what was collected is not to be held twice
+        yield arrays.pop()  # and release it: what was copied must not be held twice
 
 
 def _pinned(sharding: Any) -> Any:
-    """The same sharding in pinned host memory; None on CPUs and where there is no such memory."""
+    """A sharding, moved to pinned host memory; None on CPUs and where there is no such memory."""
     device = next(iter(sharding.device_set))
     if device.platform == "cpu" or all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
         return None

@@ -11,7 +11,7 @@ _OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
 
 @contextlib.contextmanager
 def explicit() -> Iterator[None]:
-    """Allows them where only those are forbidden that nobody asked for: saving and restoring is asking for them."""
+    """Allows transfers where the user has forbidden only implicit ones: a save or restore asks for them explicitly."""
     with contextlib.ExitStack() as stack:
         for guard in _GUARDS:
             if getattr(jax.config, f"jax_transfer_guard_{guard}", None) in _OF_IMPLICIT_ONES:

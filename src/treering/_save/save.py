@@ -146,7 +146,7 @@ def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -
 
 
 def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """What is recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
+    """The information recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
     if isinstance(tree, Checkpoint):
         step = tree.step if step is None else step
         metrics = tree.metrics if metrics is None else metrics
@@ -160,7 +160,7 @@ def _what(path: str | os.PathLike[str], step: int | None) -> str:
 
 @contextlib.contextmanager
 def ending(call: Call) -> Iterator[None]:
-    """Whatever goes wrong within the block ends the call in every process."""
+    """Ends the call in every process when the block raises."""
     try:
         yield
     except BaseException as error:
@@ -169,7 +169,7 @@ def ending(call: Call) -> Iterator[None]:
 
 
 @transfers.explicit()
-@alone  # the thread that writes waits until everything is handed over, and who saves next for that thread
+@alone  # the thread that saves waits until this call has staged everything, and the next save waits for that thread
 def start(
     call: Call,
     path: str | os.PathLike[str],
@@ -180,10 +180,10 @@ def start(
     begun: float | None = None,
     waited: float = 0.0,
 ) -> PendingSave:
-    """What all ways of saving do; a `hooks` is called in the background before and after the save is written.
+    """Begins a save: stages the tree in the caller's thread and starts the thread that saves, which calls `hooks`.
 
-    The caller was called at `begun` (now, if not given), and has `waited` so many seconds since for the save before.
-    The call ends with the save. With an error raised here, the caller ends it.
+    The caller was called at `begun` (by default now), and has waited `waited` seconds since for the save before.
+    `call` ends with the save; when this function raises, its caller ends `call`.
     """
     begun = time.perf_counter() if begun is None else begun
     call.doing("copying the state")
@@ -197,7 +197,7 @@ def start(
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
             hooks.enter()
-        if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
+        if call.count == 1 and format.name == "treering":  # or else process 0 checks it for all, in the background
             check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
         place,
@@ -214,7 +214,7 @@ def start(
         if hooks and call.index == 0:
             hooks.before()
         report = pending._committed(prepared.write(crew))
-        with contextlib.suppress(Exception):  # a log handler's
+        with contextlib.suppress(Exception):  # the error of a log handler
             _log.info("saved %s", report)
         if hooks:
             call.doing("tidying up")
@@ -234,16 +234,16 @@ def start(
         pending._fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
-        elif crew:  # or an interrupt came before the thread has begun; if it ever does, it finds out at once
+        elif crew:  # or an interrupt came before the thread began; if it ever does, it finds the failure at once
             crew.close()
         raise
     return pending
 
 
 def _raise_failed(call: Call) -> None:
-    """Raises what an earlier save in the background failed with, if nobody has been told.
+    """Raises the failure of an earlier background save that no caller has been given.
 
-    With several processes process 0 says which, for the others may only be about to hear of it.
+    With several processes, process 0 chooses the save: another process may not know of the failure yet.
     """
     failed = [pending for pending in _pending.unseen if not pending._managed]
     if call.count == 1:
@@ -255,27 +255,27 @@ def _raise_failed(call: Call) -> None:
         for pending in _pending.alive():
             if pending._call.name == first[0]:
                 pending.result()
-        raise SaveError(first[1])  # nobody here has kept the one that failed
+        raise SaveError(first[1])  # this process holds no reference to the failed save
 
 
 class SaveHooks(Protocol):
-    """Who wants to do something around a save; with several processes, only process 0 does."""
+    """Functions that are called around a save; with several processes, in process 0 alone."""
 
     def enter(self) -> None:
-        """Called by the caller's thread when the tree is known to be good; what it raises fails the call."""
+        """Called in the caller's thread when the tree is known to be good; what it raises fails the call."""
         ...
 
     def before(self) -> None:
-        """Called in the background before anything is written; what it raises fails the save."""
+        """Called by the thread that saves before anything is written; what it raises fails the save."""
         ...
 
     def after(self, report: SaveReport) -> None:
-        """Called in the background after the commit; must not raise."""
+        """Called by the thread that saves after the commit; must not raise."""
         ...
 
 
 def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
+    """Encodes the information recorded beside the tree, as it is now. Raises `MismatchError` and `UnsupportedError`."""
     number = None if step is None else step_number(step)
     numbers = encoded(metrics)
     metadata = plain(metadata)
