@@ -1,4 +1,4 @@
-"""From a path to a checkpoint: what lies there, or which step of a run is meant; opened, or restored."""
+"""Opens or restores the checkpoint at a path: a checkpoint itself, or a step of a run."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     place = absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
-        if step is None and ckpt.path != place:  # or else it is asked for by name, whatever is left of it
+        if step is None and ckpt.path != place:  # one that is asked for by name may lack leaves
             check_whole(ckpt._entries.values())
         return ckpt
 
@@ -54,7 +54,7 @@ def open_one(disk: Disk, path: str) -> Checkpoint:
     """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
     try:
         format = formats.detect(disk, path)
-    except UnsupportedError:  # it was there when it was looked for
+    except UnsupportedError:  # it was there when it was listed
         format = formats.get("treering")
     try:
         with reading(path):
@@ -68,7 +68,7 @@ def open_one(disk: Disk, path: str) -> Checkpoint:
 
 
 def _places(disk: Disk, place: str, step: int | None) -> list[tuple[int, str]] | None:
-    """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
+    """The steps that may be meant and their paths, newest first; None when the path is one checkpoint."""
     found = {} if glance.look(disk, place) else all_steps(disk, place)
     if not found:
         check_known(disk, place)
@@ -106,9 +106,9 @@ def latest_good(
     damaged: Callable[[int], None] = lambda step: None,
     on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
-    """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
+    """The first step that opens, and the result of `use` for it; damaged ones are logged and passed to `damaged`.
 
-    `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
+    `on_all_processes` makes an attempt in which all processes have to succeed.
 
     Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
     meanwhile is passed over.
@@ -209,8 +209,7 @@ def restore(
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
-    Raises `MismatchError`, which says what is likely the matter and has every difference, `CorruptError` and
-    `NotFoundError`.
+    Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
     place = absolute(path)
 
@@ -229,13 +228,13 @@ def restore(
             progress=progress,
         )
 
-    # Processes that fell back by themselves could each end with another step in one array.
+    # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
     return _use(place, step, use, fallback=fallback)
 
 
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
-    """What `use` makes of a checkpoint, or of a run's step."""
+    """The result of `use` for a checkpoint, or for a run's step."""
 
     disk = stores.of(place)
 
@@ -250,7 +249,7 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
 
 
 def listed_again(attempt: Callable[[], T]) -> T:
-    """The result of an attempt that lists a run; again where newer steps have taken the place of all it knew of."""
+    """The result of an attempt that lists a run; made again when newer steps have replaced all that were listed."""
     for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return attempt()
