@@ -52,7 +52,7 @@ class Directory:
         pins.pin(self._disk, self._own(step), wanted)
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` if it is pinned or a link, `UnsupportedError` for a later release's."""
+        """Deletes a step. Raises `MismatchError` for one pinned or linked, `UnsupportedError` for a later release's."""
         path = self._own(step)
         if pins.pinned(self._disk, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")

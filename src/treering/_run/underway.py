@@ -11,7 +11,7 @@ _log = logging.getLogger("treering")
 
 
 class Verdict(NamedTuple):
-    """The state of the saves in process 0: the calls that are under way, and whether to raise failures of the others."""
+    """The state of the saves in process 0: the calls that are under way, and whether the failures of others raise."""
 
     calls: list[str]
     raises: bool
