@@ -68,7 +68,7 @@ class Folder:
         self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
 
     def _check_database(self) -> None:
-        """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
+        """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
         if (size := _check_file(self.disk, manifest).st_size) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
@@ -139,7 +139,7 @@ class Folder:
 
 
 class Array:
-    """A zarr array in a folder, given its metadata; see `treering.formats.foreign.Stored`.
+    """A zarr array in a folder, given its metadata; see `Stored` in `formats._shared.reader`.
 
     Every chunk has to be there: a missing one is a `CorruptError` that names it. With `filled`, chunks that are left
     out are those of the fill value, as zarr 3 has it and JAX's own serializer does it.
@@ -154,7 +154,7 @@ class Array:
 
     @property
     def cells(self) -> int:
-        """How many parts there are that are read at a time."""
+        """The number of parts that are read at a time."""
         return math.prod(-(-n // cell) for n, cell in zip(self.shape, self._layout.cells, strict=True))
 
     def can_map(self) -> bool:
@@ -260,7 +260,7 @@ class Array:
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
-        """Blosc believes the size that a chunk says it has."""
+        """Checks the size that a Blosc chunk claims, which Blosc would believe."""
         if int.from_bytes(head[4:8], "little") != self._layout.chunk_bytes:
             raise CorruptError(f"{path}: expected a chunk of {self._layout.chunk_bytes} bytes, found another size")
 
@@ -378,7 +378,7 @@ def write(
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """What `itertools.product` gives, which first makes lists of the ranges, however long they say they are."""
+    """The items of `itertools.product`, which would first make lists of the ranges, however long they claim to be."""
     if not axes:
         yield ()
         return
@@ -398,7 +398,7 @@ def _check_file(disk: Disk, path: str) -> os.stat_result:
 
 
 def _below(name: str) -> str:
-    """What the keys of an array begin with."""
+    """The prefix of the keys of an array."""
     return name if not name or name.endswith("/") else f"{name}/"
 
 

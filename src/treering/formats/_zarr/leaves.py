@@ -1,4 +1,4 @@
-"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such, and files."""
+"""The common parts of formats that consist of zarr arrays: reading them at once, writing leaves, listing files."""
 
 import math
 import os
@@ -78,7 +78,7 @@ class ZarrReader(ForeignReader):
 
 
 def _damage(array: zarr.Array) -> Iterator[str]:
-    """Reads everything and yields what is wrong, chunk by chunk where there is something."""
+    """Reads everything and yields the damage, chunk by chunk where there is some."""
     seen: set[str] = set()
     for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT):
         try:

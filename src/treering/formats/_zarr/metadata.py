@@ -1,4 +1,4 @@
-"""What a zarr array's own metadata says of it, checked before TensorStore is given any of it.
+"""The metadata of a zarr array, checked before TensorStore is given any of it.
 
 Both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends the process when it cannot have the
 memory that a claim asks for, so absurd claims must not reach it.

@@ -29,7 +29,7 @@ _NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}
 
 
 class _Record(NamedTuple):
-    """What a header says. `dtype` is the text of what is read, `told` says whether that is what was saved."""
+    """The contents of a header. `dtype` is the text of the dtype that is read, `told` whether it is the saved one."""
 
     stored: np.dtype
     dtype: str
@@ -88,7 +88,7 @@ class _Columns:
 
 
 def _records(file: File, position: int) -> Iterator[tuple[int, _Record]]:
-    """Where the bytes of each array begin, and what its header says."""
+    """The offset of the bytes of each array, and its header."""
     window, start = b"", 0
 
     def take(size: int) -> bytes:

@@ -154,7 +154,7 @@ def _step_of(disk: Disk, path: str) -> int | None:
     try:
         return own_step(_read(disk, path)[0], "step")
     except (TreeringError, OSError):
-        return None  # whoever opens it is told why
+        return None  # opening it raises the reason
 
 
 FORMAT = FJFormer()

@@ -116,7 +116,7 @@ class Flax:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         run = _meant(self._runs(disk, folder, names))
-        if run and isinstance(max(run), float):  # whoever takes the latest must not get one before it
+        if run and isinstance(max(run), float):  # a caller that takes the latest must not get an earlier one
             return {}
         return {step: name for step, name in run.items() if isinstance(step, int)}
 
@@ -188,7 +188,7 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 
 
 def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
-    """What a file holds, and the bytes that it and the arrays beside it take."""
+    """The leaves of a file, and the number of bytes that it and the arrays beside it take."""
     from .._shared.extents import File
     from .._shared.reader import attempt
     from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict, check_inside
@@ -218,7 +218,7 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
 
 
 def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
-    """The same of a state dict in several files, which are named by an index."""
+    """The leaves of a state dict in several files, which an index names, and the number of their bytes."""
     from .._shared.reader import attempt, check_file
     from .._shared.state_dict import Leaves, check_apart, check_inside
 

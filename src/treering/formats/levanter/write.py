@@ -56,12 +56,12 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
 
 
 def _owned(disk: Disk, folder: str) -> set[str]:
-    """What Levanter has written of a step: whatever arrays lie in its folder."""
+    """The files that Levanter has written for a step: those of all arrays in its folder."""
     return {FILE, *parts_of_arrays(disk, folder, lambda: open_checkpoint(disk, folder))}
 
 
 def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
-    """Raises `ExistsError` for what a reader would take for parts of the checkpoint."""
+    """Raises `ExistsError` for other files that a reader would take for parts of the checkpoint."""
     for name in others:
         place = os.path.join(folder, name)
         if CHUNK.fullmatch(name) or (os.path.islink(place) and os.path.isdir(place)):

@@ -215,7 +215,7 @@ def _value_file(disk: Disk, path: str) -> str | None:
 
 
 def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
-    """What JSON says, as leaves at a path."""
+    """The values of JSON, as leaves at a path."""
     tree = Tree([], {}, [])
     stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
     while stack:

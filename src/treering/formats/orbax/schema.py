@@ -48,7 +48,7 @@ def has_arrays(disk: Disk, folder: str) -> bool:
 
 
 def read_about(disk: Disk, path: str) -> Any:
-    """What the file about the checkpoint as a whole says. Raises `CorruptError`."""
+    """The contents of the file about the checkpoint as a whole. Raises `CorruptError`."""
     file = os.path.join(path, CHECKPOINT)
     there = disk.stat(file)
     if there is not None and there.st_size > MAX_METADATA_BYTES:

@@ -101,10 +101,10 @@ def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
 
 
 def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
-    """What is left of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
+    """The rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
 
-    Which names were keys with dots in them, which containers lists, and which leaves were no arrays, is not known any
-    more. So there is a leaf in the place of the list that cannot be read.
+    It is not known any more which names were keys with dots in them, which containers were lists, and which leaves were
+    no arrays. So a leaf that cannot be read stands for the list.
     """
     why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
     tree = _tree(disk, folder, at, guess_metadata(disk, folder))

@@ -73,7 +73,7 @@ def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntr
 
 @contextlib.contextmanager
 def created(disk: Disk, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
-    """What makes the files of a folder, within a `with` block; after an error none is left.
+    """Yields the function that makes the files of a folder, within a `with` block; after an error none is left.
 
     A new folder appears with all of them. In one that is there each appears as a whole, when it is made.
     """
@@ -114,7 +114,7 @@ def _check_beside(disk: Disk, folder: str, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _added(disk: Disk, folder: str) -> Iterator[Create]:
-    """What makes files in a folder that is there; each appears as a whole, and after an error none is left."""
+    """Yields the function that makes files in an existing folder; each appears whole, and after an error none stays."""
     added: list[str] = []
 
     @contextlib.contextmanager

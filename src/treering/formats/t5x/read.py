@@ -26,7 +26,7 @@ _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 
 
 def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader:
-    """What the file `checkpoint` holds, or one of another name. `step`: what the names around it say."""
+    """Opens the state dict in the file `checkpoint`, or one of another name. `step` comes from the names around it."""
     opened, folder = File(disk, file), os.path.dirname(file)
     arrays = functools.cache(lambda: zarr.Folder(disk, folder, ocdbt=False))
     seen_as: dict[str, str] = {}

@@ -65,13 +65,13 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
 
 
 def _owned(disk: Disk, folder: str) -> set[str]:
-    """What T5X has written of a step: also the state of its data, which belongs to that step alone."""
+    """The files that T5X has written for a step, the state of its data included, which belongs to that step alone."""
     arrays = parts_of_arrays(disk, folder, lambda: open_state(disk, folder, os.path.join(folder, FILE), None))
     return {FILE, *filter(_DATA.fullmatch, disk.list(folder)), *arrays}
 
 
 def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -> bytes:
-    """Writes an array beside the state dict; returns what stands for it there, a TensorStore spec in MessagePack."""
+    """Writes an array beside the state dict; returns its placeholder there, a TensorStore spec in MessagePack."""
     chunks = chunk_shape(entry.shape, dtypes.itemsize(entry.dtype))
     read_box = functools.partial(_read_box, contents, entry)
     arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)
@@ -85,7 +85,7 @@ def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -
 
 
 def _settle(arrays: array.Writer) -> None:
-    """Waits for what is under way, or it would go on writing into a folder that is being removed."""
+    """Waits for writes that are under way, which would otherwise go on in a folder that is being removed."""
     while True:
         try:
             return arrays.close()

@@ -1,4 +1,4 @@
-"""What the index of a checkpoint of TensorFlow says: protobuf messages by the names of tensors."""
+"""The index of a checkpoint of TensorFlow: protobuf messages by the names of tensors."""
 
 import math
 import re
