@@ -241,7 +241,7 @@ class View:
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
         arrays = list(each(plans, found))
-        owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
+        owners: dict[str, str] = {}  # a leaf that a rule has copied becomes two arrays that share no memory
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
                 arrays[n] = arrays[n].copy()

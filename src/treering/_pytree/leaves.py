@@ -40,7 +40,7 @@ _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 class LocalShard(msgspec.Struct, gc=False):
     """A part of an array leaf that this process has.
 
-    `data` is the array that holds it until its bytes are staged, and `dtype` what is stored; `copies` says
+    `data` is the array that holds it until its bytes are staged, and `dtype` the stored dtype; `copies` says
     that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
     caller may change them. A piece that is too large to be staged at once is split into several shards, one
     after the other; it is their `piece`.

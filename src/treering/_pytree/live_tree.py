@@ -91,7 +91,7 @@ class LiveTree:
         if not shard.copies:
             return _within(np.asarray(shard.data), box, shard.box)
         data = shard.data
-        if box != shard.box and isinstance(data, jax.Array):  # no more of it than that is to leave the device
+        if box != shard.box and isinstance(data, jax.Array):  # only that part is to leave the device
             starts = [start - first for (start, _), (first, _) in zip(box, shard.box, strict=True)]
             data = jax.lax.dynamic_slice(data, starts, box_shape(box))
         else:

@@ -14,7 +14,7 @@ from . import flax
 class Walk(NamedTuple):
     """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
 
-    `boxes` are those that do not show in the paths, by the path of what is in them, from the outside in: the kind of
+    `boxes` are those that do not show in the paths, by the path of their contents, from the outside in: the kind of
     each, and its name for its child.
     """
 

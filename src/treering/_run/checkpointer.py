@@ -73,7 +73,7 @@ class Checkpointer:
         step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
 
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
-    `finish`, `delete`, `pin`, `unpin` and `rewind`; what there is to decide, process 0 decides.
+    `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Checkpointer:
         `CorruptError` when all are damaged.
 
         After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
-        it; until then nothing changes. What was restored is never deleted by this job.
+        it; until then nothing changes. This job never deletes the step that it restored.
         """
         _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"

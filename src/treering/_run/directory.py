@@ -84,7 +84,7 @@ class Directory:
         return path, overwrite
 
     def enter(self) -> None:
-        """Takes the lock for a save, and sets aside what is behind `back_to`. Raises `ExistsError`."""
+        """Takes the lock for a save, and sets aside the steps behind `back_to`. Raises `ExistsError`."""
         self.lock.acquire()
         if self.back_to is not None:
             self._set_aside_after(self.back_to)

@@ -21,7 +21,7 @@ _log = logging.getLogger("treering")
 
 
 class Retention:
-    """The `SaveHooks` of a run. After a commit, no error of theirs fails the save."""
+    """The `SaveHooks` of a run. No error after a commit fails the save."""
 
     def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
         self._directory, self._history = directory, directory.history

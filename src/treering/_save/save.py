@@ -68,16 +68,16 @@ def save(
         also be leaves: parts of several checkpoints become one tree.
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
-    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata anything
-        that JSON can say, or a `ConfigDict`, dataclasses, paths and scalars, which become that. Those of a `Checkpoint`
-        are its own unless others are given. A format that has no place for what is given refuses it, and what it has no
-        place for of a `Checkpoint` is logged.
+    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata any JSON
+        value, or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a `Checkpoint` are its own
+        unless others are given. A format without a place for one that is given refuses it; one that a `Checkpoint` has
+        is then left out, which is logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
-        saves what this process has, as if there were no others. What one process alone can write (other formats, rules
-        that need parts of several processes) they save beside `path` first, in the native format, and process 0 makes
-        of that what was asked for.
+        saves what this process has, as if there were no others. For a save that only one process can write (other
+        formats, rules that need parts of several processes) all save the tree beside `path` first, in the native
+        format, and process 0 makes the requested checkpoint of that.
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone. With rules and in other formats they are then read
@@ -86,7 +86,7 @@ def save(
 
     Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
     when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
-    everything it wrote is removed; `PeerError` when another process is gone or does not make the call.
+    everything that it wrote is removed; `PeerError` when another process is gone or does not make the call.
     """
     what = _what(path, step)
     refuse_within(what)
@@ -99,7 +99,7 @@ def save(
     try:
         return pending.result()
     except BaseException as error:
-        pending._cancel(error)  # an interrupt: take back what is half done before going on
+        pending._cancel(error)  # an interrupt: remove what is half written before going on
         raise
 
 
@@ -123,7 +123,7 @@ def save_async(
 ) -> PendingSave:
     """Saves a pytree in the background.
 
-    What is saved is what the arrays hold now: they may be changed, deleted or donated as soon as this
+    The arrays are saved as they are now: they may be changed, deleted or donated as soon as this
     returns. Saves are written in the order of the calls, and a program that ends still finishes them.
 
     Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the

@@ -98,7 +98,7 @@ def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[
 
 
 def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) -> views.View:
-    """A live tree with levels for its boxes of some kinds, wherever rules have moved what is in them."""
+    """A live tree with levels for its boxes of some kinds, at the paths to which rules have moved their contents."""
     if not any(kind in kinds for levels in boxes.values() for kind, _ in levels):
         return view
     assert view.skeleton is not None

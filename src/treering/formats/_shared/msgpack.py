@@ -77,9 +77,9 @@ _NO_KEY = object()
 class Scanner:
     """Reads the structure of values in a file.
 
-    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. What does not fit the file raises
-    `CorruptError`, and what would take unreasonable time or memory `UnsafeError`. `nested`: the types of extensions
-    whose payload is MessagePack again.
+    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. Values that do not fit the file
+    raise `CorruptError`, and those that would take unreasonable time or memory `UnsafeError`. `nested`: the types of
+    extensions whose payload is MessagePack again.
 
     A model has thousands of arrays and few shapes, so most extensions begin with the same bytes as an earlier one, up
     to the bin with which they end. These are not taken apart again.
@@ -188,7 +188,7 @@ class Scanner:
     def _alike(self, frame: list[Any], at: int, end: int) -> int:
         """Takes entries of a map as long as they are extensions that begin like earlier ones; where the rest begins.
 
-        What is not as it should be is left there, and so is whatever is longer than usual.
+        Entries that are malformed, or longer than usual, are left there.
         """
         container, missing, _ = frame
         known, lengths, text = self._known, self._lengths, 0

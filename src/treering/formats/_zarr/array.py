@@ -99,7 +99,7 @@ class Folder:
         return found
 
     def find(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array | CorruptError]":
-        """For each name the array, whose metadata is read at once with that of the others, or why there is none."""
+        """The array of each name, or why there is none; the metadata of all is read at once."""
         pending = [self.keys.read(_about(name, driver)) if self.ocdbt else None for name in names]
         found: list[Array | CorruptError] = []
         for name, future in zip(names, pending, strict=True):
@@ -227,7 +227,7 @@ class Array:
     def _check_chunks(self, box: Box) -> None:
         """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
 
-        Of those that are missing in a database TensorStore tells when it comes to them.
+        TensorStore reports chunks that are missing in a database when it reads them.
         """
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
@@ -299,7 +299,7 @@ def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
 class Writer:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
-    Nothing is synced: that is for whoever makes the folder appear.
+    Nothing is synced: the code that publishes the folder does that.
     """
 
     def __init__(self, disk: Disk, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
@@ -316,9 +316,9 @@ class Writer:
         chunks: Sequence[int],
         compressor: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to write an array in chunks of that shape, which are asked for one by one. All of them are stored.
+        """Begins to write an array in chunks of a shape, which `read_box` returns one by one. All of them are stored.
 
-        What `read_box` gives must not change until `close`.
+        The arrays that `read_box` returns must not change until `close`.
         """
         with self._waiting.ended_on_errors():
             self._add(name, shape, dtype, read_box, chunks, compressor)
@@ -369,7 +369,7 @@ def write(
 ) -> None:
     """Writes one array: see `ZarrArray` for `path` and `base`, and `Writer.add` for the rest.
 
-    Raises `UnsupportedError` for dtypes that zarr has not, see `zarr_metadata.can_hold`.
+    Raises `UnsupportedError` for dtypes that zarr does not have, see `zarr_metadata.can_hold`.
     """
     folder, name = _place(path, base)
     writer = Writer(disk, folder, driver=driver, ocdbt=base is not None)

@@ -115,8 +115,8 @@ class Layout(NamedTuple):
 def parse(data: bytes, driver: str, name: str) -> Layout:
     """The layout that the contents of a metadata file describe.
 
-    Raises `CorruptError` for what is no such file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes
-    and codecs that are not known here.
+    Raises `CorruptError` for any other file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes and
+    codecs that are not known here.
     """
     try:
         made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)

@@ -44,8 +44,8 @@ class EquinoxReader(ForeignReader):
     `positional` says so: a leaf of a template is array-like when it is an array, a NumPy scalar, or a Python bool, int,
     float or complex, which are 0-d arrays here. Others have no record.
 
-    `untold` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not tell:
-    float8, int4 and others of one byte (not float8_e5m2, which it does tell). Which one that is a template says.
+    `ambiguous_dtypes` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not
+    give: float8, int4 and others of one byte (not float8_e5m2, which it does give). A template says which.
     """
 
     positional = True

@@ -1,8 +1,8 @@
 """Levanter: a folder ``step-{n}`` with a zarr array for each leaf and, written last, ``metadata.json``.
 
-Where a leaf lies is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
+A leaf's place is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
 database of zarr 3, in which chunks of zeros are left out. No tree is recorded: numbers are arrays, and None and empty
-containers are nowhere. Folders of zarr 2 are written, which all releases read.
+containers leave no trace. Folders of zarr 2 are written, which all releases read.
 """
 
 import datetime

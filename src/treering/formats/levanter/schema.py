@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct):
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:
-    """Time stamp and whether it is temporary, of what Levanter wrote; None where there is other metadata, or none."""
+    """The time stamp of a checkpoint of Levanter's, and whether it is temporary; None where there is other metadata."""
     about = contents.metadata
     if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
         return None

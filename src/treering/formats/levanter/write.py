@@ -1,4 +1,4 @@
-"""Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
+"""Writing Levanter: a folder of zarr 2 for each leaf, and the file that says that all are there."""
 
 import datetime
 import os
@@ -72,7 +72,7 @@ def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
 
 
 def _check(entries: list[Entry]) -> None:
-    """Raises `UnsupportedError` that names every leaf which Levanter cannot hold."""
+    """Raises an `UnsupportedError` that names every leaf which Levanter cannot hold."""
     reasons = [(entry.path, _refused(entry)) for entry in entries]
     if problems := [f"  {path or '(root)'}: {reason}" for path, reason in reasons if reason]:
         raise UnsupportedError("\n".join(["format='levanter' cannot hold these leaves:", *problems]))

@@ -33,7 +33,7 @@ class OrbaxReader(ZarrReader):
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._disk, self._damage = disk, damage
-        self.level = level  # of an only item, which a template may have and the paths here have not
+        self.level = level  # the name of an only item, which a template may have and the paths here lack
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from .._shared.msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
-STATE = "checkpoint"  # what there was in its place in the first releases, and later with aggregated leaves
+STATE = "checkpoint"  # used instead in the first releases, and later with aggregated leaves
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # with which text in it begins that stands for an array
 SHARDINGS = "_sharding"
 ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process

@@ -1,4 +1,4 @@
-"""Which files of a folder are a checkpoint in safetensors."""
+"""Finds the files of a folder that are a checkpoint in safetensors."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Keys as paths, and what treering writes into `__metadata__`."""
+"""Keys as paths, and the text that Treering writes into `__metadata__`."""
 
 import re
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ CHUNK = 64 << 20  # bytes
 _GZIP = {"id": "gzip", "level": 1}
 _MAX_PARTS = 64  # parts into which a dimension is cut at once; more only where there is no other way
 _WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
-_NUMBERS = ("bool", "int", "float", "complex")  # of Python, for which T5X asks in vain for their dtype
+_NUMBERS = ("bool", "int", "float", "complex")  # of Python, which lack the dtype that T5X asks for
 _LONGEST = 200  # bytes of a file's name
 _DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
 

@@ -1,7 +1,7 @@
 """Sorted tables on the disk as LevelDB has them, the protobuf wire format, and CRC-32C: no more than an index needs.
 
-A table is a file of blocks; its footer says where the block lies that says where the others lie. In a block each key
-leaves out what it has in common with the one before.
+A table is a file of blocks; its footer gives the place of the block that gives the places of the others. In a block
+each key leaves out the prefix that it shares with the one before.
 """
 
 import functools
@@ -101,7 +101,7 @@ def _entries(block: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Cursor:
-    """Bytes that are read from the front. Raises `CorruptError` where they end too early."""
+    """Reads bytes from the front. Raises `CorruptError` where they end too early."""
 
     def __init__(self, data: bytes, name: str, end: int | None = None):
         self._data, self._name, self._position = data, name, 0

@@ -24,7 +24,7 @@ _log = logging.getLogger("treering")
 
 
 def check_removable(disk: Disk, path: str) -> None:
-    """Raises `UnsupportedError` when a checkpoint, or a part of it, is of a later version; a damaged one may go.
+    """Raises `UnsupportedError` when a checkpoint, or a part of it, is of a later version; a damaged one passes.
 
     The manifest is decoded as a whole, and of the array files the headers are read. Metrics are read last, for they
     may be added at any time.
