@@ -274,9 +274,9 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     """Chooses the writers of arrays, given as layouts and bytes per element.
 
     `loads` are the bytes that each process writes already; the bytes given to it here are added. `fair` are the bytes
-    that each should write. The largest arrays come first, each given to the holders with the least to do; pieces larger
-    than a quarter of a fair share are cut up among their holders. So no process has more than about a quarter above
-    its fair share.
+    that each should write. The arrays with the largest pieces come first, each given to the holders with the least to
+    do; pieces larger than a quarter of a fair share are cut up among their holders. So no process has more than about a
+    quarter above its fair share.
     """
     least = max(fair // 8, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)

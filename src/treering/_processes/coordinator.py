@@ -102,8 +102,8 @@ def _job() -> tuple[Any, int, int] | None:
         return (job.client, job.process_id, job.num_processes) if several else None
     import jax
 
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # the second choice: the count starts the
-        return None  # backends
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # the second choice:
+        return None  # `process_count` starts the backends
     return None, jax.process_index(), jax.process_count()
 
 

@@ -51,7 +51,7 @@ def start(*threads: threading.Thread) -> None:
 
 
 class ThreadPool:
-    """A pool of `size` threads, including the one that calls `run`; they end after the `with` block."""
+    """A pool of `size` threads, including the one that calls `run`; the others end after the `with` block."""
 
     def __init__(self, size: int, name: str = "treering"):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -167,7 +167,7 @@ def _meant(runs: "_Runs") -> dict[int | float, str]:
 
 
 def _several(folder: str, runs: "_Runs") -> str:
-    """The reason why a folder with the steps of several runs is none of them."""
+    """The reason why a folder with the steps of several runs is neither a run nor a checkpoint."""
     latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (
         f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "

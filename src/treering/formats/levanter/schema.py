@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct):
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:
-    """The time stamp of a checkpoint of Levanter's, and whether it is temporary; None where there is other metadata."""
+    """The time stamp of a checkpoint of Levanter's, and whether it is temporary; None for other metadata or none."""
     about = contents.metadata
     if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
         return None
