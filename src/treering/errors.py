@@ -35,7 +35,7 @@ class ExistsError(TreeringError, FileExistsError):
 
 
 class Difference(NamedTuple):
-    """One leaf in which a checkpoint and a template differ, and what would allow or mend it."""
+    """One leaf in which a checkpoint and a template differ, and a hint that would allow or fix it."""
 
     path: str
     expected: str
@@ -47,9 +47,9 @@ class Difference(NamedTuple):
 
 
 class MismatchError(TreeringError, ValueError):
-    """The checkpoint and what was asked of it do not fit together.
+    """A checkpoint and a template, or an argument, do not fit together.
 
-    Where a template does not fit, the message says the likely cause, and groups what differs in the same way;
+    Where a template does not fit, the message gives the likely cause, and groups leaves that differ in the same way;
     `differences` has each by itself.
     """
 
@@ -69,7 +69,7 @@ class UnsupportedError(TreeringError, TypeError):
 
 
 class SaveError(TreeringError, OSError):
-    """A save failed. What was there before is untouched and nothing is left behind."""
+    """A save failed. An earlier checkpoint at the path is untouched and nothing is left behind."""
 
     __str__ = Exception.__str__
 

@@ -1,4 +1,4 @@
-"""Which steps of a run are kept.
+"""Policies that choose the steps of a run to keep.
 
 >>> keep = tr.keep.last(3) | tr.keep.best(2, "val/loss", "min") | tr.keep.every(50_000)
 
@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a policy knows of a step. `created` is in seconds since the epoch, `nbytes` its size on the disk."""
+    """A step as policies see it. `created` is in seconds since the epoch, `nbytes` its size on the disk."""
 
     step: int
     metrics: Mapping[str, float]
@@ -89,7 +89,7 @@ def every(interval: int | datetime.timedelta) -> Policy:
 
 
 def steps(*numbers: int) -> Policy:
-    """These very steps."""
+    """The given steps."""
     return Policy((_Steps(frozenset(_count("steps", number, least=0) for number in numbers)),))
 
 

@@ -62,12 +62,12 @@ def rename(pattern: str, new: str, *, optional: bool = False) -> Rule:
 
 
 def drop(glob: str, *, optional: bool = False) -> Rule:
-    """Leaves leaves out."""
+    """Removes leaves."""
     return Drop(glob, optional)
 
 
 def copy(src: str, dst: str, *, optional: bool = False) -> Rule:
-    """Gives a leaf, or all below a path, a second time under another path."""
+    """Copies a leaf, or all leaves below a path, to another path."""
     return Copy(src, dst, optional)
 
 
@@ -125,7 +125,7 @@ def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> 
 def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optional: bool = False) -> Rule:
     """Puts a value before and after arrays along their axes, as `numpy.pad` does; `widths` has a pair for each axis.
 
-    The value is one of the arrays' dtype: what it would have to round or to wrap is refused.
+    The arrays' dtype must hold the value exactly: `MismatchError` where it would be rounded or wrapped.
 
     >>> pad("embed/embedding", ((0, -50257 % 128), (0, 0)))  # a vocabulary that is a multiple of 128
     """

@@ -1,1 +1,1 @@
-"""Plain things that everything else is made of: names, boxes, catalogues, views."""
+"""The plain things that everything else is made of: names, boxes, entries, views."""

@@ -1,4 +1,4 @@
-"""Leaves and differences as people read them: like ones together, and not more of them than a screen takes."""
+"""Leaves and differences as text for people: like ones together, and no more of them than fit a screen."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def shorten(value: Any) -> str:
 
 
 def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
-    """The rules that make an array of one shape of an array of another, or take the template's."""
+    """The hint to rules that turn an array of shape `found` into one of shape `wanted`, or take the template's."""
     change = ""
     if sorted(found) == sorted(wanted):
         rest, axes = list(range(len(found))), list[int]()
@@ -75,7 +75,7 @@ def mismatch(
 
 
 def _grouped(differences: Iterable[Difference]) -> Iterator[list[Difference]]:
-    """Those together that say the same of paths which differ in numbers alone."""
+    """Groups of differences that say the same of paths which differ in numbers alone."""
     groups: dict[tuple[str, ...], list[Difference]] = {}
     for one in differences:
         hint = one.hint.replace(repr(one.path), "")

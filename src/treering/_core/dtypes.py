@@ -1,4 +1,4 @@
-"""Dtypes as text, and how each is stored in a safetensors file.
+"""Dtypes as text, and as they are stored in a safetensors file.
 
 The text is NumPy's (or ml_dtypes') name. Sizes are known here without NumPy, so that a checkpoint can be
 listed without importing it.
@@ -142,14 +142,14 @@ def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[A
     """`astype`, also between the small dtypes that have no casts to one another; C-ordered."""
     import numpy as np
 
-    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and who narrows asked for it
+    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and the user asked for narrowing
         if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
             array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
         return array.astype(dtype, order="C")
 
 
 def whole_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """The same values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
+    """An array's values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
     if array.dtype.kind != "V" or not is_integer(array.dtype):
         return array
     import numpy as np

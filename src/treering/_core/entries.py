@@ -1,4 +1,4 @@
-"""What a checkpoint holds, leaf by leaf: the words that readers, writers and templates share.
+"""The entries of a checkpoint's leaves, which readers, writers and templates share.
 
 An array leaf is described by its dtype (as text, so that listing needs no NumPy) and global shape; any
 other leaf is a value that travels inside the manifest.
@@ -34,28 +34,28 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 
     @property
     def nbytes(self) -> int:
-        """Of the array as it is stored, without what the file around it takes."""
+        """The bytes of the array as it is stored, without those of the file around it."""
         from .dtypes import itemsize
 
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def at(self, path: str) -> "ArrayEntry":
-        """The same array under another path."""
+        """This array under another path."""
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
 
 
 class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
     """A leaf, or everything below a path, that should be there and cannot be read.
 
-    It looks like an array, so that whatever reads it fails with a `CorruptError` that says why. `tree` says that it
-    may stand for any leaves at and below its path.
+    It looks like an array, so that any code that reads it fails with a `CorruptError` that says why. With `tree` it may
+    stand for any leaves at and below its path.
     """
 
     why: tuple[str, ...] = ()
     tree: bool = False
 
     def at(self, path: str) -> "LostEntry":
-        """The same loss under another path."""
+        """This loss under another path."""
         return lost(path, *self.why, tree=self.tree)
 
 
@@ -69,7 +69,7 @@ class ValueEntry(
     value: Any = None
 
     def at(self, path: str) -> "ValueEntry":
-        """The same value under another path."""
+        """This value under another path."""
         return ValueEntry(path, self.type, self.value)
 
     def decode(self) -> Any:
@@ -85,7 +85,7 @@ Entry = ArrayEntry | ValueEntry
 
 
 def step_number(step: Any) -> int:
-    """A step as an int. Raises `MismatchError` for what is none, or is beyond what every reader of JSON can tell."""
+    """A step as an int. Raises `MismatchError` for anything but an integer from 0 to 2^53, the exact range of JSON."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -96,7 +96,7 @@ def step_number(step: Any) -> int:
 
 
 def lost(path: str, *why: str, tree: bool = False) -> LostEntry:
-    """The entry of what should lie at a path, or with `tree` at or below it, and cannot be read."""
+    """The entry of a leaf that should lie at a path, or with `tree` of leaves at or below it, and cannot be read."""
     return LostEntry(path, "numpy", "uint8", (), "", why, tree)
 
 
@@ -121,7 +121,7 @@ def covered(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
 
 
 def check_whole(entries: Iterable[Entry]) -> None:
-    """Raises `CorruptError` that names what cannot be read of these entries."""
+    """Raises a `CorruptError` that says which of these entries cannot be read, and why."""
     if reasons := tuple(dict.fromkeys(why for entry in entries if isinstance(entry, LostEntry) for why in entry.why)):
         listed = "\n".join(reasons[:5])
         raise CorruptError(f"{listed}\nand {len(reasons) - 5} more like these" if len(reasons) > 5 else listed)

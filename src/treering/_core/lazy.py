@@ -26,11 +26,11 @@ class LazyArray:
 
     @property
     def entry(self) -> ArrayEntry:
-        """What the checkpoint says of it."""
+        """The checkpoint's entry of the array."""
         return self._entry
 
     def part(self, box: Box) -> "_Part":
-        """A box of it, which is read when it becomes a NumPy array."""
+        """A box of the array, which is read when it becomes a NumPy array."""
         return _Part(self._reader, self._entry, box)
 
     @property
@@ -60,7 +60,7 @@ class LazyArray:
 
     @property
     def sharding(self) -> "jax.sharding.NamedSharding | None":
-        """How the array was spread when it was saved, on a mesh without devices; None when it was not."""
+        """The sharding of the array when it was saved, on a mesh without devices; None when it had none."""
         return recorded_sharding(self._reader, self._entry)
 
     def __getitem__(self, index: Any) -> Any:
@@ -91,7 +91,7 @@ class LazyArray:
 
 
 def recorded_sharding(reader: Source, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
-    """How an array was spread when it was saved, on a mesh without devices; None where that is not known."""
+    """The sharding of an array when it was saved, on a mesh without devices; None where that is not known."""
     found = reader.sharding(entry)
     if found is None:
         return None
@@ -101,7 +101,7 @@ def recorded_sharding(reader: Source, entry: ArrayEntry) -> "jax.sharding.NamedS
         mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
         spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
         return NamedSharding(mesh, spec)
-    except (KeyError, TypeError, ValueError, AttributeError):  # written by who knows whom
+    except (KeyError, TypeError, ValueError, AttributeError):  # the file may say anything
         return None
 
 

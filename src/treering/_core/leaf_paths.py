@@ -1,8 +1,8 @@
 """Key paths as text: ``params/layers/0/kernel``.
 
 A dict key, an attribute and an index read the same. ``/`` and ``~`` inside a key are escaped as in
-JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. Where nothing else is called so, a path
-is also known by what people write, without escapes: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
+JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. Unless another path reads so, a path
+is also found as people write it, without escapes: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
 """
 
 import difflib
@@ -127,7 +127,7 @@ def _has_wildcards(glob: str) -> bool:
 
 
 def meant(text: str, paths: Collection[str]) -> str:
-    """The path that a text means among others: itself, or else the only one that people write so. Globs stay globs.
+    """The path among `paths` that a text means: itself, or else the only one that people write so. Globs stay globs.
 
     Raises `MismatchError` where several paths are written so.
     """
@@ -140,7 +140,7 @@ def meant(text: str, paths: Collection[str]) -> str:
 
 
 def all_meant(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
-    """The same for one glob or several."""
+    """The paths that one glob or several mean, as `meant` finds each."""
     return [meant(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
 
 
@@ -178,8 +178,8 @@ def closest(path: str, names: Sequence[str]) -> str | None:
 def absolute(path: str | os.PathLike[str]) -> str:
     """A file system path as absolute text, so that a later change of directory does not matter.
 
-    ``~`` at its beginning is the user's home. Raises `MismatchError` for what is no path, and `UnsupportedError` for a
-    URL, which would name a local folder if it were taken for a path.
+    ``~`` at its beginning is the user's home. Raises `MismatchError` for anything but a path, and `UnsupportedError`
+    for a URL, which would name a local folder if it were taken for a path.
     """
     try:
         text = os.fsdecode(path)
@@ -199,5 +199,5 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def few(names: tuple[str, ...]) -> str:
-    """The first names of a list, and how many more there are."""
+    """The first five names of a list, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""The tree of leaves that rules have renamed, dropped or made of others: what they left alone stays what it was."""
+"""The tree of leaves that rules have renamed, dropped or made of others: containers that they left alone stay."""
 
 import logging
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ _log = logging.getLogger("treering")
 def rebuilt(
     sources: Mapping[str, str], skeleton: Skeleton | None, *, keep_empty: bool
 ) -> tuple[list[str], Skeleton, tuple[str, ...]]:
-    """Leaves in the order of their tree, its skeleton, and containers of which the order is only inferred.
+    """Leaves in the order of their tree, its skeleton, and the containers whose order is only inferred.
 
-    sources: by their paths, those of the leaves that they are, or are made of, in the tree with the skeleton; in the
-    order of that tree. A container all of whose leaves lie in one of that tree is that one, with its kind, its keys and
-    (on demand) its empty containers; without some of its leaves it keeps the order of the others.
+    sources: maps each path to that of the leaf which it is, or is made of, in the tree with `skeleton`; in the order of
+    that tree. A container all of whose leaves lie in one of that tree is that one, with its kind, its keys and (with
+    `keep_empty`) its empty containers; without some of its leaves it keeps the order of the others.
     """
     known: dict[str, Node] = {}
     leaves: list[str] = []
@@ -69,7 +69,7 @@ def rebuilt(
 
 
 def _origins(sources: Mapping[str, str]) -> dict[str, str | None]:
-    """Where each container was, by the places of its leaves below it; None where they come from several."""
+    """The former path of each container, by the places of its leaves below it; None where they come from several."""
     found: dict[str, str | None] = {}
     for path, source in sources.items():
         parts, was = path.split("/"), source.split("/")

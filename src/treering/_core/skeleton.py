@@ -18,14 +18,14 @@ _KEY_BITS = 12_000  # of an integer: 3,000 hexadecimal digits; beyond 4,300 deci
 
 
 class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A container. `keys` are its keys, or how many children it has where these are simply numbered."""
+    """A container. `keys` are its keys, or the number of its children where these are numbered."""
 
     kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
     name: str
     keys: list[Any] | Annotated[int, msgspec.Meta(ge=0)]
 
     def count(self) -> int:
-        """How many children there are."""
+        """The number of children."""
         return self.keys if isinstance(self.keys, int) else len(self.keys)
 
     def names(self) -> Sequence[Any]:
@@ -126,11 +126,10 @@ Describe = Callable[[str, list[str]], tuple[Node, list[str]]]  # a container by 
 def assemble(
     paths: Iterable[str], describe: Describe, bare: Callable[[str], Skeleton] = lambda path: ()
 ) -> tuple[list[str], list[Node | int]]:
-    """The tree of leaves at paths: them in its order, and its skeleton.
+    """The tree of leaves at paths: the paths in its order, and its skeleton.
 
-    `describe` makes the node of each container, and says in which order its children are; those in which there are no
-    leaves are as `bare` has them. Names are as in paths, escaped. Raises `UnsupportedError` for a leaf that is a
-    container.
+    `describe` returns the node of each container, and its children in order; `bare` returns the skeleton of a child
+    without leaves. Names are as in paths, escaped. Raises `UnsupportedError` for a leaf that is a container.
     """
     given = list(paths)
     if given == [""]:
@@ -171,10 +170,10 @@ def assemble(
 
 
 def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
-    """A container of which nothing is known but the names in it.
+    """A container of which only the names in it are known, and these names in its order.
 
-    It is a list where they are the numbers from 0 (unless there are to be no lists), else a dict, whose keys are in the
-    order of their numbers where all are numbers, and else sorted, as JAX does.
+    It is a list where they are the numbers from 0 (and `lists`), else a dict, whose keys are in the order of their
+    numbers where all are numbers, and else sorted, as JAX does.
     """
     numbers = bool(names) and all(map(_is_number, names))
     if numbers and (sort or lists):

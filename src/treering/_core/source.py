@@ -1,4 +1,4 @@
-"""What a tree is read from: an open checkpoint, a view of one, or a live tree."""
+"""The source that a tree is read from: an open checkpoint, a view of one, or a live tree."""
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,35 +51,35 @@ class Source(Protocol):
 
     @property
     def created(self) -> datetime.datetime | None:
-        """When the checkpoint was committed, in UTC, where that is known."""
+        """The time of the commit, in UTC; None where it is not known."""
         ...
 
     @property
     def identity(self) -> str:
-        """What changes when the checkpoint is replaced by another, where that is known."""
+        """A text that changes when the checkpoint is replaced by another; "" where that is not known."""
         ...
 
     @property
     def positional(self) -> bool:
-        """Whether leaves have no names, but only numbers: they are those of a template, in order."""
+        """Whether leaves have no names, only numbers: they are those of a template, in order."""
         ...
 
     @property
     def numbers_are_arrays(self) -> bool:
-        """Whether Python's numbers were saved as arrays without axes, so that a template's `float` takes such a one."""
+        """Whether Python's numbers were saved as arrays without axes, so that a template's `float` takes one."""
         ...
 
     @property
     def ambiguous_dtypes(self) -> frozenset[str]:
-        """Paths of arrays of `uint8` whose dtype may be any of that size: only a template knows."""
+        """The paths of `uint8` arrays whose real dtype may be any of that size: only a template says which."""
         ...
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every file is there in its full size, as far as that can be told at a glance."""
+        """Raises `CorruptError` unless every file is there in its full size, as far as a quick look shows."""
         ...
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        """How an array was spread when it was saved, where that is known."""
+        """The sharding of an array when it was saved, as JSON; None where that is not known."""
         ...
 
     def can_mmap(self, requested: bool | None) -> bool:
@@ -101,7 +101,7 @@ ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree
 
 
 class Written(NamedTuple):
-    """What writing came to: bytes on the disk, and seconds for the parts of it."""
+    """The result of writing: bytes on the disk, and the seconds of its parts."""
 
     nbytes: int
     write_seconds: float

@@ -1,4 +1,4 @@
-"""Tracebacks of mistakes end where the mistake is: at the call of the user's."""
+"""Cuts the tracebacks of mistakes, so that they end at the user's call."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ class _WithoutFrames:
 
 
 def _folders(traceback: TracebackType | None) -> Iterator[str]:
-    """Where the code of each frame lies, the library's own named by its top."""
+    """The file of each frame's code; `_HERE` for all files of this library."""
     while traceback:
         file = traceback.tb_frame.f_code.co_filename
         yield _HERE if file.startswith(_HERE) else file
@@ -34,14 +34,14 @@ def _folders(traceback: TracebackType | None) -> Iterator[str]:
 
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # of the whole library
-_OURS = {_HERE, contextlib.__file__}  # others are the user's: a function that was handed to us
+_OURS = {_HERE, contextlib.__file__}  # others are the user's: a function that was passed to the library
 _without_frames = _WithoutFrames()
 
 
 def at_the_caller(function: F) -> F:
     """A public call whose errors about its arguments show no frames of this library; causes stay.
 
-    What those frames hold (templates, readers, a `Checkpointer`) is let go with them.
+    The objects that those frames hold (templates, readers, a `Checkpointer`) are released with them.
     """
 
     @functools.wraps(function)
@@ -53,7 +53,7 @@ def at_the_caller(function: F) -> F:
 
 
 def methods_at_the_caller(public: C) -> C:
-    """The same for the methods of a public class, and for making one of it."""
+    """Applies `at_the_caller` to the public methods of a class, and to its `__init__`."""
     for name, value in list(vars(public).items()):
         if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
             setattr(public, name, at_the_caller(value))

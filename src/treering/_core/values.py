@@ -25,7 +25,7 @@ def is_shape(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def from_base64(text: str) -> bytes:
-    """The bytes that a text stands for. Raises `ValueError` unless it is how they are written."""
+    """The bytes that a text stands for. Raises `ValueError` unless it is the text that encoding them gives."""
     found = base64.b64decode(text, validate=True)
     if base64.b64encode(found).decode() != text:
         raise ValueError("bits that base64 does not use are not 0")

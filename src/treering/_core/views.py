@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """What to read for a box of a leaf, as entries and boxes of the checkpoint, and how the box is made of it."""
+    """The entries and boxes of the checkpoint to read for a box of a leaf, and the function that makes the box."""
 
     needs: "list[tuple[ArrayEntry, Box]]"
     make: "Callable[[list[np.ndarray]], np.ndarray]"
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A leaf of a view: `plan` is None for what is no array, `plain` says that it is the checkpoint's own."""
+    """A leaf of a view: `plan` is None for a leaf that is no array, `plain` is True for the checkpoint's own."""
 
     entry: Entry
     plan: Callable[[Box], Plan] | None = None
@@ -33,7 +33,7 @@ class Leaf(msgspec.Struct, frozen=True):
     in_place: bool = False  # whether each of its elements is made of the one in the same place
 
     def at(self, path: str) -> "Leaf":
-        """The same leaf under another path."""
+        """This leaf under another path."""
         return Leaf(self.entry.at(path), self.plan, self.plain, self.source, self.in_place)
 
     def made(self, plan: Callable[[Box], Plan], *, in_place: bool = False, **changed: Any) -> "Leaf":
@@ -174,7 +174,7 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
 
 
 class View:
-    """A reader of leaves that are made of another reader's, as `treering.formats.Source`."""
+    """A `treering.formats.Source` whose leaves are made of those of another source."""
 
     identity = ""
 
@@ -191,32 +191,32 @@ class View:
         self.metadata: Any = reader.metadata
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
-        self.guessed: tuple[str, ...] = ()  # containers of which the order is only inferred from the names in them
+        self.guessed: tuple[str, ...] = ()  # containers whose order is only inferred from the names in them
 
     @property
     def created(self) -> datetime.datetime | None:
         return self._reader.created
 
     def source(self, path: str) -> str:
-        """Under which path the (first) leaf that a leaf is made of is in what is not a view itself."""
+        """The path, in the source below all views, of the (first) leaf that a leaf is made of."""
         found = self.leaves[path].source
         return self._reader.source(found) if isinstance(self._reader, View) else found
 
     def is_elementwise(self, path: str) -> bool:
-        """Whether each element of an array is made of the one in the same place, in what is not a view itself."""
+        """Whether each element of an array is made of the one in the same place, in the source below all views."""
         leaf = self.leaves[path]
         below = not isinstance(self._reader, View) or self._reader.is_elementwise(leaf.source)
         return below and (leaf.plain or leaf.in_place)
 
     def origins(self, path: str) -> "list[tuple[ArrayEntry, Box]]":
-        """What an array is made of, in what is not a view itself."""
+        """The entries and boxes that an array is made of, in the source below all views."""
         needs = self.leaves[path].plan_of(whole(self.leaves[path].array.shape)).needs
         if not isinstance(self._reader, View):
             return needs
         return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
 
     def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
-        """The same with other leaves, of the same reader, and all that lies beside the tree."""
+        """This view with other leaves of the same source; step, metrics and metadata stay."""
         view = View(self._reader, leaves, skeleton)
         view.step, view.metrics, view.metadata, view.guessed = self.step, self.metrics, self.metadata, self.guessed
         return view
@@ -241,7 +241,7 @@ class View:
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
         arrays = list(each(plans, found))
-        owners: dict[str, str] = {}  # what a rule has copied is to be two arrays that share nothing
+        owners: dict[str, str] = {}  # a leaf that a rule has copied becomes two arrays that share no memory
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
                 arrays[n] = arrays[n].copy()
@@ -252,7 +252,7 @@ class View:
 
 
 def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
-    """What each plan makes of its part of what was read for all of them."""
+    """The result of each plan, from its part of the arrays that were read for all of them."""
     rest = iter(arrays)
     for plan in plans:
         yield plan.make([next(rest) for _ in plan.needs])

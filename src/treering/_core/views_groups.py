@@ -63,7 +63,7 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
 
 
 def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
-    """The leaf times a scale for each block of it, in float32, and that in another dtype."""
+    """The leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
 
     def plan(box: Box) -> Plan:
         if not math.prod(box_shape(box)):
@@ -94,7 +94,7 @@ def mapped(
     dtype: str,
     hint: str,
 ) -> Leaf:
-    """What a function makes of whole leaves, which are read for every box of it."""
+    """The result of a function of whole leaves, which are read again for every box of it."""
 
     def plan(box: Box) -> Plan:
         inner = [leaf.plan_of(whole(leaf.array.shape)) for leaf in leaves]
@@ -102,7 +102,7 @@ def mapped(
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            # A copy: of a tree that is being saved these are the arrays themselves, and there again for the next box.
+            # Copies: in a save of a live tree these are its own arrays, and are passed again for the next box.
             found = np.asarray(function(*(array.copy() for array in each(inner, arrays))))
             expected = dtypes.to_numpy(dtype)
             if found.shape != shape or found.dtype != expected:

@@ -1,4 +1,4 @@
-"""Leaves in another shape: which rows of the old shape hold a box of the new one."""
+"""Leaves in another shape: finds the rows of the old shape that hold a box of the new one."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
     """The leaf in another shape of the same size.
 
-    Axes that make up one another are on their own, so that a box along other axes reads no more than itself; of such a
-    group, read are the rows between the first and the last wanted element.
+    Axes that make up one another form a group, so that a box along other axes reads no more than itself; within a
+    group, the rows between the first and the last wanted element are read.
     """
     old = leaf.array.shape
 

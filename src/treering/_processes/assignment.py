@@ -1,4 +1,4 @@
-"""Who writes which piece: pure functions that give the same answer in every process.
+"""Assigns each piece to the process that writes it: pure functions that give the same answer in every process.
 
 A piece is a rectangular part of a global array. It is held by one process or, where it is replicated, by
 several; exactly one of them writes it, chosen so that all write about the same number of bytes.
@@ -20,12 +20,12 @@ from .._core.boxes import Box, Cells, box_of, box_shape, intersect, slices, whol
 from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, LocalShard
 
-_MIN_CUT_BYTES = 1 << 20  # bytes; what is smaller is not cut up among its holders
-_FINER_CELLS = 8  # times as many cells as parts keep what is written within an eighth of what is fair
+_MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
+_FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
 
 
 class Layout:
-    """How an array is spread over processes: `holders[i]` are the processes that hold the piece `boxes[i]`.
+    """The spread of an array over processes: `holders[i]` are the processes that hold the piece `boxes[i]`.
 
     The boxes are the cells of a grid, in C order. Layouts are compared by identity, and shared by the arrays of one
     shape and sharding.
@@ -38,7 +38,7 @@ class Layout:
 
     @functools.cached_property
     def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """One row for each box: its holders, again from the first where others have more."""
+        """One row for each box: its holders, repeated from the first where other boxes have more."""
         return _turns(self.holders)
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class Layout:
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What this process writes of a leaf, or a run of it: `nbytes` bytes from `begin` of what a shard hands over."""
+    """A piece of a leaf that this process writes, or a run of one: `nbytes` bytes of `shard`, from `begin`."""
 
     leaf: int
     box: Box
@@ -67,9 +67,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Share(NamedTuple):
-    """Who writes an array: `writers[i]` the piece `boxes[i]`.
+    """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
-    With a `layout`, these are its boxes, each written by the holder whose turn it is.
+    With a `layout`, the boxes are those of the layout, each written by the holder in column `turn` of its `turns`.
     """
 
     boxes: Sequence[Box]
@@ -125,15 +125,15 @@ def _turns(holders: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int3
 
 @functools.lru_cache(maxsize=4096)
 def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
-    """The layout of what each of the holders has whole."""
+    """The layout of an array that each of the holders has whole."""
     return Layout(boxes, (holders,) * len(boxes))
 
 
 def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
-    """Who writes each array of a tree that all processes of a job have.
+    """The shares of all arrays of a tree that every process of a job has, by leaf.
 
-    What each process has for itself counts as held by all of them, but for the leaves in `single`, which exist in
-    one process. The global arrays are shared out first, so that their writers do not depend on `single`.
+    An array that each process has for itself counts as held by all of them, except for the leaves in `single`, which
+    exist in the given process alone. The global arrays are shared out first: their writers do not depend on `single`.
     """
     arrays = (n for n, entry in enumerate(catalogue.entries) if isinstance(entry, ArrayEntry))
     leaves = [n for n in arrays if n not in catalogue.tied]
@@ -159,13 +159,13 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
 
 @functools.lru_cache(maxsize=4096)
 def owner(layout: Layout) -> int | None:
-    """The one process that holds everything, None when there are several."""
+    """The one process that holds every box; None when there are several."""
     first = layout.holders[0]
     return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None
 
 
 def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
-    """The shares of a process that writes alone, of the leaves that are spread over its devices."""
+    """The shares of the leaves that are spread over the devices of a process that writes alone."""
     boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
     for piece in pieces:
         if piece.leaf in boxes:
@@ -176,17 +176,17 @@ def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]
 def to_stage(
     catalogue: Catalogue, shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
 ) -> list[LocalShard]:
-    """What process `index` stages of its shards, in the order in which it is written; without `shares`, all of them.
+    """The shards that process `index` stages, in the order in which it writes them; without `shares`, all of them.
 
-    Of global arrays that is what it writes; of what it has for itself everything, for that is to be compared with
-    what the other processes have.
+    Of global arrays it stages what it writes; of arrays that each process has for itself everything, to be compared
+    with those of the other processes.
     """
     if shares is None:
         return sorted(shards, key=_misalignment)
     own = _by_leaf(shards)
     chosen: dict[int, LocalShard] = {}
     for leaf, box, _ in written(catalogue.entries, shares, index):
-        if leaf in own:  # or it exists in another process only, which will turn out
+        if leaf in own:  # or it exists in another process only, which `check_consistent` will find
             n, shard = _containing(own[leaf], box)
             if leaf in catalogue.global_leaves and shard.box != box:
                 chosen[len(shards) + len(chosen)] = _part(shard, box)
@@ -199,9 +199,9 @@ def to_stage(
 def pieces(
     entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
 ) -> list[Piece]:
-    """What process `index` writes, in order; without `shares`, the shards as they are.
+    """The pieces that process `index` writes, in order; without `shares`, the shards as they are.
 
-    Those with one leaf and box are one piece, in several runs.
+    Those with the same leaf and box are one piece, in several runs.
     """
     if shares is None:
         return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(shards)]
@@ -215,7 +215,7 @@ def pieces(
 
 
 def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
-    """Leaf, box and size of what process `index` writes, in order.
+    """Leaf, box and size in bytes of each piece that process `index` writes, in order.
 
     Multiples of 64 bytes come first, then falling powers of two, so that each piece begins at an address from
     which its elements can be used.
@@ -230,14 +230,14 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
 
 
 def _misalignment(shard: LocalShard) -> int:
-    """Of the piece that a shard is a part of, for its parts stay together."""
+    """The sort key of the piece that a shard is a part of, so that the parts stay together."""
     if shard.piece is None:
         return alignment(shard.nbytes)
     return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
 
 
 def alignment(nbytes: int) -> int:
-    """The place of a piece of so many bytes in the order of writing."""
+    """The sort key of a piece of `nbytes` bytes in the order of writing."""
     return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 
@@ -249,14 +249,14 @@ def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalSha
 
 
 def _containing(shards: Sequence[tuple[int, LocalShard]], box: Box) -> tuple[int, LocalShard]:
-    """The shard with a box in it, and its number."""
+    """The number of the shard that contains a box, and the shard."""
     return next(one for one in shards if one[1].box == box or intersect(one[1].box, box) == box)
 
 
 def _part(shard: LocalShard, box: Box) -> LocalShard:
-    """A part of a shard by itself: of an array on an accelerator no more than that is to be copied."""
+    """A part of a shard as a shard: of an array on an accelerator no more than that is copied."""
     data = shard.data if shard.copies else np.asarray(shard.data)
-    data = None if data is None else data[slices(box, shard.box)]  # or it is read on demand
+    data = None if data is None else data[slices(box, shard.box)]  # None: it is read on demand
     return LocalShard(
         shard.leaf, box, data, shard.dtype, math.prod(box_shape(box)) * shard.dtype.itemsize, shard.copies
     )
@@ -273,9 +273,10 @@ def _offset(box: Box, origin: Box) -> int:
 def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) -> list[Share]:
     """Chooses the writers of arrays, given as layouts and bytes per element.
 
-    `loads` are the bytes that each process writes anyway, which are added to, and `fair` what each should write.
-    The largest come first, each given to the holders with the least to do; what is larger than a quarter of a fair
-    share is cut up among its holders. So none has more than about a quarter more to do than is fair.
+    `loads` are the bytes that each process writes already; the bytes given to it here are added. `fair` are the bytes
+    that each should write. The arrays with the largest pieces come first, each given to the holders with the least to
+    do; pieces larger than a quarter of a fair share are cut up among their holders. So no process has more than about a
+    quarter above its fair share.
     """
     least = max(fair // 8, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
@@ -307,7 +308,7 @@ def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Sha
 
 
 class Cut(NamedTuple):
-    """Into how many parts an axis is cut, and of what number of rows the parts are multiples."""
+    """The number of parts that an axis is cut into; they begin at multiples of `rows` rows."""
 
     parts: int
     rows: int
@@ -316,8 +317,8 @@ class Cut(NamedTuple):
 def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
     """Cuts along the leading axes, so that each cell is one run of bytes of its box.
 
-    They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows cannot be
-    dealt out evenly to so many parts there are about eight times as many cells.
+    They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows do not divide
+    evenly into so many parts, there are about eight times as many cells.
     """
     shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
     cuts: list[Cut] = []

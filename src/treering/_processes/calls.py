@@ -1,4 +1,4 @@
-"""A call that all processes of a job make together, as those who take part in it see it."""
+"""A call that all processes of a job make together, as each of them sees it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ _alone = itertools.count()  # calls of this process alone
 
 
 class Call(Protocol):
-    """One collective call, seen from one process; `name` is that of the call in all processes.
+    """One collective call, seen from one process; `name` is the same in all processes.
 
-    After `timeout` seconds without a sign of life another process is taken for dead. `undecided` says that this process
-    gave its word and does not know what became of it.
+    After `timeout` seconds without a sign of life another process is taken for dead. `undecided`: this process has sent
+    its value to process 0 and does not know the decision.
     """
 
     index: int
@@ -23,15 +23,15 @@ class Call(Protocol):
     def name(self) -> str: ...
 
     def doing(self, what: str) -> None:
-        """Says what this process does now, for the others' error messages; begins the heartbeat."""
+        """Says what this process does now, for the error messages of the others; begins the heartbeat."""
         ...
 
     def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """Process 0 gets every process's word (JSON) and decides; all return its decision, or raise its error."""
+        """Sends `mine` (JSON) to process 0, which decides; every process returns its decision or raises its error."""
         ...
 
     def broadcast(self, decide: Callable[[], Any]) -> Any:
-        """Process 0 decides without hearing the others; all return its decision, or raise its error."""
+        """Process 0 decides without values of the others; every process returns its decision or raises its error."""
         ...
 
     def check(self) -> None:
@@ -39,11 +39,11 @@ class Call(Protocol):
         ...
 
     def cancel(self, reason: BaseException) -> None:
-        """Ends the waiting of another thread, which raises the reason."""
+        """Ends the waiting of the thread that is in this call, which raises `reason`."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the call for this process; with an error, the others' as well."""
+        """Ends the call for this process; with an error, for the other processes as well."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Whether all processes of a job save the same tree, before anything is written, and restore the same checkpoint.
+"""Checks that all processes of a job save the same tree, before anything is written, and restore the same checkpoint.
 
-Of global arrays each process has its part. Everything else (NumPy arrays, scalars, JAX arrays on a process's own
-devices) is in every process, and what is written is only right when all have the same.
+Each process has its part of the global arrays. Everything else (NumPy arrays, scalars, JAX arrays on a process's own
+devices) is in every process, and one of them writes it for all: it must be equal in all.
 """
 
 import functools
@@ -24,17 +24,17 @@ from .coordinator import Call
 
 T = TypeVar("T")
 _MAX_DIFFERENCES = 20  # differences
-_RESTORE_ATTEMPTS = 5  # at restoring one and the same checkpoint in all processes, while somebody replaces it
+_RESTORE_ATTEMPTS = 5  # at restoring the same checkpoint in all processes, while another job replaces it
 
 
 def check_consistent(
     call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply
 ) -> tuple[Catalogue, dict[int, int]]:
-    """Compares the trees; returns the leaves that exist in one process only, and in which.
+    """Compares the trees of all processes; returns the catalogue, and the leaves of single processes with the process.
 
-    The catalogue that comes back has the states of the iterators of all processes, in process 0, which writes them.
+    In process 0, which writes them, the returned catalogue has the states of the iterators of all processes.
 
-    Raises `MismatchError` that names the paths which differ, in every process.
+    Raises a `MismatchError` that names the paths which differ, in every process.
     """
     if call.count == 1:
         return catalogue, {}
@@ -60,7 +60,7 @@ def check_consistent(
 
 
 def _first_differing(words: Sequence[Any]) -> int | None:
-    """The first process whose word is not that of process 0."""
+    """The first process whose value is not that of process 0; None when all are equal."""
     return next((n for n, word in enumerate(words) if word != words[0]), None)
 
 
@@ -80,7 +80,7 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
 
 
 def _remote(catalogue: Catalogue) -> dict[int, int]:
-    """The leaves that another process has for itself."""
+    """The leaves that another process has for itself, and that process."""
     layouts = {n: layout_of(catalogue.shardings[n], _shape(catalogue, n)) for n in catalogue.global_leaves}
     return {n: process for n, layout in layouts.items() if (process := owner(layout)) is not None}
 
@@ -92,7 +92,7 @@ def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
 
 
 def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
-    """Of what this process has for itself, the checksum of each leaf's bytes."""
+    """The checksum of the bytes of each leaf that this process has for itself."""
     own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in catalogue.global_leaves]
     found: dict[int, xxhash.xxh3_64] = {}
     for n in sorted(own, key=lambda n: (staging.shards[n].leaf, staging.shards[n].box)):
@@ -101,7 +101,7 @@ def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
 
 
 def _row(catalogue: Catalogue, leaf: int) -> list[str]:
-    """What must be the same in every process but for the bytes: path, kind and value, placement."""
+    """The properties of a leaf that must be equal in every process, but for its bytes: path, kind, value, placement."""
     entry = catalogue.entries[leaf]
     if entry.type == "iterator":  # each process has its own state
         return [entry.path, "iterator", ""]
@@ -111,7 +111,7 @@ def _row(catalogue: Catalogue, leaf: int) -> list[str]:
     if leaf in catalogue.shardings:
         layout = layout_of(catalogue.shardings[leaf], entry.shape)
         split = leaf in catalogue.global_leaves and owner(layout) is None
-        if split or len(layout.boxes) > 1:  # another process has one that is whole on one device
+        if split or len(layout.boxes) > 1:  # or it is whole, and another process may have it on one device
             placement = _placement(layout, split)
     return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
 
@@ -167,9 +167,10 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
 
 
 def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
-    """The result of an attempt that worked in every process, on one and the same checkpoint.
+    """The result of an attempt that succeeded in every process, on the same checkpoint.
 
-    Attempts return what identifies the checkpoint as well. Raises, in every process, the damage that any has found.
+    An attempt returns the identity of the checkpoint, and its result. Raises, in every process, the damage that any of
+    them found.
     """
     for _ in range(_RESTORE_ATTEMPTS):
         result: Any = None
@@ -190,6 +191,6 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
 
 
 def _first_problem(words: Sequence[Any]) -> list[Any] | None:
-    """The first process with a problem, and which; nothing when the processes have read different checkpoints."""
+    """The first process with a problem, and the problem; [] when processes read different checkpoints, else None."""
     problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
     return problem or (None if len(set(words)) == 1 else [])

@@ -1,17 +1,17 @@
 """The processes of a job, and how they agree.
 
 Everything goes through the key-value store of `jax.distributed`: never through device collectives, so that it
-may happen in a background thread, and never through its barriers, of which one that timed out stays broken.
-Process 0 hears everyone and tells everyone; nobody else listens to anybody but process 0. In a call, each
-process shows a heartbeat, and who shows none for `timeout` seconds is taken for dead.
+may happen in a background thread, and never through its barriers: one that timed out stays broken.
+Process 0 reads the values of all processes and publishes its decision; the others read only what process 0 writes.
+In a call, each process renews its heartbeat; a process whose heartbeat stops for `timeout` seconds is taken for dead.
 
 A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
-out takes no other along. Its keys: ``heartbeat/3`` is what process 3 is doing, or what it failed with; ``0/3`` is its
-word in the first exchange, and ``0/answer`` what process 0 made of the words.
+out disturbs no call of another kind. Its keys: ``heartbeat/3`` is what process 3 is doing, or what it failed with;
+``0/3`` is its value in the first exchange, and ``0/answer`` the decision of process 0.
 
 A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
 have given up. All make the calls of the main thread in one order, and ``treering/now/3`` is the latest that process 3
-has begun there: who waits for a process that has gone on gives up at once, and so comes to where the others are.
+has begun there: a process that waits for one that has gone on gives up early, and so catches up with the others.
 """
 
 import collections
@@ -34,7 +34,7 @@ from .calls import Call, SingleProcess
 
 _HEARTBEAT_SECONDS = 1.0  # seconds between signs of life
 _POLL_SECONDS = 0.25  # seconds between looks at them
-_LATER_CALL_SECONDS = 2.0  # seconds for which another process is seen in a later call before that is believed, at most
+_LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
 _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _FAILED = "failed "
@@ -44,20 +44,20 @@ _EVERYONE = (
     'processes="this" saves one process\'s data alone'
 )
 
-_counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of the calls so far, by what they do
+_counts: collections.OrderedDict[str, int] = collections.OrderedDict()  # the number of the last call, by what it does
 _over: collections.deque[tuple[float, str]] = collections.deque()  # calls that are over, and since when
 _ordinal = 0  # of the latest call that the main thread has begun
-_inherited: Any = None  # the store of the job that a process was in when this one was forked from it
+_inherited: Any = None  # the store of the parent's job, in a forked child
 
 
 def check_timeout(timeout: Any) -> None:
-    """Raises `MismatchError` for what is no number of seconds."""
+    """Raises `MismatchError` for anything but a positive number of seconds."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
 
 
 def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
-    """A collective call of the processes of this job; `what` describes it and is the same everywhere."""
+    """Begins a collective call of the processes of this job; `what` describes it and is the same in all of them."""
     if processes not in ("all", "this"):
         raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
     check_timeout(timeout)
@@ -80,30 +80,30 @@ def several() -> bool:
 
 
 def position() -> tuple[int, int]:
-    """The index of this process in its job, and how many there are."""
+    """The index of this process in its job, and the number of processes."""
     job = _job()
     return job[1:] if job else (0, 1)
 
 
 def forget_after_fork() -> None:
-    """A forked child is no process of its parent's job; it may be one of a job that comes together later."""
+    """Notes that a forked child is no process of its parent's job; it may join a job that is formed later."""
     global _inherited
     if job := imported_job_state():
         _inherited = job.client
 
 
 def _job() -> tuple[Any, int, int] | None:
-    """The store, this process's index and how many there are; None when there is only one.
+    """The store, the index of this process and the number of processes; None when there is only one.
 
-    Where JAX has its store elsewhere than it had, that is None.
+    The store itself is None where this JAX keeps it in another place.
     """
     if job := job_state():
         several = job.client is not None and (job.num_processes or 1) > 1
         return (job.client, job.process_id, job.num_processes) if several else None
     import jax
 
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # which starts the backends, so it is no more
-        return None  # than the second choice
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # the second choice:
+        return None  # `process_count` starts the backends
     return None, jax.process_index(), jax.process_count()
 
 
@@ -118,22 +118,22 @@ class MultiProcess:
         self._doing = "beginning"
         self._cancelled: BaseException | None = None
         self._heard_of_failure = False
-        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and for how long it is that
+        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and its age in seconds
         self._looked = time.monotonic()
         self._ended = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
         self._heartbeat: threading.Thread | None = None
         self._ordered = threading.current_thread() is threading.main_thread()
         self._ordinal = 0
-        self._met = False  # process 0, in this call
+        self._met = False  # whether process 0 was seen in this call
         self._ahead: dict[int, float] = {}  # since when a process is seen in a later call
-        if self._ordered:  # also of a call that fails here
+        if self._ordered:  # a call that fails below counts as well
             global _ordinal
             _ordinal = self._ordinal = _ordinal + 1
         self._number = self._next()
         try:
             while index and self._get(f"{self.name}/heartbeat/0", "").startswith(f'{_FAILED}["PeerError"'):
-                self._number = self._next()  # process 0 has made that one without us
+                self._number = self._next()  # process 0 has made that call without this process
         except PeerError:
             self._uncount()
             raise
@@ -149,7 +149,7 @@ class MultiProcess:
         exchange = next(self._exchanges)
         if not self.index:
             return self._answer(exchange, decide(self._gather(exchange, mine)))
-        self.undecided = True  # before the word is out: nobody knows whether a call that failed has not arrived
+        self.undecided = True  # before the value is sent: one whose sending failed may have arrived all the same
         self._set(f"{exchange}/{self.index}", mine)
         return self._told(exchange)
 
@@ -169,8 +169,8 @@ class MultiProcess:
             return
         self._ended = True
         self._wake.put(None)
-        if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: it ends when it begins
-            self._heartbeat.join(self.timeout)  # so that no heartbeat comes after what is said next
+        if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: the thread ends when it begins
+            self._heartbeat.join(self.timeout)  # so that no heartbeat overwrites the failure that is put there next
         if isinstance(error, PeerError) and self.index and not self._met:
             self._withdraw()
         elif error:
@@ -178,24 +178,24 @@ class MultiProcess:
             text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
             try:
                 self._put(f"{self.name}/heartbeat/{self.index}", _FAILED + msgspec.json.encode([kind, text]).decode())
-            except PeerError:  # process 0 is gone, and its store
+            except PeerError:  # process 0 is gone, and the store with it
                 return
         if not self.index:
             _over.append((time.monotonic(), self.name))
             self._delete_old()
 
     def _withdraw(self) -> None:
-        """Leaves no trace of a call that process 0 has not made."""
+        """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
             self._reach(self._client.key_value_delete, f"{self.name}/heartbeat/{self.index}")
 
     def _uncount(self) -> None:
-        """The next call of this kind gets the number of this one, which process 0 has still to give."""
+        """Gives the number of this call to the next one of its kind, for process 0 has not used it yet."""
         if _counts.get(self._what) == self._number:
             _counts[self._what] -= 1
 
-    # What process 0 does
+    # In process 0
 
     def _gather(self, exchange: int, mine: Any) -> list[Any]:
         words: dict[int, Any] = {0: mine}
@@ -217,7 +217,7 @@ class MultiProcess:
         while _over and time.monotonic() - _over[0][0] > _KEEP_KEYS_SECONDS:
             self._reach(self._client.key_value_delete, f"{_over.popleft()[1]}/")
 
-    # What the others do
+    # In the other processes
 
     def _told(self, exchange: int) -> Any:
         while (text := self._await(f"{exchange}/answer")) is None:
@@ -226,7 +226,7 @@ class MultiProcess:
             except TreeringError:
                 if not self._heard_of_failure:
                     raise
-                # It may have failed after it had answered, and then what it answered holds.
+                # Process 0 may have failed after it had answered, and then its answer holds.
                 if (text := self._get(f"{self.name}/{exchange}/answer", None)) is None:
                     self.undecided = False
                     raise
@@ -234,7 +234,7 @@ class MultiProcess:
         self.undecided, self._met = False, True
         return msgspec.json.decode(text)
 
-    # What all do
+    # In all processes
 
     def _check(self, awaited: list[int]) -> None:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
@@ -259,11 +259,11 @@ class MultiProcess:
         silent = [index for index in awaited if self._silent[index][1] > self.timeout]
         if silent:
             self._raise_silent(silent)
-        if self._ordered:  # who has been in this call is in it, however slow
+        if self._ordered:  # a process that was seen in this call is in it, however slow
             self._check_gone([index for index in awaited if not self._silent[index][0]], now)
 
     def _check_gone(self, quiet: list[int], now: float) -> None:
-        """Raises `PeerError` when one of those has gone on to a call that this process has not come to."""
+        """Raises `PeerError` when a process in `quiet` has gone on to a call that this process has not reached."""
         if not quiet:
             return
         latest = self._listed(_NOW) if self.index == 0 else {0: self._get(f"{_NOW}0", _NOWHERE)}
@@ -295,7 +295,7 @@ class MultiProcess:
     def _beat(self) -> None:
         try:
             for beat in itertools.count():
-                if not beat and self._ordinal == _ordinal:  # also of a call that is over: others look for this process
+                if not beat and self._ordinal == _ordinal:  # even if the call is over: the others look for this process
                     where = [self._what, self._number, self._ordinal]
                     self._put(f"{_NOW}{self.index}", msgspec.json.encode(where).decode())
                 if self._ended:
@@ -303,7 +303,7 @@ class MultiProcess:
                 self._put(f"{self.name}/heartbeat/{self.index}", f"{beat} {self._doing}")
                 with contextlib.suppress(queue.Empty):
                     self._wake.get(timeout=min(_HEARTBEAT_SECONDS, self.timeout / 4))
-        except PeerError:  # process 0 is gone, and its store; who waits for it finds out
+        except PeerError:  # process 0 is gone, and the store with it; the thread that waits for it finds out
             return
 
     @property
@@ -334,14 +334,14 @@ class MultiProcess:
         return {int(name): value for name, value in named if name.isdigit()}
 
     def _await(self, key: str) -> str | None:
-        """The value of a key, None when there is none after a while."""
+        """The value of a key; None when there is none after `_POLL_SECONDS`."""
         get = self._client.blocking_key_value_get
         return self._reach(get, f"{self.name}/{key}", int(_POLL_SECONDS * 1000), absent=("DEADLINE_EXCEEDED", None))
 
     def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
         """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.
 
-        `absent` is what to return for the error that says there is nothing.
+        `absent`: a part of the error's text that says there is no such key, and what to return then.
         """
         found: list[Any] = []
 

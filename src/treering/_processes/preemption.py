@@ -1,4 +1,4 @@
-"""Whether a job is about to be stopped, as the machines of a cluster announce it: by SIGTERM."""
+"""Notices that a job is about to be stopped, which the machines of a cluster announce by SIGTERM."""
 
 import itertools
 import os
@@ -13,12 +13,12 @@ from .._threads.latch import Latch
 from ..errors import MismatchError, UnsupportedError
 from . import coordinator
 
-_calls = itertools.count(1)  # in which JAX was asked; its number, for all Checkpointers of a process
-_announced = Latch()  # JAX has said so
+_calls = itertools.count(1)  # the numbers of the calls that ask JAX, of all Checkpointers of a process
+_announced = Latch()  # set when JAX has announced it
 
 
 class Preemption:
-    """Listens for the announcement; with several processes JAX does, and says at which call all have heard it."""
+    """Listens for the announcement; with several processes JAX does, and says at which call all processes know it."""
 
     def __init__(self) -> None:
         self._noticed = self._closed = False
@@ -35,8 +35,8 @@ class Preemption:
         signal.signal(signal.SIGTERM, self._handle)
 
     def reached(self) -> bool:
-        """Whether to save now; from then on always. With several processes every one asks as often as the others."""
-        if not self._together and coordinator.several():  # since this was made; JAX has taken the signal over
+        """Whether to save now; True from then on. With several processes, all call this equally often."""
+        if not self._together and coordinator.several():  # the job was formed since; JAX has taken the signal over
             _check_service()
             self._together = True
         if self._together and not self._noticed:
@@ -49,7 +49,7 @@ class Preemption:
         return self._noticed
 
     def close(self) -> None:
-        """Puts the earlier handler back, unless somebody else has set one since."""
+        """Restores the earlier handler, unless another one was set since."""
         self._closed = True
         here = threading.current_thread() is threading.main_thread()
         if here and not self._together and signal.getsignal(signal.SIGTERM) == self._handle:
@@ -59,10 +59,10 @@ class Preemption:
         self._noticed = True
         earlier = self._earlier
         while isinstance(one := getattr(earlier, "__self__", None), Preemption) and one._closed:
-            earlier = one._earlier  # it would end the process, which this one is there to prevent
+            earlier = one._earlier  # a closed one would end the process, which this one is to prevent
         if callable(earlier):
             earlier(number, frame)
-        elif self._closed and earlier == signal.SIG_DFL:  # only somebody else's handler has led here
+        elif self._closed and earlier == signal.SIG_DFL:  # a handler that was set since has called this one
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -1,4 +1,4 @@
-"""Progress bars, where a person looks."""
+"""Progress bars in terminals and notebooks."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ _log = logging.getLogger("treering")
 
 
 def _console() -> "Console | None":
-    """Where a person looks; None where nobody does."""
+    """The console of a terminal or a notebook; None where stderr is neither."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -35,9 +35,9 @@ def _console() -> "Console | None":
 
 @contextlib.contextmanager
 def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """What is to be called with the bytes that were moved, of `nbytes` in all.
+    """Shows a bar; yields the function to call with the number of bytes that were moved, of `nbytes` in all.
 
-    Nothing is shown unless that is wanted, stderr is a terminal or a notebook's, and this is process 0.
+    Nothing is shown unless `wanted`, stderr is a terminal's or a notebook's, and this is process 0.
     """
     console = _console() if wanted and not coordinator.position()[0] else None
     if console is None:

@@ -1,7 +1,7 @@
-"""Boxes that do not show in the paths here, and show as levels in what other libraries write.
+"""Boxes that do not show in Treering's paths, and are levels in what other libraries write.
 
-Orbax has ``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state, and it and Flax for a Linen parameter with
-partitioning. Where there are boxes only the tree tells: the template of a restore, or the tree that is saved.
+Orbax has ``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state; Orbax and Flax have it for a Linen parameter
+with partitioning. Only the tree says where there are boxes: the template of a restore, or the tree that is saved.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from .._core.entries import Entry
 from .._core.skeleton import Node, Skeleton, containers
 from .walk import Walk
 
-Boxes = Mapping[str, Sequence[tuple[str, str]]]  # at a path, from the outside in: of which kind, and its child's name
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
 _SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
 
 
@@ -40,9 +40,9 @@ def named(walked: Walk, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 
 def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:
-    """A tree's paths that are found among names with levels for boxes, and as what; none where fewer are found so.
+    """The paths of a tree whose name with levels for boxes is among `names`, and that name; {} if no more are found so.
 
-    What is decided is decided for all: a tree in a box may have a key that is called like the box's level.
+    All paths are decided together: a tree in a box may have a key that is called like the box's level.
     """
     best: dict[str, str] = {}
     if boxes:

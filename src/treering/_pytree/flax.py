@@ -1,4 +1,4 @@
-"""What Flax and Haliax need and JAX alone cannot tell; nothing here imports them, it only looks if somebody did."""
+"""Support for Flax and Haliax beyond what JAX knows of their pytrees, used only if the user has imported them."""
 
 import sys
 from collections.abc import Callable

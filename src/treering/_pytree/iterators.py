@@ -1,8 +1,8 @@
-"""Data iterators and generators of random numbers as leaves: what is saved of them, and how they get it back.
+"""Data iterators and generators of random numbers as leaves: getting, saving and setting their state.
 
-An iterator is what has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or
-`getstate` and `setstate`, as `random.Random` has, or NumPy's bit generator. Its state is of one process, and plain:
-numbers, text, bytes, containers and small NumPy arrays.
+An iterator has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or `getstate` and
+`setstate`, as `random.Random` has, or is a generator of NumPy. Its state is that of one process, and plain: numbers,
+text, bytes, containers and small NumPy arrays.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..errors import MismatchError, UnsupportedError
 _log = logging.getLogger("treering")
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
 _CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
-_SPAWNED = "n_children_spawned"  # what NumPy calls how many generators were made of one, which its state lacks
+_SPAWNED = "n_children_spawned"  # NumPy's name for the number of generators spawned by one, which its state lacks
 _GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
 
 
@@ -43,7 +43,7 @@ def is_iterator(leaf_type: type) -> bool:
 
 
 def why_not(leaf_type: type) -> str:
-    """What to do with data and iterators that have no state to save; "" for what is neither."""
+    """Advice for data and iterators that have no state to save; "" for types that are neither."""
     methods = "get_state and set_state, or state_dict and load_state_dict (Grain's iterators have the former)"
     instead = "or save how much of it was used as a number, and begin from there"
     if hasattr(leaf_type, "__next__"):
@@ -70,7 +70,7 @@ def state_of(leaf: Any) -> Any:
 
 
 def frozen(leaf: Any) -> Any:
-    """An iterator that stands where this one stands now. Raises `UnsupportedError` for what no manifest can hold."""
+    """A copy of an iterator's present state, to be saved. Raises `UnsupportedError` for what no manifest can hold."""
     return _Frozen(state_of(leaf))
 
 
@@ -90,12 +90,12 @@ def together(path: str, states: Sequence[Any]) -> ValueEntry:
 
 
 def state(entry: Any) -> Any:
-    """The state of this process, as `state_of` gave it, before those of the others are there."""
+    """The state of this process in an entry, as `state_of` gave it, before those of the others are added."""
     return entry.value[1][0]
 
 
 def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
-    """The state for one of `count` processes, and how many processes have saved theirs; None when that differs."""
+    """The state for one of `count` processes, None if another number has saved theirs; and that number."""
     kind, states = of_processes(entry.value)
     if kind == "all":
         return decode_state(states[0], 0), count
@@ -117,7 +117,7 @@ def put_back(path: str, leaf: Any, state: Any) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None:
-    """What asks a leaf of a type for its state, and what sets it."""
+    """The functions that get and set the state of leaves of a type; None where they have no state."""
     if issubclass(leaf_type, np.random.Generator | np.random.BitGenerator):
         return _numpy_state, _set_numpy_state
     for get, put in _METHODS:

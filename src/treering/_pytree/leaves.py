@@ -1,4 +1,4 @@
-"""What a leaf may be, and where its bytes are at the moment of a save."""
+"""The kinds of leaves, and where their bytes are at the moment of a save."""
 
 import functools
 import math
@@ -41,10 +41,10 @@ _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 class LocalShard(msgspec.Struct, gc=False):
     """A part of an array leaf that this process has.
 
-    `data` is the array that holds it until its bytes are staged, and `dtype` what is stored; `copies` says
+    `data` is the array that holds it until its bytes are staged, and `dtype` the stored dtype; `copies` says
     that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
-    caller may change them. A piece that is too large to be staged at once is that of several shards, one
-    after the other, and their `piece`.
+    caller may change them. A piece that is too large to be staged at once is split into several shards, one
+    after the other; it is their `piece`.
     """
 
     leaf: int
@@ -59,8 +59,8 @@ class LocalShard(msgspec.Struct, gc=False):
 class Catalogue(NamedTuple):
     """The leaves of a tree, by their numbers in tree order, and where their bytes lie; not the bytes.
 
-    `tied` maps a leaf to the earlier one that is the same array object, and `shardings` the leaves that are spread over
-    devices to how; `global_leaves` are those of them of which this process has a part only, or nothing.
+    `tied` maps a leaf to the earlier one that is the same array object, and `shardings` maps the leaves that are spread
+    over devices to their shardings; `global_leaves` are those of which this process has a part only, or nothing.
     """
 
     entries: Sequence[Entry]
@@ -126,7 +126,7 @@ def describe(
 def host_bytes(shard: LocalShard, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
 
-    `data` is the shard's array, or what became of it on the host.
+    `data` is the shard's array, or its copy on the host.
     """
     array = np.asarray(data)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(shard.data, np.ndarray):
@@ -179,7 +179,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
 
 @functools.lru_cache(maxsize=512)
 def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype[Any], str, bool]:
-    """What is stored for a dtype, its text, and whether elements are smaller than their byte."""
+    """The stored dtype for a dtype, its text, and whether elements are smaller than a byte."""
     stored = dtypes.to_numpy(dtypes.to_text(dtype))
     if cast is not None and dtypes.is_float(stored):
         stored = cast
@@ -188,7 +188,7 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
 
 @functools.lru_cache(maxsize=512)
 def _kind(leaf_type: type) -> str:
-    """How leaves of a type are saved. Raises `UnsupportedError` for those that are not."""
+    """The way in which leaves of a type are saved. Raises `UnsupportedError` for types that are not."""
     name = f"{leaf_type.__module__}.{leaf_type.__qualname__}"
     if leaf_type in (bool, int, float, complex, str, bytes, type(None)):
         return "value"

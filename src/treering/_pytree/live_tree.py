@@ -17,9 +17,9 @@ from .staging import Staging
 
 
 class LiveTree:
-    """See `treering.formats.Source`. What this process has not of an array cannot be read.
+    """A live pytree; see `treering.formats.Source`. Only this process's part of an array can be read.
 
-    Arrays are read where they are: the caller waits until that is over, or calls `stage` first.
+    Arrays are read where they are: the caller waits until that is over, or runs `stage()` first.
     """
 
     format = "live"
@@ -41,16 +41,16 @@ class LiveTree:
             self._by_leaf.setdefault(shard.leaf, []).append(n)
 
     def stage(self) -> Staging:
-        """What the caller is to run: after that the tree is read from the copies, and may change."""
+        """The staging that the caller runs: after that the tree is read from the copies, and may change."""
         self._staging = Staging(self.shards, None)
         return self._staging
 
     def shards_of(self, path: str) -> list[LocalShard]:
-        """What this process has of an array."""
+        """The shards of an array that this process has."""
         return [self.shards[n] for n in self._by_leaf.get(self._leaf[path], ())]
 
     def sharding_of(self, path: str) -> jax.sharding.Sharding | None:
-        """How an array is spread over devices; None for what is whole in this process."""
+        """The sharding of an array that is spread over devices; None for one that is whole in this process."""
         return self.catalogue.shardings.get(self._leaf[path])
 
     def is_global(self, path: str) -> bool:
@@ -85,7 +85,7 @@ class LiveTree:
         return out
 
     def _part(self, n: int, box: Box) -> np.ndarray:
-        """A box within a shard, which is not copied where it need not be."""
+        """The part of shard `n` in a box, copied only where it must be."""
         shard = self.shards[n]
         if self._staging is not None:
             return _within(self._staging.take(n).view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
@@ -101,5 +101,5 @@ class LiveTree:
 
 
 def _within(array: np.ndarray, box: Box, outer: Box) -> np.ndarray:
-    """The part of an array with the outer box that is the inner one."""
+    """The part in `box` of an array whose own box is `outer`."""
     return array if box == outer else array[slices(box, outer)]

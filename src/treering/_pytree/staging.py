@@ -1,4 +1,4 @@
-"""How the bytes of shards come from the thread that calls save to the threads that write.
+"""The supply of shards' bytes to the writer threads of a save.
 
 The caller puts shards in, in order; a writer takes a shard when it needs it and says when its bytes are copied out.
 Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
@@ -14,30 +14,30 @@ from .._threads.latch import Latch
 from .devices import start_copies
 from .leaves import LocalShard, host_bytes
 
-_PUBLISH_BYTES = 4 << 20  # bytes after which waiting writers are told
+_PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
 
 
 class Staging:
-    """At most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
+    """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
 
     def __init__(self, shards: Sequence[LocalShard], limit: int | None):
         self.shards = shards
-        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
         self._limit = limit
         self._views: list[Any] = [None] * len(shards)
         self._left = [shard.nbytes for shard in shards]
         self._staged = self._held = 0
         self._unneeded: set[int] = set()
-        self._lock = threading.RLock()  # `with` on the condition itself may keep it when an interrupt comes
-        self._changed = threading.Condition(self._lock)  # for the writers alone: ctrl-C may break a wait for it
-        self._room = Latch()  # for which the caller waits
+        self._lock = threading.RLock()  # `with` on the condition itself may leave it held after an interrupt
+        self._changed = threading.Condition(self._lock)  # only writer threads wait for it: ctrl-C may break a wait
+        self._room = Latch()  # the caller waits for it
         self._error: BaseException | None = None
-        # Set once everything is staged or the caller has to wait: until then writers would only take the
-        # interpreter from it and lengthen its stall.
+        # Set once everything is staged or the caller has to wait: until then the writer threads would only take
+        # the interpreter from the caller and lengthen its stall.
         self.writers_needed = Latch()
 
     def run(self) -> None:
-        """Stages every shard; called by the thread that called save. Ends early when the writers have failed."""
+        """Stages every shard; called in the caller's thread. Returns early when the writers have failed."""
         try:
             for first, last in self._groups():
                 if not self._reserve(self._cost(first, last)):
@@ -47,7 +47,7 @@ class Staging:
             self.fail(error)
             raise
         finally:
-            if self._error:  # what was not staged is not to be held either
+            if self._error:  # shards that were not staged must not keep their arrays either
                 for shard in self.shards:
                     shard.data = None
                 self.clear()
@@ -58,19 +58,19 @@ class Staging:
         return n < self._staged
 
     def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`; waits until they are there. Raises what `fail` was given."""
+        """The bytes of shard `n`; waits until they are staged. Raises what `fail` was given."""
         if n >= self._staged:
             with self._lock:
                 self._changed.wait_for(lambda: n < self._staged or self._error)
         view = self._views[n]
-        self.check()  # after the look: a staging that failed is cleared at any moment
+        self.check()  # after `_views` is read: a staging that failed is cleared at any moment
         return view.reshape(-1).view(np.uint8)
 
     def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of shard `n`, whether they are staged or not.
 
-        To be called when `writers_needed` is set and before anything is taken: then the caller is either through
-        or waits for room, and its arrays still hold what they held.
+        Called with `writers_needed` set and before any `take`: then the caller has staged everything or waits for
+        room, and the arrays that are not staged have not changed.
         """
         self.check()
         if n < self._staged:
@@ -79,9 +79,9 @@ class Staging:
         return host_bytes(shard, shard.data).reshape(-1).view(np.uint8)
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says which shards will be taken in which order, and how many bytes of each; to be called when `peek` may be.
+        """Says which shards the writers will take, in order, and how many bytes of each; called when `peek` may be.
 
-        Without it, all bytes of all shards are taken in turn. In another order, none of them can wait for room.
+        Without this call, all bytes of all shards are taken in turn. For any other order of shards the limit is lifted.
         """
         with self._lock:
             self._left = [0] * len(self.shards)
@@ -103,11 +103,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are to stage."""
+        """The number of bytes to stage."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, n: int, nbytes: int) -> None:
-        """Says that so many bytes of shard `n` are not needed any more."""
+        """Says that `nbytes` bytes more of shard `n` are copied out and needed no longer."""
         if not self.shards[n].copies:
             return  # a view costs nothing
         with self._lock:
@@ -117,7 +117,7 @@ class Staging:
                 self._room.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the staging on both sides."""
+        """Ends the staging: the caller stops staging, and the writers' calls of `take` raise `error`."""
         with self._lock:
             self._error = self._error or error
             self._room.set()

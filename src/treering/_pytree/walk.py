@@ -14,8 +14,8 @@ from . import flax, jax_private
 class Walk(NamedTuple):
     """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
 
-    `boxes` are those that do not show in the paths, by the path of what is in them, from the outside in: of which kind
-    each is, and what it calls its child.
+    `boxes` are those that do not show in the paths, by the path of their contents, from the outside in: the kind of
+    each, and its name for its child.
     """
 
     paths: Sequence[str]
@@ -25,7 +25,7 @@ class Walk(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What follows from a treedef; `nones` are the places of None, which JAX takes for containers.
+    """The paths and skeleton of a treedef; `nones` are the places of None, which JAX takes for containers.
 
     Treedefs with the keys 1, 1.0 and True are equal to one another; `text`, where there are such keys, is not.
     """
@@ -54,7 +54,7 @@ def walk(tree: Any) -> Walk:
     try:
         leaves, treedef = jax.tree.flatten(tree)
         names = _known.get(treedef)
-    except (RecursionError, SystemError):  # which JAX makes of the former somewhere below
+    except (RecursionError, SystemError):  # JAX turns the former into the latter somewhere below
         raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
     except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
         return _walk(tree)
@@ -171,7 +171,7 @@ def _are_fields(keys: Sequence[Any], fields: Sequence[str]) -> bool:
 
 
 def _plain_key(key: Any) -> Any:
-    """What a key object of JAX holds. Other registrations may use bare names."""
+    """The key or name in a key object of JAX. Other registrations may use bare names."""
     from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
     if isinstance(key, DictKey | FlattenedIndexKey):

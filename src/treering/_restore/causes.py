@@ -1,7 +1,7 @@
-"""What is likely behind the differences of a checkpoint and a template, and the arguments that mend it.
+"""The likely cause of the differences between a checkpoint and a template, and the arguments that fix it.
 
-A suggestion is tried before it is made: the rules are applied to the checkpoint's names and shapes, and what comes out
-is compared with the template again.
+A suggestion is tried before it is made: the rules are applied to the checkpoint's names and shapes, and the result is
+compared with the template again.
 """
 
 import collections
@@ -56,7 +56,7 @@ class _Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cause:
-    """What may be the matter, and the arguments that mend it then."""
+    """A possible cause, and the arguments that fix it."""
 
     text: str
     at: str = ""
@@ -66,7 +66,7 @@ class _Cause:
     dtype: str | None = None
 
     def arguments(self, policy: "Policy") -> str:
-        """As the caller would write them, with what was given already."""
+        """The arguments as the user would write them, with those that were given already."""
         given = {}
         if self.at:
             given["at"] = repr(f"{policy.at}/{self.at}".lstrip("/"))
@@ -91,7 +91,7 @@ class _Cause:
     def entries(
         self, entries: Mapping[str, Entry], skeleton: Skeleton | None
     ) -> tuple[Mapping[str, Entry], Skeleton | None]:
-        """What the checkpoint looks like with these arguments. Raises `TreeringError` where a rule does not fit."""
+        """The checkpoint's entries and skeleton with these arguments. Raises `TreeringError` if a rule does not fit."""
         if self.at:
             entries = {rest: entry for path, entry in entries.items() if (rest := below(path, self.at)) is not None}
             return entries, None if skeleton is None else subtree(skeleton, self.at)
@@ -109,9 +109,9 @@ def likely(
     differences: Sequence[Difference],
     compare: Compare,
 ) -> str:
-    """The cause that explains most, as a sentence with the arguments that mend it; empty when none does.
+    """The cause that explains most, as a sentence with the arguments that fix it; empty when none does.
 
-    There are no differences where everything was allowed and nothing found.
+    Without differences, everything was allowed and nothing was found.
     """
     most = len(differences) or len(walked.paths)
 
@@ -143,13 +143,13 @@ def likely(
 
 
 def _with_values(walked: Walk) -> Walk:
-    """The template as it would be with arrays where it has only shapes."""
+    """The template, with arrays where it has only shapes."""
     leaves = [_Array(one.shape, one.dtype) if isinstance(one, jax.ShapeDtypeStruct) else one for one in walked.leaves]
     return walked._replace(leaves=leaves)
 
 
 def _joined(given: Any, glob: str) -> Any:
-    """A list of globs with one more; what allows everything stays."""
+    """A list of globs with one more; a value that allows everything stays."""
     if glob == "ignore":
         return glob
     return given if not glob or given in ("template", "ignore") else (*(() if given == "error" else given), glob)
@@ -190,7 +190,7 @@ def _is_plain(path: str, entries: Mapping[str, Entry]) -> bool:
 
 
 def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """How a path may have become another: the kind of change and what it says; how many names stay the same."""
+    """The changes that may have turned `found` into `wanted`: kind and parts of each; the number of equal names."""
     a, b = wanted.split("/"), found.split("/")
     shorter = min(len(a), len(b))
     if found.endswith(f"/{wanted}"):
@@ -223,7 +223,7 @@ def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _change(kind: str, *said: str, ruled: bool) -> _Cause:
-    """The cause that a change is a sign of."""
+    """The cause that a change points to."""
     if kind in ("at", "below"):
         levels = said[0].count("/") + 1
         more = f"has {'one level' if levels == 1 else f'{levels} levels'} more"
@@ -301,7 +301,7 @@ def _own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Diffe
 
 
 def _globs(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What all the paths have in common, and a glob of it."""
+    """The names that all the paths have in common, and a glob for each."""
     parts = [path.split("/") for path in paths]
     head: list[str] = []
     for names in zip(*parts, strict=False):

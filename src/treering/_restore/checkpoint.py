@@ -38,7 +38,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
     @property
     def path(self) -> str:
-        """Where it lies, absolute."""
+        """The absolute path of the checkpoint."""
         return self._reader.path
 
     @property
@@ -58,12 +58,12 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
     @property
     def metadata(self) -> Any:
-        """What was passed as `metadata=`; tuples have become lists."""
+        """The value that was passed as `metadata=`; tuples have become lists."""
         return self._reader.metadata
 
     @property
     def created(self) -> datetime.datetime | None:
-        """When it was committed, in UTC; None where the format has no word about it."""
+        """The time of the commit, in UTC; None where the format does not record it."""
         return self._reader.created
 
     @property
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
 
-        What is damaged, so that the names of its leaves are not known, is among them where any of these could fit.
+        A damaged part whose leaves' names are not known is among them where any of these could fit.
         Raises `NotFoundError` when there are none; of several globs, one that fits nothing is logged.
         """
         globs = all_meant(glob, self._entries)
@@ -138,13 +138,13 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
         """The leaves as `treering.rules` change them, when they are read. Print it to see every name and shape.
 
-        Raises `MismatchError` for a rule that fits nothing, or not what it finds.
+        Raises `MismatchError` for a rule that fits no leaf, or does not fit the leaves that it finds.
         """
         from .._core import views
         from .._rules.base import apply
 
         leaves = apply(rules, views.leaves_of(self._entries))
-        # What has no names goes by its order, unless rules give it names, or change bytes of an unknown dtype.
+        # Leaves without names go by their order, unless rules give them names, or change bytes of an unknown dtype.
         numbered = self._reader.positional and [path for path in self._entries if path in leaves] == list(leaves)
         known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.ambiguous_dtypes)
         view = views.View(self._reader, leaves, positional=numbered and known)
@@ -154,8 +154,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     def abstract(self) -> Any:
         """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
 
-        Arrays of a dtype that JAX has not (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's: they
-        take no memory, and come back as NumPy's.
+        Arrays of a dtype that JAX does not have (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's:
+        they take no memory, and come back as NumPy's.
         """
         import jax
         import numpy as np
@@ -235,7 +235,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         lines = []
         for path, entry in shown.items():
             value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
-            if entry.type == "function":  # of which the name is recorded, as text of the file's
+            if entry.type == "function":  # only its name is recorded, which may be any text
                 value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
             lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
         if more := len(self) - len(shown):

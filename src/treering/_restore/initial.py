@@ -23,7 +23,7 @@ class _Traced:
         self._tree: Any = None
 
     def arrays(self) -> list[Any]:
-        """Calls `init` and returns its arrays; to be traced."""
+        """Calls `init` and returns its arrays; JAX traces this."""
         tree, join = flax.split(self._init())
         leaves, treedef = walk.flatten(tree)
         self._assemble = lambda new: join(treedef.unflatten(new))
@@ -47,7 +47,7 @@ def abstract(init: Callable[[], Any]) -> Any:
     traced = _Traced(init)
     try:
         shapes = jax.eval_shape(traced.arrays)
-    except Exception as error:  # whatever it did with a tracer; if it fails for another reason, it will again
+    except Exception as error:  # if tracing is not the reason, the call below fails again
         _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", _first_line(error))
         shapes = [_shape(array) for array in traced.arrays()]
     return traced._assemble(traced.leaves(shapes))
@@ -82,7 +82,7 @@ def sharded(init: Callable[[], Any], sharding: Any) -> Any:
 def check(init: Callable[[], Any], tree: Any) -> None:
     """Raises `MismatchError` when tracing `init` gives another tree than calling it did.
 
-    A job that goes on would take that for the template. When it cannot be traced at all, that is only logged.
+    A job that goes on would take the traced tree for the template. When `init` cannot be traced, that is only logged.
     """
     traced = _Traced(init)
     try:

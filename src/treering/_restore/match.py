@@ -1,4 +1,4 @@
-"""A template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
+"""Matches a template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ _ARRAYS = ("numpy", "numpy-scalar", "jax")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What differences are allowed, as `treering.restore` says."""
+    """The differences that are allowed; see `treering.restore`."""
 
     missing: str | Iterable[str] = "error"
     extra: str | Iterable[str] = "error"
@@ -62,7 +62,7 @@ class Policy:
         return value != "error" if isinstance(value, str) else covered(path, entry, value)
 
     def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """What floats become where there is no template."""
+        """The dtype that floats become where there is no template."""
         asked = self.dtype not in (None, "template") and dtypes.is_float(dtype)
         return np.dtype(self.dtype) if asked else dtype
 
@@ -97,11 +97,11 @@ def match(
     targets, found, differences = compare(walked, entries, skeleton, policy, written=False)
     filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
-        from .causes import likely  # here, for it makes rules, which nobody else needs
+        from .causes import likely  # here, for only this error needs rules
 
         try:
             cause = likely(walked, as_written, skeleton, policy, differences, compare)
-        except Exception:  # what is wrong is said in any case
+        except Exception:  # the differences are raised in any case
             _log.debug("%s: the likely cause could not be told", name, exc_info=True)
             cause = ""
         if differences:
@@ -111,7 +111,7 @@ def match(
 
 
 class _Compared(NamedTuple):
-    """What becomes of the leaves of a template; whether anything of it was found; in what it differs."""
+    """The targets of a template's leaves; whether any of them was found; the differences."""
 
     targets: list[Target]
     found: bool
@@ -126,7 +126,7 @@ def _compare(
     skipped: list[str] = []
     used: set[str] = set()
     found = False
-    alike: dict[tuple[Any, ...], Target] = {}  # what became of a leaf of some kind, for the thousands like it
+    alike: dict[tuple[Any, ...], Target] = {}  # the target of one leaf of each kind, for the thousands like it
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
@@ -165,7 +165,7 @@ def _compare(
             continue
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
         differences.append(Difference(path, NOTHING, describe(entry), hint))
-    # Of a container in which nothing is restored the class is no matter.
+    # The class of a container in which nothing is restored does not matter.
     classes = _other_classes(walked.skeleton, skeleton or ())
     everywhere = bool(differences) or not found
     differences += [one for one in classes if everywhere or not _is_own(one.path, walked.paths, targets)]
@@ -173,13 +173,13 @@ def _compare(
 
 
 def _is_own(path: str, paths: Sequence[str], targets: Sequence[Target]) -> bool:
-    """Whether all leaves of a container are the template's own, for want of others."""
+    """Whether all leaves of a container are the template's own, because the checkpoint has none."""
     inside = [target.filled for at, target in zip(paths, targets, strict=True) if below(at, path) is not None]
     return bool(inside) and all(inside)
 
 
 def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
-    """Raises `MismatchError` for a glob of what may be missing that fits nothing: a misspelt one."""
+    """Raises `MismatchError` for a glob in `missing` that fits no leaf: a misspelt one."""
     for glob in () if isinstance(policy.missing, str) else policy.missing:
         if not any(matches(path, glob) for path in paths):
             shown = few(tuple(paths))
@@ -189,7 +189,7 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
 def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:
     """The error where all of the template's arrays would be its own.
 
-    Whoever asks for a checkpoint and gets what he had is not to find out by the loss.
+    Otherwise the user would find out only by the loss that nothing was restored.
     """
     near = closest(filled[0], list(entries))
     hint = f"; likely: {cause}" if cause else f"; closest: {near}" if near else ""
@@ -225,7 +225,7 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str
 
 
 def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
-    """What a template asks for and what it may not leave out, of that which cannot be read."""
+    """The unreadable entries that a template asks for or must not leave out."""
     skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
     asked, leaves = {""}, set[str]()
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):

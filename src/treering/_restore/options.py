@@ -7,7 +7,7 @@ from ..rules import Rule
 
 
 class ReadOptions(TypedDict, total=False):
-    """Those of everything that restores, but for where arrays go; `treering.restore` describes them."""
+    """The options of every call that restores, except `sharding`; `treering.restore` describes them."""
 
     at: str
     rules: Sequence[Rule]
@@ -21,13 +21,13 @@ class ReadOptions(TypedDict, total=False):
 
 
 class RestoreOptions(ReadOptions, total=False):
-    """All of them."""
+    """All options of restoring."""
 
     sharding: Any
 
 
 def check(options: Mapping[str, Any], call: str) -> None:
-    """Raises `TypeError` for an option of restoring that there is not, even where nothing is restored yet."""
+    """Raises `TypeError` for an unknown option of restoring, even where nothing is restored yet."""
     known = RestoreOptions.__required_keys__ | RestoreOptions.__optional_keys__
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"{call} has no argument {', '.join(unknown)}; expected {', '.join(sorted(known))}")

@@ -1,4 +1,4 @@
-"""From host arrays to JAX arrays: which sharding each gets, and the transfer in one batch."""
+"""Makes JAX arrays of host arrays: chooses the sharding of each, and transfers them in one batch."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ def resolve(
 def as_saved(reader: Source, entries: Mapping[str, Entry], name: str) -> Callable[[str, Any, Any], Any]:
     """The recorded sharding of each leaf, as `resolve` takes it: on the mesh that is set, or on one like the recorded.
 
-    Leaves of which none is recorded go where they would without a wish. Raises `MismatchError` where that is so of all.
+    Leaves without a recorded one go where they would without a wish. Raises `MismatchError` where no leaf has one.
     """
     found: dict[str, NamedSharding] = {}
     for path, entry in entries.items():
@@ -76,7 +76,7 @@ def as_saved(reader: Source, entries: Mapping[str, Entry], name: str) -> Callabl
 
 @functools.lru_cache(maxsize=64)
 def _on_devices(recorded: NamedSharding, name: str) -> NamedSharding:
-    """The sharding on a mesh of the devices that there are. Raises `MismatchError` when they are too few."""
+    """The sharding on a mesh of the devices of this job. Raises `MismatchError` when they are too few."""
     axes = dict(recorded.mesh.shape)
     count, there = math.prod(axes.values()), jax.device_count()
     if count > there:
@@ -155,7 +155,7 @@ def on_one_device(where: Sharding) -> bool:
 
 
 def of_key_data(where: Where) -> Where:
-    """The sharding of the data of typed keys, which has one more axis; None where that cannot be said."""
+    """The sharding of the data of typed keys, which has one more axis; None where that cannot be known."""
     return where if where is None or isinstance(where, NamedSharding) or on_one_device(where) else None
 
 
@@ -228,7 +228,7 @@ def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool) -> Any:
 
 
 def _weaken(array: jax.Array) -> jax.Array:
-    """The same array with a weak type, which JAX has no public way to make either."""
+    """An array, given a weak type, for which JAX has no public way either."""
     shards = [shard.data for shard in array.addressable_shards]
     make: Any = type(array)
     return make(_aval(array.shape, array.dtype, True), array.sharding, shards, committed=array.committed)

@@ -23,9 +23,9 @@ _SCALARS = (bool, int, float, complex)
 def named(reader: Source, entries: Mapping[str, Entry], walked: Walk, name: str) -> views.View:
     """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
 
-    Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes of which the
-    format does not tell the dtype are of the template's.
-    Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of them.
+    Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes whose dtype the
+    format does not give are of the template's dtype.
+    Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of records.
     """
     if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
         raise MismatchError(

@@ -31,7 +31,7 @@ from .targets import Target, fits
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
-_IN_JAX = ("jax", "key")  # what becomes of a leaf, see `Target.make`
+_IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
 
 
 class _Plan(NamedTuple):
@@ -160,7 +160,7 @@ def _tell(
     filled: tuple[str, ...],
     begun: float,
 ) -> None:
-    """Logs what was restored, whence, and what was not."""
+    """Logs which leaves were restored, from where, and which were not."""
     used = set(asked)
     left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
     step = "" if reader.step is None else f"step {reader.step}, "
@@ -205,7 +205,7 @@ def _values(
     progress: bool,
 ) -> list[Any]:
     values: list[Any] = [target.value for target in targets]
-    # What the file's mapping holds needs no room; so all of that is one group, and one mapping, unless someone watches.
+    # Mapped arrays need no memory, so all of them are one group and one mapping, unless a progress bar is shown.
     free = not progress and reader.can_mmap(mmap) and not any(map(_leaves_host, targets, places))
     with gc_paused():
         groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))

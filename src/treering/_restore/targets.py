@@ -1,4 +1,4 @@
-"""What one leaf of a template becomes of what a checkpoint has in its place, or why it cannot."""
+"""Decides what one leaf of a template becomes from the checkpoint's entry in its place, or why it cannot."""
 
 import functools
 from typing import Any, Literal, NoReturn
@@ -19,10 +19,10 @@ _ON_HOST = (np.ndarray, np.generic)  # made once: a union of classes takes longe
 
 
 class Target(msgspec.Struct, frozen=True, gc=False):
-    """What a leaf becomes.
+    """The result for a leaf.
 
-    `make` says how: an array of `dtype` on the host or in JAX, a scalar, a key; a number of the Python type `value`; or
-    `value` is the leaf itself.
+    `make` is its kind: an array of `dtype` on the host or in JAX, a scalar, a key; a number of the Python type `value`;
+    or `value` is the leaf itself.
     """
 
     make: Literal["numpy", "numpy-scalar", "jax", "key", "number", "value"]
@@ -31,7 +31,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     weak: bool = False
     value: Any = None
     state: tuple[Any] | None = None  # for the value, which is an iterator
-    filled: bool = False  # whether the value is the template's for want of one in the checkpoint
+    filled: bool = False  # whether the value is the template's, because the checkpoint has none
 
 
 class Differs(Exception):
@@ -39,7 +39,7 @@ class Differs(Exception):
 
 
 def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
-    """What a leaf becomes of an entry; `asked` is the argument `dtype`. Raises `Differs`."""
+    """The target of a leaf and an entry; `asked` is the argument `dtype`. Raises `Differs`."""
     if type(leaf) in _SCALARS:
         if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
             return Target("value", value=entry.decode())
@@ -78,7 +78,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
 
 
 def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
-    """The dtype of the array without axes that a number of Python becomes, of which nothing may be lost unasked."""
+    """The dtype of the 0-d array that a Python number becomes. Raises `Differs` where it would lose digits unasked."""
     expected, value = _shape_text(leaf), entry.decode()
     of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
     if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
@@ -97,7 +97,7 @@ def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np
 
 @functools.lru_cache(maxsize=512)
 def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | str:
-    """What an array of dtype `found` becomes where the template has `want`, or why it cannot."""
+    """The dtype of an array stored as `found` where the template has `want`, or a text that says why it has none."""
     have = dtypes.to_numpy(found)
     if dtypes.is_float(have) and asked not in (None, "template"):
         return np.dtype(asked)
@@ -123,7 +123,7 @@ def _key_target(leaf: Any, entry: Entry) -> Target:
 
 @functools.lru_cache(maxsize=64)
 def _key_impl(dtype: Any) -> str:
-    """The name of the implementation of keys, which JAX tells of keys alone and not of their dtype."""
+    """The name of a key dtype's implementation, which JAX gives for keys alone and not for their dtype."""
     names: list[str] = []
     jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
     return names[0]
@@ -156,7 +156,7 @@ def missing_target(path: str, leaf: Any, *, allowed: bool) -> Target:
 
 
 def _is_number(entry: ArrayEntry, kind: type) -> bool:
-    """Whether an array is what a number of Python becomes, of which nothing is lost on the way back."""
+    """Whether an array is one that a Python number becomes, and gives it back without loss."""
     if entry.shape:
         return False
     dtype = dtypes.to_numpy(entry.dtype)
@@ -175,7 +175,7 @@ def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 
 def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
-    """Raises when JAX has not, as it is set up, the dtype that an array is to have there."""
+    """Raises `Differs` when JAX, as it is set up, does not have a dtype."""
     allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
     if allowed == dtype:
         return
@@ -197,7 +197,7 @@ def is_of_jax(dtype: np.dtype[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any] | None:  # x64 only tells the cached answers apart
+def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any] | None:  # x64 is only a key of the cache
     return None if dtype.kind in "MmSU" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 

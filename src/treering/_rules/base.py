@@ -1,4 +1,4 @@
-"""What rules have in common: their form, and how they find and replace leaves."""
+"""The common parts of rules: their protocol, and finding and replacing leaves."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ class Rule(Protocol):
 
 
 def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
-    """Applies rules in order. Raises `MismatchError` that says which rule failed."""
+    """Applies rules in order. Raises a `MismatchError` that says which rule failed."""
     if hasattr(rules, "apply"):
         raise MismatchError(f"rules: expected a list, found one rule, {rules!r}; put it in brackets")
     for rule in rules:
@@ -38,7 +38,7 @@ def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
 def replaced(
     text: str, leaves: Leaves, members: Mapping[str, str], made: Mapping[str, list[tuple[str, Leaf]]]
 ) -> Leaves:
-    """The leaves with those that are members of something in its place, where the first of them was."""
+    """The leaves, with the members of each group replaced by what is made of it, in the place of the first member."""
     out: list[tuple[str, Leaf]] = []
     done: set[str] = set()
     for path, leaf in leaves.items():
@@ -73,7 +73,7 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
 
 
 def fitting(leaves: Leaves, glob: str) -> list[str]:
-    """The paths that a glob fits, and of lost trees where it could fit a leaf in them."""
+    """The paths that a glob fits, and those of lost trees in which it could fit a leaf."""
     globs = all_meant(glob, leaves)
     return [path for path, leaf in leaves.items() if fits(path, leaf.entry, globs)]
 
@@ -88,7 +88,7 @@ def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
 
 
 def array(leaf: Leaf, text: str) -> Leaf:
-    """The leaf, which is to be an array. Raises `CorruptError` for one that cannot be read."""
+    """The leaf, if it is an array. Raises `MismatchError` for others, `CorruptError` for one that cannot be read."""
     check_whole([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
         raise MismatchError(f"{text}: {leaf.entry.path} is no array but a {leaf.entry.type}; choose a narrower pattern")
@@ -98,7 +98,7 @@ def array(leaf: Leaf, text: str) -> Leaf:
 
 
 def check_alike(leaves: Sequence[Leaf], text: str, but: int | None = None) -> None:
-    """All have the dtype and shape of the first, but for one axis."""
+    """Raises `MismatchError` unless all have the dtype and shape of the first, except along axis `but`."""
     first = leaves[0].array
     for leaf in leaves[1:]:
         shapes = [[n for axis, n in enumerate(one.shape) if axis != but] for one in (first, leaf.array)]
@@ -136,7 +136,7 @@ def dtype_text(dtype: Any, text: str) -> str:
 
 
 def whole_numbers(given: Any, shape: tuple[int, ...], least: int, text: str) -> Any:
-    """What is given for each axis, a number or of some `shape`, as tuples. Refuses what is less than `least`."""
+    """The numbers given for each axis, one or of some `shape`, as tuples. Raises `MismatchError` below `least`."""
     import numpy as np
 
     try:
@@ -152,7 +152,7 @@ def whole_numbers(given: Any, shape: tuple[int, ...], least: int, text: str) -> 
 
 
 def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
-    """A value in a leaf's dtype, which is to have exactly this value, as an array without axes."""
+    """A value in a leaf's dtype, as a 0-d array. Raises `MismatchError` if the dtype cannot hold it exactly."""
     import numpy as np
 
     from .._core import dtypes

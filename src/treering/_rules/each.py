@@ -66,13 +66,13 @@ class Each:
     def apply(self, leaves: Leaves) -> Leaves:
         fit = fitting(leaves, self.glob)
         check_any(fit, self.optional, self.text, leaves)
-        # One that cannot be read stays what it is: an error for those who ask for it.
+        # One that cannot be read stays what it is: reading it raises.
         found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
         return {path: self.change(array(leaf, self.text)) if path in found else leaf for path, leaf in leaves.items()}
 
 
 def _copied(path: str, leaf: Leaf, source: str) -> str | None:
-    """The path of a leaf relative to what is copied, None where it lies elsewhere."""
+    """The path of a leaf relative to the copied `source`, None where it lies elsewhere."""
     if is_lost_tree(leaf.entry) and below(source, path) is not None:
-        return ""  # of which what is copied would be a part
+        return ""  # the source would be a part of it
     return below(path, source)

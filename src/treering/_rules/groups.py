@@ -226,7 +226,7 @@ class Scale:
 
 
 def _is_quantized(entry: Entry) -> bool:
-    """Whether it is an array that is hardly complete without a scale."""
+    """Whether an entry is an array of one byte an element, which probably needs a scale."""
     if not isinstance(entry, ArrayEntry) or isinstance(entry, LostEntry) or entry.type == "key":
         return False
     dtype = dtypes.to_numpy(entry.dtype)

@@ -73,7 +73,7 @@ class Checkpointer:
         step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
 
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
-    `finish`, `delete`, `pin`, `unpin` and `rewind`; what there is to decide, process 0 decides.
+    `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Checkpointer:
         self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
         self._preemption = Preemption() if save_on_preemption else None
-        if self._preemption:  # of one that nobody closed, SIGTERM must still end the process
+        if self._preemption:  # after one that the user did not close, SIGTERM must still end the process
             weakref.finalize(self, self._preemption.close).atexit = False
 
     @property
     def directory(self) -> str:
-        """Where the run lies, absolute."""
+        """The absolute path of the run."""
         return self._root
 
     @property
@@ -127,7 +127,7 @@ class Checkpointer:
         return not self._under_way.all_over()
 
     def __repr__(self) -> str:
-        """What it is doing; nothing is read for it."""
+        """Shows what the Checkpointer is doing, without reading anything."""
         saving = [
             f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)
         ]
@@ -205,10 +205,10 @@ class Checkpointer:
     ) -> PendingSave | None:
         """Saves the step in the background when `save_every` says so, or in any case with `force`.
 
-        Returns None when nothing is saved. What a save in the background failed with is raised by the next
-        call. `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
+        Returns None when nothing is saved. The next call raises the failure of a save in the background.
+        `on_exists` says what to do when the step is committed already; a damaged one is always replaced.
         After `restore(step=…)` the steps behind that one are set aside first, as `rewind` does it.
-        `metadata` is that of this step: of two dicts it goes over the run's key by key, and otherwise in its place.
+        `metadata` is that of this step: it replaces the run's, key by key if both are dicts.
         `tree`, `metrics`, `rules`, `dtype` and `memory_limit` are as for `treering.save_async`.
         """
         begun = time.perf_counter()
@@ -229,11 +229,11 @@ class Checkpointer:
         self, begun: float, step: int, tree: Any, force: bool, options: StepOptions
     ) -> PendingSave | None:
         several = coordinator.several()
-        if not several:  # or else each process would find out at another step
+        if not several:  # with several, each process would raise a failure at another step
             self._under_way.settle(self._under_way.verdict())
         preempted = bool(self._preemption) and not self._preempted and self._preemption.reached()
         force = force or preempted
-        # What a clock or a function says, process 0 says for all.
+        # Process 0 asks the clock or the user's function, for all processes.
         if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
             return None
         self._check_open()
@@ -268,9 +268,9 @@ class Checkpointer:
         return pending
 
     def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[Verdict, tuple[str, bool] | None]:
-        """How the saves before are, and unless one failed: where to save and whether to overwrite; None to skip.
+        """The verdict on earlier saves and, unless one failed, the path and whether to overwrite; None to skip.
 
-        Raises `ExistsError`.
+        Called in process 0. Raises `ExistsError`.
         """
         verdict = self._under_way.verdict()
         if verdict.raises:
@@ -283,11 +283,11 @@ class Checkpointer:
             return verdict, self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
 
     def _settle(self, call: Call) -> None:
-        """Returns when every save is over, for all processes; raises in all what process 0 has not been told yet."""
+        """Returns when every save is over; all processes raise a failure that process 0 has not raised yet."""
         self._under_way.settle(Verdict(*call.broadcast(self._under_way.after_all)))
 
     def wait(self) -> None:
-        """Returns when every save is committed. Raises what a save failed with, unless its result has raised that."""
+        """Returns when every save is committed. Raises the failure of a save, unless its result has raised it."""
         refuse_within("wait()", self)
         self._under_way.settle()
 
@@ -295,7 +295,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Closes, and marks the run as finished, by which `treering.follow` knows that no step comes any more.
 
-        A job that saves a step of the run later takes the mark away.
+        A job that saves a step of the run later removes the mark.
         """
         refuse_within("finish()", self)
         self._under_way.settle()
@@ -306,7 +306,7 @@ class Checkpointer:
 
     @alone
     def close(self) -> None:
-        """Waits, and ends the saving; reading goes on working. Raises what a save failed with, as `wait` does."""
+        """Waits, and ends the saving; reading goes on working. Raises the failure of a save, as `wait` does."""
         refuse_within("close()", self)
         self._close()
 
@@ -318,7 +318,7 @@ class Checkpointer:
             try:
                 if self._under_way.all_over():
                     self._upkeep.close()
-                else:  # an interrupt ended the wait, and one goes on
+                else:  # an interrupt ended the wait, and a save goes on
                     self._upkeep.close_after(self._under_way.last())
             finally:
                 if self._preemption:
@@ -339,7 +339,7 @@ class Checkpointer:
                 self.close()
 
     def _save_last(self, step: int, reason: str) -> None:
-        """Saves what the loop has shown last, unless that is done; why it is not possible is logged."""
+        """Saves the newest state that the loop passed to `save`, unless it is saved; logs why if that fails."""
         while len(self._under_way):
             with _logged():
                 self.wait()
@@ -391,7 +391,7 @@ class Checkpointer:
         `CorruptError` when all are damaged.
 
         After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
-        it; until then nothing changes. What was restored is never deleted by this job.
+        it; until then nothing changes. This job never deletes the step that it restored.
         """
         _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"
@@ -419,7 +419,7 @@ class Checkpointer:
         """
         from .._restore import initial
 
-        _options.check(options, "restore_or_init()")  # the first job is to find out, too
+        _options.check(options, "restore_or_init()")  # in the first job as well
         refuse_within("restore_or_init()", self)
         wait_for_all_in(self._root)
         with self._collective.call("restore_or_init()") as call:
@@ -430,7 +430,7 @@ class Checkpointer:
             tree = self.restore(initial.abstract(init), fallback=fallback, sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
-        resume.check(options)  # on the first day, and not when there is something to restore
+        resume.check(options)  # in the first job, not only when there is something to restore
         if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
             state = init()
             initial.check(init, state)
@@ -447,7 +447,7 @@ class Checkpointer:
 
     @alone
     def unpin(self, step: int) -> None:
-        """Takes the mark away."""
+        """Removes the mark that `pin` has set."""
         refuse_within(f"unpin({step})", self)
         self._once(f"unpin({step})", lambda: self._directory.pin(step, False))
 
@@ -474,10 +474,10 @@ class Checkpointer:
         self._directory.back_to = None
         self._last.forget()
 
-    # What the above is made of
+    # Helpers
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
-        """Does something in process 0 when every save is over."""
+        """Calls `do` in process 0 when every save is over."""
         self._collective.once(what, do, first=self._settle)
 
     def _check_open(self) -> None:
@@ -487,7 +487,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """What a save in the background failed with does not hide the error that is on its way."""
+    """Logs the failure of a save in the background, so that it does not hide the error that is being raised."""
     try:
         yield
     except TreeringError:
@@ -495,7 +495,7 @@ def _logged() -> Iterator[None]:
 
 
 def _combined(of_run: Any, of_step: Any) -> Any:
-    """The metadata of one step."""
+    """The metadata of one step, from that of the run and that given with the step."""
     of_run, of_step = plain(of_run), plain(of_step)
     if isinstance(of_run, dict) and isinstance(of_step, dict):
         return {**of_run, **of_step}

@@ -9,14 +9,14 @@ from ..errors import SaveError, TreeringError
 
 
 class Collective:
-    """Begins the calls of one run; with an error a call ends for all processes."""
+    """Begins the calls of one run; an error in one process ends a call in all processes."""
 
     def __init__(self, root: str, timeout: float):
         self._root, self._timeout = root, timeout
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[coordinator.Call]:
-        """One call. Unless it fails, the caller ends it."""
+        """Begins a call, and ends it when the block raises; otherwise the block ends it."""
         call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
         with save.ending(call):
             call.doing("deciding")
@@ -25,7 +25,7 @@ class Collective:
     def once(
         self, what: str, do: Callable[[], None], *, first: Callable[[coordinator.Call], None] = lambda call: None
     ) -> None:
-        """Does something in process 0; all return when it is done, or raise its error. All do `first` what is given."""
+        """Calls `first` in all processes, then `do` in process 0; all return when that is done, or raise its error."""
 
         def attempt() -> None:
             try:

@@ -1,4 +1,4 @@
-"""The directory of a run, as its writer changes it: where a step goes, what is pinned, deleted, set aside."""
+"""The directory of a run and its changes: steps are placed, pinned, deleted and set aside."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _log = logging.getLogger("treering")
 
 
 class Directory:
-    """Finds the steps of one run and changes those that are its own; what other libraries have left is only read.
+    """Finds the steps of one run and changes those that Treering wrote; steps of other libraries are only read.
 
     With several processes only process 0 changes anything. `lock` is that of the run's one writer. With `back_to`,
     the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
@@ -32,7 +32,7 @@ class Directory:
         return run.all_steps(self._disk, self._root, self._prefix)
 
     def newest_first(self) -> list[tuple[int, str]]:
-        """The same as pairs, descending."""
+        """The committed steps and their paths, descending, with those of other libraries."""
         return list(reversed(self.all_steps().items()))
 
     def path(self, step: int) -> str:
@@ -40,7 +40,7 @@ class Directory:
         return self.all_steps().get(step) or self._own_path(step)
 
     def existing(self, step: int) -> str:
-        """Where a committed step is. Raises `NotFoundError`."""
+        """The path of a committed step. Raises `NotFoundError` when there is none."""
         return self._find(step, self.all_steps())
 
     def pinned(self) -> list[int]:
@@ -48,11 +48,11 @@ class Directory:
         return [step for step, path in self.history.committed().items() if pins.pinned(self._disk, path)]
 
     def pin(self, step: int, wanted: bool) -> None:
-        """Marks a step never to be deleted, or takes the mark away."""
+        """Marks a step never to be deleted, or removes the mark."""
         pins.pin(self._disk, self._own(step), wanted)
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` when it is pinned or a link, `UnsupportedError` for a later one's."""
+        """Deletes a step. Raises `MismatchError` for one pinned or linked, `UnsupportedError` for a later release's."""
         path = self._own(step)
         if pins.pinned(self._disk, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
@@ -61,7 +61,7 @@ class Directory:
         removal.delete(self._disk, path)
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
-        """Where to save a step and whether to overwrite; None to skip it. Raises `ExistsError`."""
+        """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`."""
         committed = self.history.committed()
         if (back_to := self.back_to) is not None:
             self._check_own_after(back_to)
@@ -84,7 +84,7 @@ class Directory:
         return path, overwrite
 
     def enter(self) -> None:
-        """Takes the lock for a save, and sets aside what is behind `back_to`. Raises `ExistsError`."""
+        """Takes the lock for a save, and sets aside the steps behind `back_to`. Raises `ExistsError`."""
         self.lock.acquire()
         if self.back_to is not None:
             self._set_aside_after(self.back_to)
@@ -104,7 +104,7 @@ class Directory:
     def _set_aside_after(self, step: int) -> None:
         run.settle_aside(self._disk, self._root)
         later = {number: path for number, path in self.history.committed().items() if number > step}
-        self._check_removable(later)  # again, for now nobody else writes the run
+        self._check_removable(later)  # again, for now no other process writes the run
         if later:
             place = run.set_aside(self._disk, self._root, list(reversed(later.values())))
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)

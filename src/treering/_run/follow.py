@@ -51,7 +51,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     waiting_since = time.monotonic()
     while True:
         with reading(run):
-            finished = disk.stat(os.path.join(run, _run.FINISHED))  # asked first: what it promises is there then
+            finished = disk.stat(os.path.join(run, _run.FINISHED))  # asked first: then the listing below is complete
         found = [(step, path, _mark(disk, path)) for step, path in _run.all_steps(disk, run).items() if step > after]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
         for step, path, mark in new:
@@ -68,7 +68,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
 
 
 def _mark(disk: Disk, path: str) -> object:
-    """Tells a checkpoint from the next one at the same path; those of other libraries are taken for the same."""
+    """A mark that differs for the next checkpoint at the same path; None for those of other libraries."""
     with contextlib.suppress(UnreadableError), reading(path):
         found = summary.look(disk, path)
         return found and (found.st_ino, found.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""The state that a loop has shown last, for a last save when the loop raises."""
+"""The newest state that a loop passed to `save`, for a last save when the loop raises."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from ..rules import Rule
 
 
 class StepOptions(NamedTuple):
-    """What a call of `Checkpointer.save` says besides the tree, but for `force`."""
+    """The arguments of `Checkpointer.save` other than step, tree and `force`."""
 
     metrics: Mapping[str, Any] | None
     metadata: Any
@@ -28,7 +28,7 @@ class StepOptions(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """One call: its leaves, as functions that return them, and what makes a tree of them."""
+    """One call of `save`: its leaves, as functions that return them, and the function that makes a tree of them."""
 
     step: int
     options: StepOptions
@@ -43,7 +43,7 @@ class LastState:
     """The step, tree and options of the newest call of `save`, as they were at that call.
 
     JAX arrays never change, and only weak references to them are held: no memory of a device is in use longer than
-    the loop uses it. What the loop may change in place is copied. Unless `wanted`, nothing is noted.
+    the loop uses it. Leaves that the loop may change in place are copied. Unless `wanted`, nothing is noted.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -51,33 +51,33 @@ class LastState:
         self._noted: _Noted | None = None
 
     def forget(self) -> None:
-        """The loop goes on from elsewhere."""
+        """Forgets the noted call, for the loop goes on from another state."""
         self._noted = None
 
     def note(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
-        """Takes the place of what was noted before, at once. What cannot be saved is raised by `get`."""
+        """Notes a call instead of the one before, at once. If the tree cannot be saved, `get` raises."""
         if self._wanted:
             try:
                 self._noted = _note(step, tree, options, pending)
-            except Exception as error:  # of containers and iterators that are anybody's code
+            except Exception as error:  # from the user's containers and iterators
                 problem = str(error) or type(error).__name__  # and not its traceback, which holds the tree
                 self._noted = _Noted(step, options, pending, [], (), list, problem)
 
     @property
     def step(self) -> int | None:
-        """The step of that call, None before it."""
+        """The step of the noted call; None when there is none."""
         return self._noted and self._noted.step
 
     @property
     def saved(self) -> bool:
-        """Whether that call itself saved it; asked when no save is under way."""
+        """Whether the noted call itself saved its tree. Called when no save is under way."""
         pending = self._noted and self._noted.pending
         return pending is not None and not pending.failed
 
     def get(self) -> tuple[Any, StepOptions, list[str]]:
-        """The tree and the options of that call, and why metrics or metadata are left out.
+        """The tree and the options of the noted call, and why metrics or metadata are left out.
 
-        Raises `UnsupportedError` when the tree is not there any more.
+        Raises `UnsupportedError` when the tree cannot be saved, or its arrays are gone.
         """
         assert self._noted
         _, options, _, left_out, held, build, problem = self._noted
@@ -94,9 +94,9 @@ class LastState:
 
 
 def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> dict[str, Any]:
-    """The metrics as they are now; why some cannot be saved is added to `left_out`: the state counts for more.
+    """The metrics as they are now; why some cannot be saved is added to `left_out`: the state matters more.
 
-    Unless told to `wait`, JAX scalars stay what they are: they never change, and asking for one holds up the loop.
+    Without `wait`, JAX scalars are not converted: they never change, and reading one would hold up the loop.
     """
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -113,7 +113,7 @@ def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | Non
     metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
     try:
         metadata = plain(options.metadata)
-    except UnsupportedError as error:  # the state counts for more
+    except UnsupportedError as error:  # the state matters more
         metadata = None
         left_out.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
@@ -123,7 +123,7 @@ def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | Non
 
 
 def _held(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
-    """A leaf as it is now; `copies` are those of this tree, so that what is one array stays one."""
+    """A function that returns a leaf as it is now; `copies` are this tree's, so that one array stays one array."""
     if isinstance(leaf, jax.Array):
         return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray):

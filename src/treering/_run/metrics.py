@@ -22,8 +22,8 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
     >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
 
-    Any job may do so, an evaluator beside the one that trains, whose `keep.best` and `best_step` then know them.
-    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for what is no real scalar,
+    Any job may do so, such as an evaluator; `keep.best` and `best_step` of the training job then know them.
+    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for anything but a real scalar,
     `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
     """
 

@@ -1,4 +1,4 @@
-"""From a path to a checkpoint: what lies there, or which step of a run is meant; opened, or restored."""
+"""Opens or restores the checkpoint at a path: a checkpoint itself, or a step of a run."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     place = absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
-        if step is None and ckpt.path != place:  # or else it is asked for by name, whatever is left of it
+        if step is None and ckpt.path != place:  # one that is asked for by name may lack leaves
             check_whole(ckpt._entries.values())
         return ckpt
 
@@ -96,8 +96,7 @@ def restore(
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
 
-    Raises `MismatchError`, which says what is likely the matter and has every difference, `CorruptError` and
-    `NotFoundError`.
+    Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
     place = absolute(path)
 
@@ -116,13 +115,13 @@ def restore(
             progress=progress,
         )
 
-    # Processes that fell back by themselves could each end with another step in one array.
+    # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
     return _use(place, step, use, fallback=fallback)
 
 
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
-    """What `use` makes of a checkpoint, or of a run's step."""
+    """The result of `use` for a checkpoint, or for a run's step."""
 
     disk = stores.of(place)
 

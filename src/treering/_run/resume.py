@@ -1,4 +1,4 @@
-"""From which step a run goes on: the latest good one, or the one asked for; the same in all processes."""
+"""The step that a run goes on from: the latest good one, or the one asked for; the same in all processes."""
 
 import inspect
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from .latest_good import latest_good, listed_again
 def has_begun(directory: Directory) -> bool:
     """Whether there is a step.
 
-    Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when nobody can
-    tell: its steps cannot be looked into.
+    Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when directories
+    of steps cannot be read.
     """
     if directory.all_steps():
         return True
@@ -39,7 +39,7 @@ def check(options: Mapping[str, Any]) -> None:
 def restore(
     call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
 ) -> tuple[int, Any]:
-    """The step that was restored, and its tree; see `Checkpointer.restore`."""
+    """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
     history = directory.history
 
     def choose() -> list[tuple[int, str]]:

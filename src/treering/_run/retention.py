@@ -1,4 +1,4 @@
-"""What is done around the saves of a run, in the background: leftovers, retention, reports."""
+"""The work around the saves of a run: leftovers, retention, reports."""
 
 import contextlib
 import logging
@@ -22,22 +22,22 @@ _log = logging.getLogger("treering")
 
 
 class Retention:
-    """The `SaveHooks` of a run. None of what it does after a commit may fail the save."""
+    """The `SaveHooks` of a run. No error after a commit fails the save."""
 
     def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
         self._directory, self._history = directory, directory.history
         self._keep, self._on_save = keep, on_save
-        self.restored: int | None = None  # the step that the job went on from, which it may want to go back to
+        self.restored: int | None = None  # the step that the job went on from, and may go back to: it is kept
         self._cleaned = False
-        self._unknown: set[str] = set()  # metrics that no step had, of which the log has told
-        self._chores, self._hooks = _Chores(), _Chores()  # apart: a slow hook must not leave old steps on the disk
+        self._unknown: set[str] = set()  # metrics that no step had, and that are logged already
+        self._chores, self._hooks = _Chores(), _Chores()  # two threads: a slow hook must not keep old steps on the disk
 
     def enter(self) -> None:
-        """Raises `ExistsError` when somebody else writes the run."""
+        """Takes the lock of the run. Raises `ExistsError` when another writer holds it."""
         self._directory.enter()
 
     def before(self) -> None:
-        """Before the first save: removes what killed jobs left behind, and says that the run goes on."""
+        """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
         if self._cleaned:
             return
         disk, root = self._history.disk, self._history.root
@@ -58,22 +58,22 @@ class Retention:
             _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
 
     def after(self, report: SaveReport) -> None:
-        """After a commit: takes away what the policy does not want, and tells who wants to know."""
+        """After a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
         try:
             self._retain(report.step)
-        except Exception:  # a policy may be anybody's code, and the checkpoint is committed
+        except Exception:  # a policy may be the user's code, and the checkpoint is committed
             _log.exception("deleting old steps failed; it is tried again after the next save")
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
 
     def close(self) -> None:
-        """Lets others write the run when all is done, and returns then; after an interrupt it is done all the same."""
+        """Releases the lock of the run when all jobs are done, and returns then; after an interrupt they go on."""
         self._leave()
         self._hooks.wait()
         self._chores.wait()
 
     def close_after(self, last: PendingSave) -> None:
-        """The same in the background, when a save is over, and what it leaves to do is done."""
+        """Releases the lock of the run in the background, when the save `last` is over and all jobs are done."""
 
         def wait() -> None:
             last._wait()
@@ -82,7 +82,7 @@ class Retention:
         self._chores.add("waiting for the last save", wait)
 
     def _leave(self) -> None:
-        """Lets others write the run when all that is to be done by now is done."""
+        """Queues the release of the run's lock behind all jobs that are queued by now."""
         told = Latch()
 
         def leave() -> None:
@@ -109,7 +109,7 @@ class Retention:
                     self._delete(path)
                 except UnsupportedError as error:
                     self._history.mark_unsupported(one.step, path, error)
-                except (OSError, CorruptError) as error:  # and the others can go all the same
+                except (OSError, CorruptError) as error:  # the other steps are deleted all the same
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:
@@ -117,7 +117,7 @@ class Retention:
             self._chores.add(f"deleting {path}", removal.unpublish(self._history.disk, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
-        if len(saved) < 2:  # of the first step they may be about to come
+        if len(saved) < 2:  # the metrics of the first step may be added later
             return
         known = sorted({name for one in saved for name in one.metrics})
         for metric in metrics.difference(known, self._unknown):
@@ -130,7 +130,7 @@ class Retention:
 
 
 class _Chores:
-    """Does one thing after another in a thread that ends when nothing is left; errors are logged."""
+    """Does one job after another in a thread that ends when none is left; errors are logged."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
@@ -145,12 +145,12 @@ class _Chores:
                     self._begin()
                 except SaveError:  # the interpreter is about to end, or the system starts no more threads
                     self._do_next()
-                except BaseException:  # an interrupt, and that thread may have begun or not; another takes its place
+                except BaseException:  # an interrupt: that thread may have begun or not, and a new one replaces it
                     self._begin()
                     raise
 
     def wait(self) -> None:
-        """Returns when everything is done."""
+        """Returns when all jobs are done."""
         while (thread := self._thread) and thread.is_alive():
             thread.join()
 
@@ -162,7 +162,7 @@ class _Chores:
         while True:
             with self._lock:
                 if self._thread is not threading.current_thread():
-                    return  # an interrupt came while this one was started
+                    return  # an interrupt came while this thread was started, and another has replaced it
                 if self._queue.empty():
                     self._thread = None
                     return
@@ -172,5 +172,5 @@ class _Chores:
         what, do = self._queue.get()
         try:
             do()
-        except BaseException:  # a hook's `sys.exit()` as well: what comes after it is still to be done
+        except BaseException:  # `sys.exit()` in a hook as well: the jobs after it are still to be done
             _log.exception("%s failed", what)

@@ -31,7 +31,7 @@ def step_name(prefix: str, step: int) -> str:
 
 
 def parse(name: str, prefix: str) -> int | None:
-    """The step that a directory's name says, None when it is not of this prefix."""
+    """The step in a directory's name; None when the name does not have this prefix."""
     digits = name.removeprefix(prefix)
     if not (name.startswith(prefix) and digits.isascii() and digits.isdecimal()):
         return None
@@ -42,8 +42,8 @@ def directories(disk: Disk, run: str, prefix: str | None = None) -> list[tuple[i
     """The committed steps of a run, ascending, and the names of their directories.
 
     A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
-    ``step-``; where no step has it, whatever stands before the eight digits or more of all names. Raises
-    `MismatchError` when these begin in several ways. One that cannot be looked into does not count.
+    ``step-``; where no step has it, the text before the eight or more digits of all names. Raises `MismatchError`
+    when the names have several prefixes. A directory that cannot be read does not count.
     """
     with reading(run):
         names = disk.list(run)
@@ -66,7 +66,7 @@ def _committed(disk: Disk, run: str, names: Sequence[str], prefix: str) -> list[
 
 
 def _is_committed(disk: Disk, run: str, name: str) -> bool:
-    """Whether there is a manifest. What cannot be looked into is no step, and the log says so once."""
+    """Whether there is a manifest. A directory that cannot be read is no step, which is logged once."""
     path = os.path.join(run, name)
     try:
         with reading(path):
@@ -80,7 +80,7 @@ def _is_committed(disk: Disk, run: str, name: str) -> bool:
 
 
 def committed(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
-    """The same as a dict. Raises `MismatchError` when two directories claim one step."""
+    """The committed steps and the names of their directories. Raises `MismatchError` when two claim one step."""
     found = directories(disk, run, prefix)
     steps = dict(found)
     if len(steps) != len(found):
@@ -94,7 +94,7 @@ def committed(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]
 def all_steps(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
     """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
 
-    Where both have a step, it is ours that counts.
+    Where both have a step, Treering's counts.
     """
     names = committed(disk, run, prefix)
     own = {step: os.path.join(run, name) for step, name in names.items()}
@@ -116,7 +116,7 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
 
 
 def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
-    """Raises an error of this kind for a directory that has a step's name and cannot be looked into."""
+    """Raises an error of `kind` for a directory that has a step's name and cannot be read."""
     try:
         summary.look(disk, path)
     except PermissionError as error:
@@ -127,11 +127,11 @@ def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
 
 
 def check_new(disk: Disk, run: str, prefix: str) -> None:
-    """Of a directory without steps: raises `MismatchError` when it is a checkpoint itself, for then it is no run.
+    """Checks a directory without steps: raises `MismatchError` when it is a checkpoint itself, and so no run.
 
-    Raises `UnsupportedError` when there are directories of steps into which this process cannot look.
+    Raises `UnsupportedError` when there are directories of steps that this process cannot read.
 
-    What is there of other libraries, with a number in its name, may be meant as a step, and is logged.
+    Checkpoints of other libraries with a number in their name may be meant as steps, and are logged.
     """
     for name in disk.list(run):
         if parse(name, prefix) is not None:
@@ -152,7 +152,7 @@ def check_new(disk: Disk, run: str, prefix: str) -> None:
 def set_aside(disk: Disk, run: str, paths: Sequence[str]) -> str:
     """Moves step directories into a new directory within the run, and returns that.
 
-    Given the newest first, what remains is at every moment what was there at some time.
+    Given the newest first, the steps that remain are at every moment those that the run had at some time.
     """
     taken = (int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name)))
     place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
@@ -166,13 +166,13 @@ def set_aside(disk: Disk, run: str, paths: Sequence[str]) -> str:
 
 
 def aside(disk: Disk, run: str) -> list[str]:
-    """The directories of steps that were set aside; a file or a link of such a name is somebody else's."""
+    """The directories of steps that were set aside; a file or a link of such a name is not Treering's."""
     places = [os.path.join(run, name) for name in disk.list(run) if _REWOUND.fullmatch(name)]
     return [place for place in places if os.path.isdir(place) and not os.path.islink(place)]
 
 
 def settle_aside(disk: Disk, run: str) -> None:
-    """Makes durable what a killed job has set aside, and removes the directory of one that has not come so far."""
+    """Makes durable the steps that a killed job has set aside, and removes directories that are still empty."""
     places = aside(disk, run)
     for place in places:
         if disk.list(place):
@@ -184,7 +184,7 @@ def settle_aside(disk: Disk, run: str) -> None:
 
 
 def mark_finished(disk: Disk, run: str) -> None:
-    """Says, durably, that no step comes any more."""
+    """Marks the run, durably, as one to which no step is added any more."""
     with contextlib.suppress(FileExistsError):
         disk.close(disk.create(os.path.join(run, FINISHED)))
     disk.sync_dir(run)

@@ -1,4 +1,4 @@
-"""The saves of one run that are under way, or are over and nobody has been told how they ended."""
+"""The saves of one run that are under way, or are over and not settled: the run's next call raises their failures."""
 
 import contextlib
 import logging
@@ -11,16 +11,16 @@ _log = logging.getLogger("treering")
 
 
 class Verdict(NamedTuple):
-    """What process 0 says of its saves: the calls that are under way, and whether to raise how others have failed."""
+    """The state of the saves in process 0: the calls that are under way, and whether the failures of others raise."""
 
     calls: list[str]
     raises: bool
 
 
 class UnderWay:
-    """Saves in the order of the calls, in which they end as well; of a failed one the run's next call tells.
+    """Saves in the order of the calls, in which they end as well; the run's next call raises the failure of one.
 
-    Who was told by the result of a save is not told twice. With several processes process 0 decides for all.
+    A failure that the result of a save has raised is not raised again. With several processes, process 0 decides.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class UnderWay:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Whoever changes the run does it within this block."""
+        """Marks the run as being changed; every change of the run is made within this block."""
         call = object()
         try:
             self._writing.append(call)
@@ -46,36 +46,36 @@ class UnderWay:
         return len(self._saves)
 
     def add(self, pending: PendingSave) -> None:
-        """A save begins."""
+        """Adds a save that has begun."""
         self._saves.append(pending)
 
     def all_over(self) -> bool:
-        """Whether none of them goes on."""
+        """Whether no save is under way."""
         return all(pending.done() for pending in self._saves)
 
     def verdict(self) -> Verdict:
-        """What is known of them now."""
+        """The verdict on the saves as they are now."""
         calls = [pending._call.name for pending in self._saves if not pending.done()]
         return Verdict(calls, any(pending.failed and not pending.told for pending in self._saves))
 
     def after_all(self) -> Verdict:
-        """What is known when none of them goes on."""
+        """Waits until no save is under way; returns the verdict then."""
         for pending in list(self._saves):
             pending._wait()
         return self.verdict()
 
     def steps(self, calls: Container[str]) -> set[int | None]:
-        """The steps of these calls."""
+        """The steps that these calls save."""
         return {pending.step for pending in self._saves if pending._call.name in calls}
 
     def last(self) -> PendingSave:
-        """The one that ends last."""
+        """The save that ends last."""
         return self._saves[-1]
 
     def settle(self, verdict: Verdict | None = None) -> None:
-        """Waits for all but those that the verdict names, and forgets them; raises what the first failed with.
+        """Waits for all saves but those in `verdict.calls`, and forgets them; raises the first failure.
 
-        Without a verdict, for all. With one that says that nobody is to be told any more, failures are only logged.
+        Without a verdict it waits for all. With one whose `raises` is False, failures are only logged.
         """
         ended = [pending for pending in self._saves if verdict is None or pending._call.name not in verdict.calls]
         for pending in ended:

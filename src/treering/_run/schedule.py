@@ -1,4 +1,4 @@
-"""When a training loop saves."""
+"""The schedule by which a training loop saves."""
 
 import datetime
 import time
@@ -13,7 +13,7 @@ SaveEvery = int | datetime.timedelta | tuple[int, datetime.timedelta] | Callable
 
 
 class Schedule:
-    """Says whether a step is due; `by_number` that its number alone decides, so that all processes say the same."""
+    """Says whether a step is due; `by_number`: the step's number alone decides, so that all processes agree."""
 
     def __init__(self, save_every: SaveEvery):
         self._parts: tuple[Any, ...] = save_every if isinstance(save_every, tuple) else (save_every,)
@@ -31,7 +31,7 @@ class Schedule:
         return any(self._due(part, step) for part in self._parts)
 
     def saved(self) -> None:
-        """A save begins: intervals of time count from here."""
+        """Notes that a save begins: intervals of time count from here."""
         self._since = time.monotonic()
 
     def _due(self, part: Any, step: int) -> bool:

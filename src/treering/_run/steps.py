@@ -1,4 +1,4 @@
-"""What is known of a run's steps: which are there, which are good, and what their manifests say."""
+"""The knowledge of a run's steps: which are there, which are good, and what their manifests say."""
 
 import dataclasses
 import logging
@@ -20,12 +20,12 @@ from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
-_Signature = tuple[int, int, int]  # of a step's directory: where a file is replaced or added, it is another
+_Signature = tuple[int, int, int]  # of a step's directory: it changes when a file is replaced or added
 _Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
 
 
 class Steps:
-    """The steps of one run, seen by the caller and by the thread that saves. Each manifest is read once.
+    """The steps of one run, asked by the caller and by the thread that saves. Each manifest is read once.
 
     Metrics that a step was not given are looked up in event files, if there is a directory of them.
     """
@@ -44,7 +44,7 @@ class Steps:
         return {step: os.path.join(self.root, name) for step, name in names.items()}
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
-        """The undamaged steps, ascending, on demand with those that another library has left in the directory."""
+        """The undamaged steps, ascending; with `foreign` also those that another library has left in the directory."""
         own = self.committed()
         with self._lock:
             for step in self._known.keys() - own.keys():  # a run of many steps keeps few
@@ -66,14 +66,14 @@ class Steps:
         return self._look(step, path) == "damaged"
 
     def mark_damaged(self, step: int, path: str) -> None:
-        """Remembers that reading a step has shown damage; until somebody replaces it."""
+        """Remembers that reading a step has shown damage, until the step is replaced."""
         if signature := self._signature(path):
             with self._lock:
                 self._known[step] = signature, "damaged"
                 self._damaged[step] = self._signature_of_manifest(path)
 
     def mark_unsupported(self, step: int, path: str, error: UnsupportedError) -> None:
-        """Remembers that a step, looked at closely, is of a later release; until something in its directory changes."""
+        """Remembers that a step, looked at closely, is of a later release, until something in its directory changes."""
         _log_unsupported(step, error)
         if signature := self._signature(path):
             with self._lock:
@@ -121,7 +121,7 @@ def _seen(path: str, look: Callable[[], os.stat_result | None]) -> _Signature | 
         with reading(path):
             found = look()
     except UnreadableError:
-        return 0, 0, 0  # for as long as it is that
+        return 0, 0, 0  # for as long as it is unreadable
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
@@ -135,8 +135,8 @@ def _read(disk: Disk, step: int, path: str) -> _Verdict:
         _log_unsupported(step, error)
         return "unsupported"
     except FileNotFoundError:
-        return "gone"  # deleted by somebody else since it was listed
-    except PermissionError as error:  # and is asked again: somebody may let us in
+        return "gone"  # deleted by another process since it was listed
+    except PermissionError as error:  # and is asked again: its permissions may change
         warn_of_closed(path, error.strerror)
         return "closed"
 

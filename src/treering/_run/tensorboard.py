@@ -31,7 +31,7 @@ class Events:
     def read(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
         """The scalars of some steps, with what was written since the last call; of several with one tag the last.
 
-        Raises `CorruptError` for a file that cannot be read: what is not known must not decide what is deleted.
+        Raises `CorruptError` for a file that cannot be read: missing metrics must not decide which steps are deleted.
         """
         with self._lock:
             for directory, _, names in os.walk(self._root):
@@ -60,7 +60,7 @@ def _scalar(value: Any) -> float | None:
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
-    if kind != "tensor" or value.tensor.tensor_shape.dim:  # as which TensorFlow 2 and others write scalars
+    if kind != "tensor" or value.tensor.tensor_shape.dim:  # TensorFlow 2 and others write scalars as tensors
         return None
     from tensorboard.util import tensor_util
 

@@ -1,4 +1,4 @@
-"""What is to be saved, as one source: checkpoints in a tree, rules, casts, boxes; and what the writers take of it."""
+"""The one source of a save: checkpoints in a tree, rules, casts, boxes; and the shards that the writers take of it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
-    """A flattened tree with the trees of the checkpoints in it in their places; their arrays are not read.
+    """Replaces the checkpoints in a flattened tree by the trees that they hold; their arrays are not read.
 
-    Returns the containers, too, of which the order is only inferred. Raises `UnsupportedError` for what only its own
-    place in a checkpoint gives a meaning.
+    Also returns the containers whose order is only inferred. Raises `UnsupportedError` for states of data iterators,
+    which have a meaning only at their own place in a checkpoint.
     """
     paths: list[str] = []
     leaves: list[Any] = []
@@ -61,7 +61,7 @@ def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
 
 
 def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
-    """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a tree around it."""
+    """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a skeleton."""
     changed = ckpt.apply(rules)
     leaves, skeleton, guessed = _arranged(changed)
     if dtype is not None:
@@ -81,7 +81,7 @@ def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -
 
 
 def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[str, ...]]:
-    """The leaves of a checkpoint in the order of its tree, its skeleton, and containers in an order that is inferred.
+    """The leaves of a checkpoint in the order of its tree, its skeleton, and the containers whose order is inferred.
 
     Raises `CorruptError` for leaves that are lost.
     """
@@ -98,7 +98,7 @@ def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[
 
 
 def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) -> views.View:
-    """A live tree with levels for its boxes of some kinds, wherever rules have moved what is in them."""
+    """A live tree with levels for its boxes of some kinds, at the paths to which rules have moved their contents."""
     if not any(kind in kinds for levels in boxes.values() for kind, _ in levels):
         return view
     assert view.skeleton is not None
@@ -109,7 +109,7 @@ def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) 
 
 
 def _own_skeleton(reader: Source) -> Skeleton | None:
-    """The tree that a checkpoint records, whatever view of it there is."""
+    """The skeleton that a checkpoint records, below all views of it."""
     while isinstance(reader, views.View):
         reader = reader._reader
     return reader.skeleton
@@ -154,7 +154,7 @@ def _slices_of(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def spread_over_processes(view: views.View, live: LiveTree) -> tuple[str, ...]:
-    """The arrays of a view that no process can make of what it has of a live tree."""
+    """The arrays of a view that no process can make of its own part of a live tree."""
     arrays = (path for path, leaf in view.leaves.items() if isinstance(leaf.entry, ArrayEntry))
     made = (path for path in arrays if not view.is_elementwise(path))
     return tuple(path for path in made if any(live.is_global(entry.path) for entry, _ in view.origins(path)))

@@ -1,4 +1,4 @@
-"""The user's metadata as JSON: what configurations are made of becomes dicts, lists, text, numbers, bools and None."""
+"""The user's metadata as JSON: the parts of configurations become dicts, lists, text, numbers, bools and None."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ _DEEPEST = 100
 
 
 def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
-    """A value as it comes back from JSON. Raises `UnsupportedError` that says where something would not.
+    """A value as it comes back from JSON. Raises an `UnsupportedError` that names a part that would not.
 
-    Mappings, `ConfigDict`s, dataclasses and named tuples become dicts, tuples and other sequences that can be changed
+    Mappings, `ConfigDict`s, dataclasses and named tuples become dicts; other tuples and mutable sequences become
     lists, paths text, and scalars of NumPy and JAX numbers.
     """
     kind = type(value)

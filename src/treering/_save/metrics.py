@@ -12,7 +12,7 @@ from ..errors import MismatchError
 
 @devices.explicit()
 def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
-    """Metrics as they are written. Raises `MismatchError` for what is no real scalar."""
+    """Encodes metrics as they are written. Raises `MismatchError` for anything but a name and a real scalar."""
     numbers: dict[str, float | str] = {}
     for name, value in (found or {}).items():
         array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""How to save."""
+"""The options of a save."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -7,7 +7,7 @@ from ..rules import Rule
 
 
 class FormatOptions(TypedDict, total=False):
-    """The keyword arguments that only some formats have: safetensors both."""
+    """The keyword arguments that only some formats have; safetensors has both."""
 
     max_shard_size: int | str
     filename_pattern: str

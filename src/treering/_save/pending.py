@@ -1,4 +1,4 @@
-"""A save under way: its outcome, and that nobody stays untold of a failure."""
+"""A save under way, and its outcome: a failure is raised to a caller, or printed when the interpreter ends."""
 
 import atexit
 import contextlib
@@ -25,13 +25,13 @@ _log = logging.getLogger("treering")
 _LONG_STALL = 1.0  # seconds
 
 last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
-unseen: "list[PendingSave]" = []  # failed, and nobody has been told
+unseen: "list[PendingSave]" = []  # failed saves whose error no caller has been given
 _alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SaveReport:
-    """What a save did.
+    """The size and the times of a save.
 
     `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, `wait_seconds` the part
     of that for which it waited until the save before was over, and `seconds` the time from the call to the commit.
@@ -70,8 +70,8 @@ class SaveReport:
 class PendingSave:
     """A save that goes on in the background. Made by `save_async`.
 
-    `managed` says that a `Checkpointer` raises what it fails with, and `blocking` that its caller stands until it is
-    over. The caller made its call at `begun`, and has waited for the save before for `waited` seconds since.
+    `managed`: a `Checkpointer` raises its failure. `blocking`: the caller waits until the save is over. The caller made
+    its call at `begun`, and has waited for the save before for `waited` seconds since.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = Latch()
-        self._told = False  # somebody has been, or is being, told of its failure
+        self._told = False  # a caller has been, or is being, given the failure
         _alive.add(self)
 
     @classmethod
     def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
-        """A save that failed before it was under way, here; in other processes it may be under way."""
+        """A save that failed in this process before it was under way; in other processes it may be under way."""
         pending = cls(path, step, Staging([], None), call, managed=True)
         pending._error = error
         pending._finished.set()
@@ -120,11 +120,11 @@ class PendingSave:
 
     @property
     def told(self) -> bool:
-        """Whether somebody has been told how it failed, by its result or by the call that made it."""
+        """Whether a caller has been given the failure, by `result` or by the call that made the save."""
         return self._told
 
     def tell_log(self) -> None:
-        """Logs how it failed, where process 0 raises nothing: it was told already, or has not failed."""
+        """Logs the failure, for process 0 raises none: its caller has been given one already, or it has not failed."""
         self._seen()
         _log.error("%s: in this process the save failed: %s", self.path, self._error)
 
@@ -147,20 +147,20 @@ class PendingSave:
         self._finished.wait()
 
     def _fail(self, reason: BaseException) -> None:
-        """Stops writing, for a reason that somebody is being told, unless the save is over already."""
+        """Aborts the save, unless it is over; the caller raises `reason` itself."""
         self._told = True
         self._returned.set()
         self._staging.fail(reason)
 
     def _cancel(self, reason: BaseException) -> None:
-        """The same, and removes what was written. Returns when it is over."""
+        """Aborts the save, and returns when it is over and what was written is removed; the caller raises `reason`."""
         self._fail(reason)
         self._call.cancel(reason)
         self._finished.wait()
         self._seen()
 
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, crew: ThreadPool) -> None:
-        """What the thread of the save does."""
+        """Runs the save in the thread that saves."""
         try:
             with crew, devices.explicit():
                 self._staging.writers_needed.wait()
@@ -168,8 +168,8 @@ class PendingSave:
                 self._staging.check()
                 write(crew)
         except BaseException as error:
-            self._staging.fail(error)  # or the caller would wait for room that nobody makes
-            if self._told:  # what the caller is raising is his, and its frames may be at work in his thread
+            self._staging.fail(error)  # or the caller would wait for room that no writer makes
+            if self._told:  # the caller raises this error, and its frames may be running in the caller's thread
                 self._error = error
             else:
                 self._error = _as_save_error(error, self.path)
@@ -186,11 +186,11 @@ class PendingSave:
         since = time.perf_counter()
         while not self._staging.failed and not previous.wait(0.1):
             pass
-        if self._blocking or not self._returned.is_set():  # the caller waits as well, for room if for nothing else
+        if self._blocking or not self._returned.is_set():  # the caller waits as well, at least for room
             self._waited += time.perf_counter() - since
 
     def _returns(self) -> None:
-        """The caller goes on."""
+        """Notes that the caller goes on."""
         self._stall = time.perf_counter() - self._begun
         self._returned.set()
 
@@ -207,7 +207,7 @@ class PendingSave:
 
     def _committed(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._begun
-        self._returned.wait()  # it has handed everything over, and is about to
+        self._returned.wait()  # the caller has handed everything over, and is about to return
         nbytes, *parts = written
         stall = seconds if self._blocking else self._stall
         waited = min(self._waited, stall)
@@ -240,7 +240,7 @@ def _as_save_error(error: BaseException, path: str) -> BaseException:
 
 @contextlib.contextmanager
 def as_save_error(path: str) -> Iterator[None]:
-    """What goes wrong within the block is raised as callers of a save get it."""
+    """Raises any error of the block in the form that callers of a save get."""
     try:
         yield
     except Exception as error:
@@ -249,12 +249,12 @@ def as_save_error(path: str) -> Iterator[None]:
 
 
 def alive() -> "list[PendingSave]":
-    """Those that somebody still holds."""
+    """The saves of this process that are still referenced."""
     return list(_alive)
 
 
 def wait_for_all_in(directory: str) -> None:
-    """Returns when no save of this process into a directory is under way, whoever made it."""
+    """Returns when no save of this process into a directory is under way, whichever call made it."""
     for pending in alive():
         if os.path.dirname(pending.path) == directory:
             pending._wait()
@@ -268,7 +268,7 @@ def _report_unseen() -> None:
 
 
 def _forget_after_fork() -> None:
-    """A forked child has none of the threads, so nobody must wait for their saves there."""
+    """Ends the saves of the parent in a forked child, which has none of the threads that write them."""
     global last
     last = None
     coordinator.forget_after_fork()

@@ -1,7 +1,7 @@
-"""The stages of a save: what is saved as one source, who writes what of it, how it comes to the writers, the writing.
+"""The stages of a save: one source, the assignment of its pieces to processes, their supply to the writers, writing.
 
-A live tree in the native format goes straight from its arrays; whatever rules or other formats change is read box by
-box; what several processes cannot write together goes through a native checkpoint beside its place.
+A live tree in the native format goes straight from its arrays; a source that rules or other formats change is read box
+by box; what several processes cannot write together goes through a native checkpoint beside the path.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Where a save goes, and how."""
+    """The place, format and options of a save."""
 
     call: Call
     store: Disk
@@ -112,7 +112,7 @@ def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...],
 
 
 def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]) -> Prepared:
-    """A live tree as it is, in the native format: what is written is staged as it lies in the arrays."""
+    """Prepares a live tree for the native format: its arrays are staged as they are."""
     call = target.call
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     staging = Staging(assignment.to_stage(catalogue, shards, shares, call.index), target.options.memory_limit)
@@ -162,7 +162,7 @@ def _ending(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callab
 
 
 def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
-    """A checkpoint that all processes have opened: process 0 copies it, and the others wait."""
+    """Prepares a checkpoint that all processes have opened: process 0 copies it, and the others wait."""
     call = target.call
     if call.index == 0:
         own = _prepare_view(target._replace(call=coordinator.begin("copy", processes="this")), view, None)
@@ -177,10 +177,10 @@ def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
 
 
 def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[[Checkpoint], View]) -> Prepared:
-    """What one process has to write of a tree that lies in several.
+    """Prepares what one process has to write of a tree that lies in several.
 
-    All of them save it beside its place, in the native format, of which process 0 makes what was asked for in bounded
-    memory.
+    All processes save the tree beside the path, in the native format; process 0 makes what was asked for of that, in
+    bounded memory.
     """
     call = target.call
     skeleton, catalogue = live.skeleton, live.catalogue
@@ -293,7 +293,7 @@ def _check_no_iterators(place: str, view: View) -> None:
 
 
 def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:
-    """Raises `UnsupportedError` for arrays of which this process, which saves alone, has not everything."""
+    """Raises `UnsupportedError` for arrays that this process, which saves alone, has only in part."""
     missing: list[str] = []
     for leaf in sorted(catalogue.global_leaves):
         entry: Any = catalogue.entries[leaf]

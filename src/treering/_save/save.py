@@ -68,16 +68,16 @@ def save(
         also be leaves: parts of several checkpoints become one tree.
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
-    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata anything
-        that JSON can say, or a `ConfigDict`, dataclasses, paths and scalars, which become that. Those of a `Checkpoint`
-        are its own unless others are given. A format that has no place for what is given refuses it, and what it has no
-        place for of a `Checkpoint` is logged.
+    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata any JSON
+        value, or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a `Checkpoint` are its own
+        unless others are given. A format without a place for one that is given refuses it; one that a `Checkpoint` has
+        is then left out, which is logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
-        saves what this process has, as if there were no others. What one process alone can write (other formats, rules
-        that need parts of several processes) they save beside `path` first, in the native format, and process 0 makes
-        of that what was asked for.
+        saves what this process has, as if there were no others. For a save that only one process can write (other
+        formats, rules that need parts of several processes) all save the tree beside `path` first, in the native
+        format, and process 0 makes the requested checkpoint of that.
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone. With rules and in other formats they are then read
@@ -86,7 +86,7 @@ def save(
 
     Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
     when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
-    everything it wrote is removed; `PeerError` when another process is gone or does not make the call.
+    everything that it wrote is removed; `PeerError` when another process is gone or does not make the call.
     """
     what = _what(path, step)
     refuse_within(what)
@@ -99,7 +99,7 @@ def save(
     try:
         return pending.result()
     except BaseException as error:
-        pending._cancel(error)  # an interrupt: take back what is half done before going on
+        pending._cancel(error)  # an interrupt: remove what is half written before going on
         raise
 
 
@@ -123,7 +123,7 @@ def save_async(
 ) -> PendingSave:
     """Saves a pytree in the background.
 
-    What is saved is what the arrays hold now: they may be changed, deleted or donated as soon as this
+    The arrays are saved as they are now: they may be changed, deleted or donated as soon as this
     returns. Saves are written in the order of the calls, and a program that ends still finishes them.
 
     Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the
@@ -146,7 +146,7 @@ def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -
 
 
 def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """What is recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
+    """The information recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
     if isinstance(tree, Checkpoint):
         step = tree.step if step is None else step
         metrics = tree.metrics if metrics is None else metrics
@@ -160,7 +160,7 @@ def _what(path: str | os.PathLike[str], step: int | None) -> str:
 
 @contextlib.contextmanager
 def ending(call: Call) -> Iterator[None]:
-    """Whatever goes wrong within the block ends the call in every process."""
+    """Ends the call in every process when the block raises."""
     try:
         yield
     except BaseException as error:
@@ -180,10 +180,10 @@ def start(
     begun: float | None = None,
     waited: float = 0.0,
 ) -> PendingSave:
-    """What all ways of saving do; a `hooks` is called in the background before and after the save is written.
+    """Begins a save: stages the tree in the caller's thread and starts the thread that saves, which calls `hooks`.
 
-    The caller was called at `begun` (now, if not given), and has `waited` so many seconds since for the save before.
-    The call ends with the save. With an error raised here, the caller ends it.
+    The caller was called at `begun` (by default now), and has waited `waited` seconds since for the save before.
+    `call` ends with the save; when this function raises, its caller ends `call`.
     """
     begun = time.perf_counter() if begun is None else begun
     call.doing("copying the state")
@@ -197,7 +197,7 @@ def start(
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
             hooks.enter()
-        if call.count == 1 and format.name == "treering":  # or else process 0 says so to all, in the background
+        if call.count == 1 and format.name == "treering":  # or else process 0 checks it for all, in the background
             check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
         place,
@@ -214,7 +214,7 @@ def start(
         if hooks and call.index == 0:
             hooks.before()
         report = pending._committed(prepared.write(crew))
-        with contextlib.suppress(Exception):  # a log handler's
+        with contextlib.suppress(Exception):  # the error of a log handler
             _log.info("saved %s", report)
         if hooks:
             call.doing("tidying up")
@@ -234,16 +234,16 @@ def start(
         pending._fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
-        elif crew:  # or an interrupt came before the thread has begun; if it ever does, it finds out at once
+        elif crew:  # or an interrupt came before the thread began; if it ever does, it finds the failure at once
             crew.close()
         raise
     return pending
 
 
 def _raise_failed(call: Call) -> None:
-    """Raises what an earlier save in the background failed with, if nobody has been told.
+    """Raises the failure of an earlier background save that no caller has been given.
 
-    With several processes process 0 says which, for the others may only be about to hear of it.
+    With several processes, process 0 chooses the save: another process may not know of the failure yet.
     """
     failed = [pending for pending in _pending.unseen if not pending._managed]
     if call.count == 1:
@@ -255,27 +255,27 @@ def _raise_failed(call: Call) -> None:
         for pending in _pending.alive():
             if pending._call.name == first[0]:
                 pending.result()
-        raise SaveError(first[1])  # nobody here has kept the one that failed
+        raise SaveError(first[1])  # this process holds no reference to the failed save
 
 
 class SaveHooks(Protocol):
-    """Who wants to do something around a save; with several processes, only process 0 does."""
+    """Functions that are called around a save; with several processes, in process 0 alone."""
 
     def enter(self) -> None:
-        """Called by the caller's thread when the tree is known to be good; what it raises fails the call."""
+        """Called in the caller's thread when the tree is known to be good; what it raises fails the call."""
         ...
 
     def before(self) -> None:
-        """Called in the background before anything is written; what it raises fails the save."""
+        """Called by the thread that saves before anything is written; what it raises fails the save."""
         ...
 
     def after(self, report: SaveReport) -> None:
-        """Called in the background after the commit; must not raise."""
+        """Called by the thread that saves after the commit; must not raise."""
         ...
 
 
 def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """Takes what is recorded beside the tree as it is now. Raises `MismatchError` and `UnsupportedError`."""
+    """Encodes the information recorded beside the tree, as it is now. Raises `MismatchError` and `UnsupportedError`."""
     number = None if step is None else step_number(step)
     numbers = encoded(metrics)
     metadata = plain(metadata)

@@ -1,17 +1,17 @@
-"""Something that happens once, for which threads wait."""
+"""An event that happens once and that threads wait for."""
 
 import contextlib
 import threading
 import time
 
-_MAX_WAIT_SECONDS = 0.5  # seconds; longer than that nobody waits who need not
+_MAX_WAIT_SECONDS = 0.5  # seconds; at most this long after `set` a waiter that missed it goes on
 
 
 class Latch:
-    """What `threading.Event` is for, and an interrupt at any moment does no harm.
+    """A `threading.Event` that an interrupt at any moment cannot break.
 
-    `Event` is Python: where ctrl-C comes in the moment after it took its lock, it keeps it, and whoever sets it or
-    waits for it hangs for ever. Here a lock of C wakes those who wait, and nobody relies on it.
+    `Event` is written in Python: ctrl-C right after it took its lock leaves the lock held, and every thread that sets
+    or awaits the event hangs for ever. Here a lock written in C wakes the waiting threads, and none depends on it.
     """
 
     def __init__(self) -> None:
@@ -20,16 +20,16 @@ class Latch:
         self._gate.acquire()
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Whether `set` was called."""
         return self._happened
 
     def set(self) -> None:
-        """It has happened."""
+        """Sets the latch for good, and wakes the waiting threads."""
         self._happened = True
         self._open()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Returns when it has happened, or after so many seconds; whether it has."""
+        """Waits until the latch is set, at most `timeout` seconds; returns whether it is."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._happened:
             left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())

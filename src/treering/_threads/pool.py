@@ -1,8 +1,8 @@
-"""Threads: how they are started, and a few that work on one thing together.
+"""Starting threads, and a pool of them that work on one task together.
 
 Plain threads, started early: Python refuses both executors and new threads once the main thread has
 ended, and a save that is under way then must still finish. They are not daemons, so the interpreter waits
-for them; whoever makes a crew must close it.
+for them; the code that makes a `ThreadPool` must close it.
 """
 
 import _thread
@@ -19,12 +19,12 @@ _INLINE = 4  # jobs; fewer are not worth a thread
 
 
 def start(*threads: threading.Thread) -> None:
-    """Starts threads, one after the other. After an interrupt they may begin later, or never; none of them hangs.
+    """Starts threads, one after the other. After an interrupt some may begin later, or never; none hangs.
 
     Raises `SaveError` when the system allows no more of them.
 
-    `Thread.start` waits by means of Python: ctrl-C in the moment after it took a lock leaves that locked, and the new
-    thread waits for it for ever, and so does the end of the program. Here a thread that gets no interrupts calls it.
+    `Thread.start` waits in Python code: ctrl-C right after it took a lock leaves the lock held, and the new thread
+    waits for it for ever, and so does the end of the program. Here a helper thread, which gets no interrupts, calls it.
     """
     errors: list[BaseException] = []
     started = Latch()
@@ -51,7 +51,7 @@ def start(*threads: threading.Thread) -> None:
 
 
 class ThreadPool:
-    """`size` threads including the one that calls `run`; started by `start`, and let go at the end of `with`."""
+    """A pool of `size` threads, including the one that calls `run`; the others end after the `with` block."""
 
     def __init__(self, size: int, name: str = "treering"):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,9 +59,9 @@ class ThreadPool:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
 
     def start(self, *others: threading.Thread) -> None:
-        """Starts the threads, after others. Where the system allows no more of them, fewer do the work.
+        """Starts `others`, then the threads of the pool. Where the system allows no more, fewer threads do the work.
 
-        Raises `SaveError` when not all of the others can be started.
+        Raises `SaveError` when not all of `others` can be started.
         """
         try:
             start(*others, *self._threads)
@@ -112,7 +112,7 @@ class ThreadPool:
 
 
 def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
-    """Does all jobs in a few threads. Raises the first error; what is not begun by then is not done."""
+    """Does all jobs in a few threads. Raises the first error; jobs that are not begun by then are not done."""
     if len(jobs) <= _INLINE:
         for job in jobs:
             work(job)
@@ -130,7 +130,7 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
             try:
                 work(job)
             except BaseException:
-                rest = iter(())  # what the others have not begun, nobody needs
+                rest = iter(())  # the other threads begin no more jobs
                 raise
 
     with ThreadPool(_READERS, "treering-read") as crew:
@@ -138,4 +138,4 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
             crew.start()
             crew.run(loop)
         finally:
-            rest = iter(())  # after an interrupt, too, which comes here and not in the other threads
+            rest = iter(())  # after an interrupt as well, which this thread alone gets

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the way while thousands of leaves are handled."""
+"""Pausing Python's garbage collector while thousands of leaves are handled."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collection within the block: none of what is made there is garbage, and looking costs as long as the work."""
+    """Disables collection within the block: nothing made there is garbage, and a search costs as much as the work."""
     if not gc.isenabled():
         yield
         return

@@ -14,13 +14,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def alone(function: F) -> F:
-    """Marks a function, or a method of what writes a run, in the middle of which no other call can be made."""
+    """Marks a function, or a method of an object that writes a run, within which no other call can be made."""
     _alone.add(function.__code__)
     return function
 
 
 def calls_back(function: F) -> F:
-    """Marks a function that calls the user's code, from which other calls can be made: nothing waits meanwhile."""
+    """Marks a function that calls the user's code, which may make other calls: nothing waits meanwhile."""
     _open.add(function.__code__)
     return function
 

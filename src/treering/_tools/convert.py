@@ -1,4 +1,4 @@
-"""From one format to another."""
+"""Conversion from one format to another."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What two checkpoints, or a checkpoint and a live tree, have in common and what not."""
+"""The differences between two trees: checkpoints or live trees."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ _SLICE_BYTES = 64 << 20  # bytes of one array that are compared at a time
 class Diff:
     """The differences: paths that only one side has, and what differs at those that both have.
 
-    Truth says whether there is any; print it to read them.
+    It is true if there is any difference; print it to read them.
     """
 
     only_a: tuple[str, ...]
@@ -73,7 +73,7 @@ _Side = Mapping[str, tuple[Entry, Any]]  # entry and contents of every leaf by p
 
 
 def _without_boxes(side: _Side, other: _Side, boxes: box_levels.Boxes) -> _Side:
-    """A side, without the levels that its library has for boxes of the other, which is a live tree."""
+    """A side, without the levels that its library has for `boxes` of the other side, a live tree."""
     found = {there: path for path, there in box_levels.hidden(other, boxes, side).items()}
     return {found.get(path, path): leaf for path, leaf in side.items()} if found else side
 

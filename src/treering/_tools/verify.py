@@ -23,7 +23,7 @@ _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What `verify` found: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
+    """The result of `verify`: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
 
     path: str
     nbytes: int
@@ -48,7 +48,7 @@ class VerifyReport:
 
 @at_the_caller
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Checks every byte of a checkpoint, or of all steps of a run (whoever wrote them), against its checksum.
+    """Checks every byte of a checkpoint, or of all steps of a run (of any library), against its checksum.
 
     >>> assert tr.verify("runs/gpt").ok
 
@@ -96,7 +96,7 @@ def _verify(place: str) -> VerifyReport:
 
 
 def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
-    """Adds the damage to `found` and returns how many bytes there are. Raises `UnsupportedError` when that is done."""
+    """Adds the damage to `found` and returns the number of bytes. Raises `UnsupportedError` when that is done."""
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
@@ -123,7 +123,7 @@ def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
 
 
 def _is_current(disk: Disk, path: str, identity: str) -> bool:
-    """Whether a checkpoint is the one that was opened, and what its files lack is damage.
+    """Whether the checkpoint at a path is still the one that was opened, so that what its files lack is damage.
 
     Another host may have replaced it. Raises `ReplacedError` when it was deleted.
     """

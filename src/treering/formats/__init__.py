@@ -1,7 +1,7 @@
 """One module per format, behind two small protocols, and the registry of them.
 
-A format knows files and what is in them. It never knows about templates, meshes or managers. What it reads is a
-catalogue of leaves by path and their contents on request; what it writes is given to it as just that.
+A format knows files and their contents. It never knows about templates, meshes or Checkpointers. It reads a
+checkpoint as a `Source`: leaves by path and their contents on request; it is given a `Source` to write.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
 from ._shared import kinds
 
-# What a format of somebody else's is made of.
+# The names that a format of another package needs.
 __all__ = [
     "ArrayEntry",
     "Box",
@@ -58,7 +58,7 @@ class Format(Protocol):
         ...
 
     def refuses(self, disk: Disk, path: str) -> str | None:
-        """Why what lies at a path is not of this format; None when it is. Looks, but reads no more than a header."""
+        """The reason why a path is not of this format; None when it is. Reads no more than a header."""
         ...
 
     def open(self, disk: Disk, path: str) -> Source:
@@ -66,21 +66,21 @@ class Format(Protocol):
         ...
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        """The complete checkpoints of a run, by step: which of the names in the folder they are."""
+        """The complete checkpoints of a run by step: their names, of those given in the folder."""
         ...
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
-        """Which of ``step``, ``metrics`` and ``metadata``, as the contents have them, come back from a path.
+        """Those of ``step``, ``metrics`` and ``metadata``, as the contents have them, that come back from a path.
 
-        What is not kept and was given for the save is refused before anything is written; what a copied checkpoint has
-        of it is left out, with a line in the log.
+        A save is refused before anything is written if the caller gave one that is not kept; one that a copied
+        checkpoint has is left out, which is logged.
         """
         ...
 
     def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
-        Raises `UnsupportedError`, before anything is written, for what the format cannot hold, naming each leaf.
+        Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold.
         """
         ...
 
@@ -90,7 +90,7 @@ _MODULES = {
     "treering": "treering.formats.treering.format",
     "t5x": "treering.formats.t5x.format",
     "fjformer": "treering.formats.fjformer.format",
-    "safetensors": "treering.formats.safetensors.format",  # of a model in several formats that of most libraries
+    "safetensors": "treering.formats.safetensors.format",  # a model in several formats: most libraries have this one
     "flax": "treering.formats.flax.format",
     "equinox": "treering.formats.equinox.format",
     "tensorflow": "treering.formats.tensorflow.format",
@@ -102,7 +102,7 @@ _ALIASES = {"easylm": "fjformer"}
 
 
 def register(format: Format) -> None:
-    """Adds a format of one's own, or puts it in the place of one of the same name."""
+    """Adds a format of another package, or replaces the one of the same name."""
     _registered[format.name] = format
 
 
@@ -112,7 +112,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Format:
-    """A format by name. Raises `MismatchError` that lists the known ones."""
+    """A format by name. Raises a `MismatchError` that lists the known ones."""
     name = _ALIASES.get(name, name)
     if name not in _registered and name in _MODULES:
         _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
@@ -129,10 +129,10 @@ def for_path(path: str, name: str | None) -> Format:
 
 
 def detect(disk: Disk, path: str) -> Format:
-    """The format of what lies at a path.
+    """The format of the checkpoint at a path.
 
-    Raises `UnsupportedError` that says what else it is, and why each of them refuses it; `CorruptError` for pointers of
-    git-lfs and what cannot be read, which may be anything.
+    Raises an `UnsupportedError` that says what else it is, and why each format refuses it; `CorruptError` for pointers
+    of git-lfs and unreadable files, which may be anything.
     """
     reasons: list[str] = []
     for name in names():
@@ -149,17 +149,17 @@ def detect(disk: Disk, path: str) -> Format:
 
 
 def is_known(disk: Disk, path: str) -> bool:
-    """Whether a checkpoint of any format lies at a path, or what cannot be read and may be one."""
+    """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
     return any(accepts(get(name), disk, path) for name in names())
 
 
 def is_foreign(disk: Disk, path: str) -> bool:
-    """Whether what lies at a path is a checkpoint that another library wrote, or may be one and cannot be read."""
+    """Whether a path is a checkpoint that another library wrote, or unreadable, so that it may be one."""
     return any(name != "treering" and accepts(get(name), disk, path) for name in names())
 
 
 def accepts(format: Format, disk: Disk, path: str) -> bool:
-    """Whether what lies at a path is of a format, or cannot be read, which is found when it is opened."""
+    """Whether a path is of a format, or unreadable: then opening it raises."""
     try:
         with reading(path):
             return format.refuses(disk, path) is None
@@ -168,7 +168,7 @@ def accepts(format: Format, disk: Disk, path: str) -> bool:
 
 
 def is_step(format: Format, disk: Disk, path: str) -> bool:
-    """The same, of a directory that is called like a step. Raises `PermissionError` when it cannot be looked into."""
+    """Whether a directory with a step's name is of a format. Raises `PermissionError` when it cannot be read."""
     if accepts(format, disk, path):
         return True
     disk.stat(os.path.join(path, "."))
@@ -176,7 +176,7 @@ def is_step(format: Format, disk: Disk, path: str) -> bool:
 
 
 def may_be_file(disk: Disk, path: str) -> bool:
-    """Whether a regular file is at a path, or what cannot be looked at, which is found when it is opened."""
+    """Whether a path is a regular file, or unreadable: then opening it raises."""
     try:
         with reading(path):
             found = disk.stat(path)
@@ -186,7 +186,7 @@ def may_be_file(disk: Disk, path: str) -> bool:
 
 
 def _steps(format: Format, disk: Disk, folder: str, listed: Sequence[str]) -> dict[int, str]:
-    """The steps of one format, without what cannot be looked into."""
+    """The steps of one format, without directories that this process may not read."""
     try:
         return format.steps(disk, folder, listed)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""The names of T5's variables in TensorFlow, and what T5X calls them.
+"""The names of T5's variables in TensorFlow, and in T5X.
 
 >>> from treering.formats.t5_names import T5_TO_T5X
 >>> print(tr.open("t5-small/model.ckpt-1000000").apply(T5_TO_T5X))

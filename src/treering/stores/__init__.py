@@ -1,6 +1,6 @@
-"""Where bytes live. A store knows files and how they become durable; what an array is, it does not know.
+"""The stores of bytes. A store knows files and how they become durable; it knows nothing of arrays.
 
-Whoever is called by the user asks `of` once which store a path is in, and hands that on.
+A function that the user calls asks `of` once for the store of a path, and passes it on.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ _stores = {"": Disk()}  # by the scheme of URLs; those of paths have none
 
 
 def register(store: Disk, scheme: str = "") -> None:
-    """Puts a store in the place of the one for paths with this scheme."""
+    """Makes `store` the one for paths with this scheme."""
     _stores[scheme] = store
 
 
 @contextlib.contextmanager
 def using(store: Disk) -> Iterator[None]:
-    """Puts a store in the place of the local file system within a `with` block, for tests."""
+    """Replaces the local file system by another store within a `with` block, for tests."""
     before = _stores[""]
     register(store)
     try:

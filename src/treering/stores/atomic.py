@@ -1,8 +1,8 @@
 """Files and directories of other formats, which appear under their name as a whole or not at all.
 
-They are written beside their place under a temporary name, ``.name.7f3a9c.tmp``, synced, and put in place in one
-step. An old one is never removed before the new one is durable. What has a temporary name is locked while its writer
-lives; what killed writers have left is removed by the next one, when its own is durable.
+They are written beside their path under a temporary name, ``.name.7f3a9c.tmp``, synced, and put in place in one
+step. An old one is never removed before the new one is durable. A temporary file or directory is locked while its
+writer lives; the next writer removes the leftovers of killed ones, when its own file or directory is durable.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> No
 
 @contextlib.contextmanager
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWriter]:
-    """A file to be written within a `with` block; at its end it is in place, after an error it never was."""
+    """Yields a file to write within a `with` block; at its end it is in place, after an error it never was."""
     check_free(disk, path, overwrite=overwrite, directory=False)
     with _parents(disk, path):
         file = _new_file(disk, path)
@@ -79,15 +79,15 @@ def new_directory(
     names: Collection[str] = (),
     beside: Beside | None = None,
 ) -> Iterator[str]:
-    """A directory to be filled within a `with` block; at its end it is in place, after an error it never was.
+    """Yields a directory to fill within a `with` block; at its end it is in place, after an error it never was.
 
-    Its files may be written by anybody; they are synced at the end. An old directory changes places with the new
-    one in one step where the system can, else in two, between which a crash leaves it beside its place. Where the path
-    is a link to a directory, that is what is replaced, and the link stays.
+    Any code may write its files; they are synced at the end. An old directory is exchanged with the new one in one step
+    where the system can, else in two, between which a crash leaves it beside its path. Where the path is a link to a
+    directory, that directory is replaced, and the link stays.
 
-    owned: which files in the old one are part of what is to be replaced. Other files are kept. Raises `ExistsError` for
-    other directories, which may be anything, and for other files whose `names` the new one needs or that must not lie
-    `beside` it.
+    owned: the files in the old directory that are part of what is replaced. Other files are kept. Raises `ExistsError`
+    for other directories, which may be anything, and for other files whose `names` the new one needs or that must not
+    lie `beside` it.
     """
     check_free(disk, path, overwrite=overwrite, directory=True)
     if os.path.islink(path) and os.path.isdir(path):
@@ -96,13 +96,13 @@ def new_directory(
     parent = os.path.dirname(path)
     with _parents(disk, path):
         temporary, fd = _new_directory(disk, path)
-        settled = True  # what has the temporary name would not be in place after a power cut
+        settled = True  # the directory with the temporary name would not be in place after a power cut
         old: Replaced | None = None
         try:
             if there := look(path):
                 _set_mode(disk, temporary, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
             yield temporary
-            _sync_tree(disk, temporary)  # which takes time, so others' files are looked at after it
+            _sync_tree(disk, temporary)  # this takes time, so the files to keep are listed after it
             if overwrite and look(path) is not None:
                 kept = survey(disk, path, owned, names, beside)
                 _put_in_place_of(disk, temporary, path, kept)
@@ -129,7 +129,7 @@ def new_directory(
 
 @contextlib.contextmanager
 def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
-    """A directory beside a path for what is needed within a `with` block only; a killed writer's goes with the next."""
+    """Yields a directory beside a path, removed after the `with` block, or by the next writer if this one is killed."""
     with _parents(disk, path):
         _clean(disk, path)
         temporary, fd = _new_directory(disk, path)
@@ -142,7 +142,7 @@ def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
 
 
 def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None:
-    """Exchanges two directories when the new one has the files that are kept."""
+    """Gives the new directory the files that are kept, then exchanges it with the old one."""
     changed = replaced.carry_over(disk, old, new)
     if there := look(old):
         changed = _set_mode(disk, new, stat.S_IMODE(there.st_mode)) or changed
@@ -152,7 +152,7 @@ def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None
 
 
 def _set_mode(disk: Disk, path: str, mode: int) -> bool:
-    """Sets the mode of a directory; False where it is that already."""
+    """Sets the mode of a directory; False where it has that mode already."""
     if stat.S_IMODE(os.lstat(path).st_mode) == mode:
         return False
     disk.set_mode(path, mode)
@@ -170,7 +170,7 @@ def _new_file(disk: Disk, path: str) -> SequentialWriter:
 
 
 def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
-    """A directory under a temporary name, and what holds its lock."""
+    """A directory under a temporary name, and the descriptor that holds its lock; None where there is none."""
     for _ in range(_CREATE_ATTEMPTS):
         temporary = _temporary(path)
         disk.make_dir(temporary)
@@ -190,9 +190,9 @@ def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
 
 
 def _clean(disk: Disk, path: str) -> None:
-    """Removes what killed writers have left beside a path; to be called when what lies there is durable.
+    """Removes what killed writers have left beside a path. Called when the contents of the path are durable.
 
-    It may be all that there was of the checkpoint, where two directories do not change places in one step.
+    A leftover may be all that there was of the checkpoint, where two directories are not exchanged in one step.
     """
     directory, name = os.path.split(path)
     try:
@@ -285,7 +285,7 @@ def _temporary(path: str) -> str:
 
 @contextlib.contextmanager
 def _parents(disk: Disk, path: str) -> Iterator[None]:
-    """Makes the parents of a path that are missing, and takes them away again after an error."""
+    """Makes the parents of a path that are missing, and removes them again after an error."""
     made: list[str] = []
     try:
         make_dirs(disk, os.path.dirname(path), made)

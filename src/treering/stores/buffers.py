@@ -1,4 +1,4 @@
-"""Aligned memory: by pages, as direct I/O wants it, and by cache lines, as JAX does."""
+"""Aligned memory: to pages, for direct I/O, and to cache lines, for JAX."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ def round_up(size: int, unit: int = PAGE) -> int:
 
 
 def aligned(size: int) -> memoryview:
-    """A zeroed buffer of `size` bytes, rounded up to whole pages; freed with its last user.
+    """A zeroed buffer of `size` bytes, rounded up to whole pages; freed with its last reference.
 
     Large ones ask for huge pages: a direct write from scattered small pages is split into many requests and
     takes half as long again.
@@ -29,7 +29,7 @@ def aligned(size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages; a hint never fails what it is for
+        with contextlib.suppress(OSError):  # a kernel without huge pages; this is only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
@@ -37,7 +37,7 @@ def aligned(size: int) -> memoryview:
 def adoptable(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """An uninitialised array that begins on a cache line: JAX's CPU backend adopts it, and copies any other.
 
-    It is NumPy's own memory rather than a mapping, for pages that were in use before come back several times as
+    It is NumPy's own memory rather than a mapping: pages that were in use before come back several times as
     fast as new ones.
     """
     nbytes = dtype.itemsize * math.prod(shape)

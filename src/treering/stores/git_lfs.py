@@ -16,20 +16,20 @@ _MOST_NAMES = 10_000  # in folders that are looked at
 
 
 def check(path: str, begin: bytes | bytearray) -> None:
-    """Raises `CorruptError` when a file that begins so is a pointer."""
+    """Raises `CorruptError` when a file that begins with `begin` is a pointer."""
     if begin.startswith(_BEGIN):
         raise CorruptError(f"{path}: found a git-lfs pointer in the place of the file; run `git lfs pull` there")
 
 
 def check_open(disk: "Disk", fd: int, path: str) -> None:
-    """The same of an open file."""
+    """Raises `CorruptError` when an open file is a pointer."""
     if disk.size(fd) <= LARGEST:
         begin = bytearray(len(_BEGIN))
         check(path, begin[: disk.read(fd, memoryview(begin), 0)])
 
 
 def check_all(disk: "Disk", path: str, *, levels: int = 5) -> None:
-    """The same of a file, or of those in a folder and some levels below. What cannot be read is none."""
+    """Raises `CorruptError` when a file, or one in a folder down to `levels`, is a pointer. Passes unreadable ones."""
     for file in _files(disk, path, levels):
         try:
             fd = disk.open(file)
@@ -44,7 +44,7 @@ def check_all(disk: "Disk", path: str, *, levels: int = 5) -> None:
 
 
 def _files(disk: "Disk", path: str, levels: int) -> Iterator[str]:
-    """The small files at a path and in the folders below it, as far as they are looked at."""
+    """The small files at a path and in the folders below it, down to `levels` and up to `_MOST_NAMES` names."""
     left = _MOST_NAMES
     stack = [(path, levels)]
     while stack:

@@ -1,7 +1,7 @@
-"""What becomes of the files in a directory when the checkpoint in it is replaced.
+"""The files in a directory whose checkpoint is replaced.
 
 Only files that are known to be part of the checkpoint are ever removed. Others get a second name in the new directory;
-what comes to lie in the old one while the new one is written is moved there.
+files that are added to the old one while the new one is written are moved there.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ _log = logging.getLogger("treering")
 
 
 class _Carried(NamedTuple):
-    """A file as it was when it got its second name or was copied, and what it is in the new directory."""
+    """A file as it was when it got its second name or was copied, and as it was then in the new directory."""
 
     old: os.stat_result
     new: os.stat_result
 
     def is_unchanged(self, now: os.stat_result) -> bool:
-        """Whether the file in the old directory is what the new one has."""
+        """Whether the file in the old directory is the one that the new directory has."""
         return os.path.samestat(now, self.new) or _same(now, self.old)
 
     def is_current(self, there: os.stat_result | None) -> bool:
-        """Whether what is in the new directory by now is still what was put there."""
-        if os.path.samestat(self.old, self.new):  # which may have been written to under either name
+        """Whether the file in the new directory is still the one that was put there."""
+        if os.path.samestat(self.old, self.new):  # it may have been written to under either name
             return there is not None and os.path.samestat(there, self.new)
         return _same(there, self.new)
 
@@ -51,7 +51,7 @@ class Replaced:
         self._stuck: list[str] = []
 
     def carry_over(self, disk: Disk, old: str, new: str) -> bool:
-        """Gives the other files names in the new directory as well, if there are any; those names are to be synced."""
+        """Gives the other files names in the new directory as well; True if there are any names to sync."""
         for name in self._others:
             before = look(os.path.join(old, name))
             if before is None:
@@ -62,11 +62,11 @@ class Replaced:
         return bool(self._carried)
 
     def clear(self, disk: Disk, old: str, new: str) -> None:
-        """Removes the old directory, after what the new one lacks has been moved there.
+        """Moves the files that the new directory lacks there, then removes the old one.
 
-        Where something cannot be moved, the directory stays under another name, which the log says.
+        Where a file cannot be moved, the old directory stays under another name, which is logged.
         """
-        with contextlib.suppress(TreeringError, OSError):  # of another writer's checkpoint, which was faster
+        with contextlib.suppress(TreeringError, OSError):  # this may be the checkpoint of a faster writer
             self._parts |= set(self._owned(disk, old))
         folders = {parent for part in self._parts for parent in _parents_of(part)}
         try:
@@ -105,7 +105,7 @@ class Replaced:
                 with contextlib.suppress(OSError):
                     disk.unlink(here)
             elif carried and (carried.is_unchanged(found) or not carried.is_current(look(there))):
-                with contextlib.suppress(OSError):  # it is the same one, or there is a newer one than this already
+                with contextlib.suppress(OSError):  # the new directory has this file, or a newer one already
                     disk.unlink(here)
             else:
                 try:
@@ -119,10 +119,10 @@ class Replaced:
 
 
 def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Replaced:
-    """What lies in a directory, which need not be there.
+    """The contents of a directory, which need not exist.
 
-    Raises `ExistsError` for what is neither part of the checkpoint nor can be kept: other directories, what is no file,
-    files whose `names` the new one needs, and those that must not lie `beside` it.
+    Raises `ExistsError` for contents that are not part of the checkpoint and cannot be kept: other directories, pipes
+    and devices, files whose `names` the new one needs, and those that must not lie `beside` it.
     """
     if not os.path.isdir(path):
         return Replaced(owned, (), [])
@@ -159,7 +159,7 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
 
 
 def files_in(disk: Disk, path: str) -> Iterator[str]:
-    """The files below a directory, by their paths within it. Links are such, wherever they lead."""
+    """The files below a directory, by their paths within it. Links count as files, wherever they lead."""
     for name in disk.list(path):
         inner = os.path.join(path, name)
         if is_dir(inner):
@@ -169,7 +169,7 @@ def files_in(disk: Disk, path: str) -> Iterator[str]:
 
 
 def look(path: str) -> os.stat_result | None:
-    """What is at a path, be it a link; None when nothing is."""
+    """The `lstat` of a path: of a link itself; None when nothing is there."""
     try:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +183,7 @@ def is_dir(path: str) -> bool:
 
 
 def _same(found: os.stat_result | None, known: os.stat_result) -> bool:
-    """Whether a file is one that was seen before, and nobody has written to it."""
+    """Whether a file is one that was seen before, and was not written to since."""
     return (
         found is not None
         and os.path.samestat(found, known)
@@ -199,7 +199,7 @@ def _taken(path: str) -> ExistsError:
 
 
 def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
-    """Gives a file a second name, or makes a copy of it where there are no such. Raises `ExistsError`."""
+    """Gives a file a second name, or copies it where there are no hard links. Raises `ExistsError` for a taken name."""
     try:
         if disk.hard_link(old, new):
             if stat.S_ISREG(found.st_mode):

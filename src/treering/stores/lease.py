@@ -1,4 +1,4 @@
-"""One writer at a time for a run: a locked file that says who it is."""
+"""One writer at a time for a run: a locked file that names the process which holds it."""
 
 import contextlib
 import datetime
@@ -16,13 +16,13 @@ from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
 from .posix import Disk
 from .whole_files import make_dirs
 
-NAME = "writer.lock"  # a killed writer's stays; its lock is what counts
+NAME = "writer.lock"  # the file of a killed writer stays; only the lock counts
 _VERSION = 1
-_MAX_OWN_BYTES = 4096  # bytes that no file of this version has
+_MAX_OWN_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes of it that are read
 _alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 _log = logging.getLogger("treering")
-_taking = threading.RLock()  # within this process one lock is taken, or taken over, at a time
+_taking = threading.RLock()  # held while a lock is taken or taken over: one at a time in this process
 
 
 class _Held(NamedTuple):
@@ -37,24 +37,25 @@ class _Envelope(msgspec.Struct):
 
 
 class WriterLock:
-    """The right to write a run. A process that ends, in whatever way, gives it back.
+    """The right to write a run. The system releases it when the process ends, in whatever way.
 
-    Within a process the newest claim counts: a notebook's cell that failed has closed nothing, and the next one is to
-    go on. A lock whose owner says by `busy` that it is needed is not taken over; one that was is lost for good.
+    Within a process the newest claim counts: a notebook cell that failed has closed nothing, and the next cell must be
+    able to go on. A lock whose owner's `busy` returns True is not taken over; a lock that was taken over is lost for
+    good.
     """
 
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
         self._disk, self._run, self._busy = disk, run, busy
-        self.lost = False  # to another of this process
-        self._held: list[_Held] = []  # one, from the moment on in which it is locked
+        self.lost = False  # taken over by another WriterLock of this process
+        self._held: list[_Held] = []  # one, from the moment on at which the file is locked
         weakref.finalize(self, _give_back, disk, self._held)
         _alive.add(self)
 
     def acquire(self) -> None:
         """Takes the lock unless it is held already, and makes the run's directory.
 
-        Raises `ExistsError` that says who else has it, and `MismatchError` when it was taken over. Where files cannot
-        be locked, everybody may write.
+        Raises an `ExistsError` that names the process which holds it, and `MismatchError` when it was taken over. Where
+        files cannot be locked, every process may write.
         """
         with _taking:
             if self.lost:
@@ -87,7 +88,7 @@ class WriterLock:
             other.release()
 
     def _holds(self, path: str) -> bool:
-        """Whether this is the lock of the run in which the file is."""
+        """Whether this lock is held on the file at a path."""
         with contextlib.suppress(OSError):
             return any(self._disk.same_file(held.fd, path) for held in self._held)
         return False
@@ -97,10 +98,10 @@ class WriterLock:
         made: list[str] = []
         try:
             fd = self._locked(path, made)
-            with contextlib.suppress(OSError):  # a full disk: nobody will know who it is, that is all
+            with contextlib.suppress(OSError):  # a full disk: the file does not name this process, that is all
                 self._disk.truncate(fd, 0)
                 self._disk.write(fd, memoryview(_word()), 0)
-            self._disk.sync(fd)  # or other hosts would not see it
+            self._disk.sync(fd)  # or other hosts would not see what was written
         except BaseException:
             _give_back(self._disk, self._held)
             _remove_empty(self._disk, made)
@@ -130,16 +131,16 @@ class WriterLock:
                     _check_version(self._disk, fd, path)
                     return fd
             except BaseException as error:
-                if isinstance(error, UnsupportedError):  # it is locked, and is not ours to remove all the same
+                if isinstance(error, UnsupportedError):  # it is locked, but belongs to a later release: it must stay
                     self._held.clear()
-                if not self._held:  # the file is another's
+                if not self._held:  # the file belongs to another process
                     self._disk.close(fd)
                 raise
-            self._held.pop()  # the one before has removed it by now
+            self._held.pop()  # the holder before has removed the file by now
             self._disk.close(fd)
 
     def release(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         _give_back(self._disk, self._held)
 
     def forget(self) -> None:
@@ -150,12 +151,12 @@ class WriterLock:
 
 def _give_back(disk: Disk, held: list[_Held]) -> None:
     while True:
-        try:  # two threads may give it back
-            fd, path, made = held.pop()  # first, or a file that later gets this number would be closed by the next call
+        try:  # two threads may release it
+            fd, path, made = held.pop()  # first, or the next call would close a file with the same number
         except IndexError:
             return
         with contextlib.suppress(OSError):
-            if disk.same_file(fd, path):  # or the run was removed and made again, and this is the lock of another
+            if disk.same_file(fd, path):  # or the run was removed and made again, and the path is another lock's
                 disk.unlink(path)
         with contextlib.suppress(OSError):
             disk.close(fd)
@@ -163,7 +164,7 @@ def _give_back(disk: Disk, held: list[_Held]) -> None:
 
 
 def _remove_empty(disk: Disk, made: list[str]) -> None:
-    """Takes away the directories that were made for a run in which nothing has been saved."""
+    """Removes the directories that were made for a run in which nothing has been saved."""
     with contextlib.suppress(OSError):
         for directory in reversed(made):
             disk.remove_dir(directory)
@@ -204,14 +205,14 @@ def _holder(disk: Disk, fd: int) -> str:
     try:
         word = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
         return f"process {word['process']} on {word['host']}, since {word['since']},"
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it has only just got it, or let go of it
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it was only just taken or released
         return "another process"
 
 
 def _let_go_after_fork() -> None:
-    """A child shares its parent's lock, and would hold on to it when the parent is dead."""
+    """Closes the locks in a forked child, which shares them with its parent and would hold them after its death."""
     global _taking
-    _taking = threading.RLock()  # or that of a thread which is not here
+    _taking = threading.RLock()  # the old one may be held by a thread that the child does not have
     for lock in list(_alive):
         with contextlib.suppress(OSError):
             lock.forget()

@@ -1,4 +1,4 @@
-"""Looking at what others have made: over a network, in directories that are closed, on disks without locks."""
+"""The files of other processes and hosts: over a network, in directories that are closed, on disks without locks."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from typing import TypeVar
 from .posix import Disk
 
 _log = logging.getLogger("treering")
-_MIN_WAIT_SECONDS = 2.5  # seconds for what another process has made, at least
+_MIN_WAIT_SECONDS = 2.5  # seconds, at least, for a file that another process has made
 _POLL_SECONDS = 0.05  # seconds between looks
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def wait_until(
     found: Callable[[], T], anew: Callable[[], None], timeout: float, check: Callable[[], None] = lambda: None
 ) -> T:
-    """What is found as soon as it is true, or after so many seconds; in between it is looked at anew."""
+    """The result of `found`, as soon as it is true or after `timeout` seconds; `check` and `anew` run in between."""
     end = time.monotonic() + max(timeout, _MIN_WAIT_SECONDS)
     while not (there := found()) and time.monotonic() < end:
         check()
@@ -31,12 +31,12 @@ def wait_until(
 
 
 def look_anew(disk: Disk, path: str, made: Sequence[str] = ()) -> None:
-    """Makes a network's client look again at what it remembers of a directory and of those that were made above it.
+    """Makes a network's client refresh its cache of a directory and of those that were made above it.
 
-    Over NFS what was not there a moment ago may be taken for missing for as long as attributes are cached.
+    Over NFS a file that was not there a moment ago may be taken for missing for as long as attributes are cached.
     """
     for directory in (*(os.path.dirname(one) for one in made), os.path.dirname(path), path):
-        with contextlib.suppress(OSError):  # what cannot be listed is found to be missing after all
+        with contextlib.suppress(OSError):  # a directory that cannot be listed is found to be missing later
             disk.list(directory)
 
 
@@ -48,7 +48,7 @@ def warn_of_closed(path: str, reason: str | None) -> None:
 
 @functools.lru_cache(maxsize=1)
 def warn_of_no_locks(path: str) -> None:
-    """Logs once what is not done for want of locks."""
+    """Logs once that leftovers are not removed, for lack of locks."""
     _log.warning(
         "%s: what killed saves have left here is not removed, for files cannot be locked on this file system; remove "
         "what no manifest names yourself, when nobody saves, or mount it with locks (Lustre: -o flock)",

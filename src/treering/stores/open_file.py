@@ -19,7 +19,7 @@ Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
 
 class File:
-    """A file that stays open, so that it can be read even after somebody has replaced or deleted it."""
+    """A file that stays open, so that it can be read even after it was replaced or deleted."""
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -30,7 +30,7 @@ class File:
             self.size = disk.size(self._fd)
             self.local = disk.is_local(self._fd)
             git_lfs.check_open(disk, self._fd, path)
-        self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # what of it is taken, ascending
+        self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # its taken ranges, ascending
         self._taking, self._busy = threading.RLock(), False
 
     def read_into(self, target: memoryview, offset: int) -> None:
@@ -40,7 +40,7 @@ class File:
                 raise self._cut_short(offset + len(target))
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the file. Raises `CorruptError` when it ends before; nothing is reserved for a size it has not."""
+        """Bytes of the file. Raises `CorruptError` when it ends before; no memory is reserved for the missing size."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise CorruptError(f"{self.path}: expected {offset + nbytes} bytes, found {self.size}; it is cut short")
         data = bytearray(nbytes)
@@ -50,15 +50,15 @@ class File:
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         """Private memory with the whole file, of which the caller gets these merged ranges; None where that is refused.
 
-        All callers share one mapping while anybody holds it, for each takes a descriptor or one of the 65,530 mappings
-        that Linux allows a process. But what a caller writes into its arrays no other may see: bytes that were handed
-        out before come from another mapping. The pages are still to be read: see `bring_in`.
+        All callers share one mapping while any of them holds it, for each takes a descriptor or one of the 65,530
+        mappings that Linux allows a process. But no caller may see what another writes into its arrays: bytes that were
+        handed out before come from another mapping. The pages are still to be read: see `bring_in`.
         """
         with reading(self.path):
             if self._disk.size(self._fd) < self.size:
                 raise self._cut_short(self.size)
         with self._taking:
-            nested = self._busy  # the handler of a signal came in the middle: its bytes come from a mapping of its own
+            nested = self._busy  # a signal handler came in the middle: its bytes come from a mapping of its own
             try:
                 self._busy = True
                 if not nested and (shared := self._share(ranges)):
@@ -73,7 +73,7 @@ class File:
                 self._busy = nested
 
     def _share(self, ranges: Sequence[Range]) -> mmap.mmap | None:
-        """The mapping that others have, if none of them has a byte of these ranges."""
+        """The mapping that other callers have, if none of them has a byte of these ranges."""
         mapping, taken = self._shared or (None, [])
         found = mapping and mapping()
         taken = list(taken)
@@ -83,13 +83,13 @@ class File:
         return found
 
     def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        """Reads a range of a mapping once. Raises `CorruptError` for what would be a signal when it is looked at."""
+        """Reads a range of a mapping once. Raises `CorruptError` for pages that would raise a signal when accessed."""
         with reading(self.path):
             if not self._disk.populate(self._fd, mapped, begin, end - begin):
                 raise self._cut_short(end)
 
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
-        """The same of several ranges, in parallel."""
+        """Reads several ranges of a mapping once, in parallel. Raises `CorruptError` as `bring_in` does."""
         chunks = [(at, min(at + _CHUNK, end)) for begin, end in ranges for at in range(begin, end, _CHUNK)]
         in_parallel(chunks, lambda chunk: self.bring_in(mapped, *chunk))
 
@@ -109,7 +109,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _take(taken: list[Range], begin: int, end: int) -> bool:
-    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is one."""
+    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is taken."""
     n = bisect.bisect_left(taken, (end, end))  # the first that begins behind it
     if n and taken[n - 1][1] > begin:
         return False
@@ -123,5 +123,5 @@ def _take(taken: list[Range], begin: int, end: int) -> bool:
 
 
 def _let_go(disk: Disk, fd: int) -> None:
-    with contextlib.suppress(OSError):  # of a file that was only read; nobody could be told
+    with contextlib.suppress(OSError):  # the file was only read, and there is no caller to raise this to
         disk.close(fd)

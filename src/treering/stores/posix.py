@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None
 
 PAGE = 4096
-# File systems that keep a mapping's pages as they were read while nobody writes the file, and preallocate cheaply:
+# File systems that keep a mapping's pages as they were read unless the file is written, and preallocate cheaply:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _FUSE = 0x65735546
@@ -59,7 +59,7 @@ class Disk:
     # Directories and names
 
     def stat(self, path: str) -> os.stat_result | None:
-        """What is at a path, None when nothing is."""
+        """The `stat` of a path, None when nothing is there."""
         try:
             return looked_up_again(lambda: os.stat(path))
         except OSError as error:
@@ -103,7 +103,7 @@ class Disk:
         os.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
-        """Puts a file in the place of another in one step."""
+        """Renames a file, replacing another in one step."""
         os.replace(old, new)
 
     def rename_new(self, old: str, new: str) -> None:
@@ -135,10 +135,10 @@ class Disk:
     def create(self, path: str) -> int:
         """A new file, open for direct writing where the file system can; fails if it exists.
 
-        Not so on FUSE: there a program opens a file of its own for direct writing, which no call of ours can end.
+        Not so on FUSE: there a program opens a file of its own for direct writing, which no call from here can end.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        mode = 0o644  # until it is whole: file servers may go by the mode also of what is open
+        mode = 0o644  # until it is complete: file servers may apply the mode to open files as well
         if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
             try:
                 return os.open(path, flags | direct, mode)
@@ -150,15 +150,15 @@ class Disk:
         return os.open(path, flags, mode)
 
     def make_read_only(self, fd: int) -> None:
-        """Nobody is to write an open file any more; that is a wish, which not every file system has room for."""
+        """Marks an open file as read-only, where the file system has room for that."""
         with contextlib.suppress(OSError, AttributeError):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
     def open_shared(self, path: str) -> int:
         """A small file for reading and writing that outlives its writers; it is made when there is none.
 
-        Who may write it the umask says, as of the directory that it lies in: a colleague may go on after a killed job.
-        A link is not followed: what it leads to is not ours to write over.
+        The umask says which users may write it, as with its directory: a colleague may go on after a killed job.
+        A link is not followed: its target may be any file, and must not be overwritten.
         """
         extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
         return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o666)
@@ -166,12 +166,12 @@ class Disk:
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.
 
-        It is let go when the file is closed.
+        Closing the file releases it.
         """
         return _lock(fd, shared=False)
 
     def lock_shared(self, fd: int) -> bool | None:
-        """The same of a lock that several may hold, but not beside `lock`: over NFS a reader gets no other."""
+        """Takes a lock, as `lock` does, that several may hold, but not beside `lock`; over NFS readers get no other."""
         return _lock(fd, shared=True)
 
     def same_file(self, fd: int, path: str) -> bool:
@@ -205,7 +205,7 @@ class Disk:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-                self._leave_direct(fd)  # which another thread may have done since
+                self._leave_direct(fd)  # another thread may have done so since
                 return os.pwrite(fd, data, offset)
         with _position:
             os.lseek(fd, offset, os.SEEK_SET)
@@ -232,9 +232,9 @@ class Disk:
     # Reading
 
     def open(self, path: str) -> int:
-        """A file open for reading. Raises `CorruptError` for what is none: a pipe would keep us waiting for ever.
+        """Opens a file for reading. Raises `CorruptError` for anything else: opening a pipe would wait for ever.
 
-        Over NFS a name may lead to what another host has removed or replaced; it is looked up again, and then missing.
+        Over NFS a name may lead to a file that another host has removed or replaced; it is looked up again.
         """
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
@@ -251,14 +251,14 @@ class Disk:
         return fd
 
     def open_dir(self, path: str) -> int:
-        """A directory, open to be locked."""
+        """Opens a directory, to be locked."""
         return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0))
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def has_holes(self, fd: int) -> bool:
-        """Whether a file has parts that were never written and read as zeros; False where that cannot be told."""
+        """Whether a file has parts that were never written and read as zeros; False where that cannot be known."""
         try:
             return os.lseek(fd, 0, os.SEEK_HOLE) < self.size(fd)
         except (AttributeError, OSError):
@@ -295,11 +295,11 @@ class Disk:
     def populate(self, fd: int, mapped: mmap.mmap, offset: int, size: int) -> bool:
         """Brings a range of a mapped file into memory; False when the file ends before.
 
-        An error of the disk is raised here: when the pages are looked at it would be a signal.
+        An error of the disk is raised here: when the pages are accessed it would be a signal.
         """
         if _POPULATES:
             begin = offset - offset % mmap.PAGESIZE
-            with contextlib.suppress(AttributeError, OSError):  # what is wrong, if anything is, a read will say
+            with contextlib.suppress(AttributeError, OSError):  # if anything is wrong, the read below raises it
                 mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
                 return True
         buffer = memoryview(bytearray(min(size, _PIECE)))
@@ -315,7 +315,7 @@ class Disk:
 
 
 def _kind(place: int | str) -> int | None:
-    """The number of the kind of file system that something lies on, where Linux tells."""
+    """The number of the kind of file system that a file or path lies on; None where Linux does not say."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(256)
@@ -324,7 +324,7 @@ def _kind(place: int | str) -> int | None:
 
 
 def looked_up_again(find: Callable[[], T]) -> T:
-    """What is found by a name. Raises `FileNotFoundError` where another host removes it again and again."""
+    """The result of looking up a name. Raises `FileNotFoundError` where another host removes it again and again."""
     path: Any = None
     for _ in range(_LOOKUP_ATTEMPTS):
         try:
@@ -352,7 +352,7 @@ def _hard_link(old: str, new: str) -> bool:
     except OSError as error:
         if error.errno == errno.EIO and os.path.lexists(
             old
-        ):  # of a disk, or the word of some mounts for "no links here"
+        ):  # an error of the disk, or what some mounts say for "no links here"
             return os.path.lexists(new) and os.path.samestat(os.lstat(old), os.lstat(new))
         if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
             raise

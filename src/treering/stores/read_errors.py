@@ -1,4 +1,4 @@
-"""Errors of the system while something is read, as Treering's: one place for every format."""
+"""Turns errors of the system in reading into Treering's: one place for every format."""
 
 import contextlib
 import errno
@@ -25,10 +25,10 @@ class ReplacedError(NotFoundError):
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Wraps whatever reads a file or directory, or looks at it.
+    """Wraps code that reads a file or directory, or looks at it.
 
-    Raises `CorruptError` for what cannot be read any more, and `NotFoundError` for what another machine has taken away
-    (ESTALE). Other errors of the system get the path, if they have none.
+    Raises `CorruptError` for a file that cannot be read any more, and `NotFoundError` for one that another machine has
+    removed (ESTALE). Other errors of the system get the path, if they have none.
     """
     try:
         yield
@@ -51,9 +51,9 @@ def reading(path: str) -> Iterator[None]:
 
 
 def refusal(error: TreeringError | OSError, path: str) -> str:
-    """What an error says, as the reason why something is of no format.
+    """The text of an error, as the reason why something is of no format.
 
-    Raises `CorruptError` for what cannot be read any more, for that may be of any format.
+    Raises `CorruptError` for a file that cannot be read any more, for it may be of any format.
     """
     if isinstance(error, UnreadableError):
         raise error

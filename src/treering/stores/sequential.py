@@ -35,16 +35,16 @@ class SequentialWriter:
         self._disk.sync(self._fd)
 
     def close(self) -> None:
-        """Makes the file durable and lets go of it."""
+        """Makes the file durable and closes it."""
         self.sync()
         self.discard()
 
     def lock(self) -> bool:
-        """Keeps others from removing the file before it is let go; False when they have begun to."""
+        """Keeps other writers from removing the file before it is closed; False when they have begun to."""
         return lock(self._disk, self._fd, self.path)
 
     def discard(self) -> None:
-        """Lets go of the file as it is."""
+        """Closes the file as it is."""
         if self._fd >= 0:
             self._disk.close(self._fd)
             self._fd = -1
@@ -57,5 +57,5 @@ class SequentialWriter:
 
 
 def lock(disk: Disk, fd: int, path: str) -> bool:
-    """Locks what is open, where there are locks; False when somebody who tidies up was faster."""
+    """Locks an open file, where there are locks; False when a process that removes leftovers was faster."""
     return disk.lock(fd) is not False and disk.same_file(fd, path)

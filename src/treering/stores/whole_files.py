@@ -1,4 +1,4 @@
-"""What takes several operations of a disk: files read as a whole, directories made with their parents."""
+"""Several operations of a disk in one: reading whole files, making directories with their parents."""
 
 import contextlib
 import errno
@@ -12,21 +12,21 @@ from .posix import UNSUPPORTED, Disk, looked_up_again
 from .read_errors import reading
 
 _MAX_FILE_BYTES = 2 << 30
-_MAX_SPARSE_BYTES = 16 << 20  # bytes that are read whatever they are
+_MAX_SPARSE_BYTES = 16 << 20  # bytes; larger files are not read if they have holes
 
 
 def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
     """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
 
-    The name of the one that is there already is made durable, too: who made it may have been killed before that.
+    The name of the one that is there already is made durable, too: its maker may have been killed before that.
     """
     parent = os.path.dirname(path)
     if there := disk.stat(path):
         above = disk.stat(parent)
-        if above and above.st_dev == there.st_dev:  # or else something is mounted here, which nobody has to sync
+        if above and above.st_dev == there.st_dev:  # or else something is mounted here, and needs no sync
             try:
                 disk.sync_dir(parent)
-            except OSError as error:  # where names cannot be synced, or we may not look, we have made none
+            except OSError as error:  # where names cannot be synced, or not by this user, this user has made none
                 if error.errno not in {*UNSUPPORTED, errno.EACCES, errno.EPERM}:
                     raise
         return
@@ -38,12 +38,12 @@ def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
 
 
 def read_file(disk: Disk, path: str) -> bytes:
-    """A whole file of text of at most 2 GiB; no manifest comes near that. What takes no room on the disk is none.
+    """Reads a whole file of text, of at most 2 GiB, which no manifest comes near, and without holes if it is large.
 
-    Raises `CorruptError` for what cannot be read any more, and for pointers of git-lfs.
+    Raises `CorruptError` for a file that cannot be read any more, and for pointers of git-lfs.
     """
     with reading(path):
-        return looked_up_again(lambda: _read_file(disk, path))  # for it may also be replaced while it is open
+        return looked_up_again(lambda: _read_file(disk, path))  # it may also be replaced while it is open
 
 
 def _read_file(disk: Disk, path: str) -> bytes:
@@ -64,7 +64,7 @@ def is_file(disk: Disk, path: str) -> bool:
 
 @contextlib.contextmanager
 def opened(disk: Disk, path: str) -> Iterator[int]:
-    """A file open for reading within a `with` block."""
+    """Opens a file for reading within a `with` block."""
     fd = disk.open(path)
     try:
         yield fd

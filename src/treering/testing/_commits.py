@@ -105,7 +105,7 @@ class Commits(Subject):
             assert not disk.unsettled, "its name is not durable"
 
     def test_file_systems_without_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where a file cannot have two names, checkpoints are written and replaced all the same."""
+        """Checkpoints are written and replaced even where a file cannot have two names."""
         self.needs_writer()
 
         def link(*args: Any, **options: Any) -> None:
@@ -147,7 +147,7 @@ class Commits(Subject):
             self.assert_holds(path, old)
 
     def test_of_two_writers_one_wins(self, tmp_path: Path) -> None:
-        """One that is through while another is at work is first, and that is told; with `overwrite`, the last stays."""
+        """The writer that ends first wins, and the other gets `ExistsError`; with `overwrite`, the last one stays."""
         self.needs_writer()
         if self.name == "treering":
             pytest.skip("it is written by `save` alone, not through the protocol")

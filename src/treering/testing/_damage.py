@@ -78,7 +78,7 @@ class Damage(Subject):
         assert not problems, "\n".join([f"{len(problems)} of {len(damages)}:", *problems[:20]])
 
     def _outcome(self, path: Path) -> dict[str, tuple[Any, ...]] | None:
-        """What a checkpoint holds as far as it can be read, None when it is refused."""
+        """The leaves of a checkpoint as far as they can be read; None when it is refused."""
         try:
             ckpt = open_checkpoint(path)
             repr(ckpt)
@@ -93,7 +93,7 @@ class Damage(Subject):
             return None
 
     def _wrong(self, found: dict[str, Any], expected: dict[str, Any], cut: bool) -> str | None:
-        """What must not come of a damaged checkpoint."""
+        """The wrong result of reading a damaged checkpoint, as text; None when there is none."""
         if cut or self.checksums:
             if changed := [name for name, leaf in found.items() if leaf != expected.get(name)]:
                 return f"other values came back of {changed}"

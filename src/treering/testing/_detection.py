@@ -1,4 +1,4 @@
-"""Tests of how a format is told from others, and of what is read for that and for opening a checkpoint."""
+"""Tests of telling a format from others, and of the bytes that are read for that and for opening a checkpoint."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Disks and readers that count, or fail when they are told to."""
+"""Disks and readers that count, or fail on request."""
 
 import contextlib
 import errno
@@ -148,7 +148,7 @@ class SteppedDisk(QuickDisk):
         self._counting = threading.Lock()
 
     def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What becomes of the operation with this number, from 1."""
+        """Runs the operation with this number, from 1; subclasses change or fail it."""
         return operation(*args)
 
 
@@ -291,7 +291,7 @@ class TooSlowError(BaseException):
 
 @contextlib.contextmanager
 def in_time(seconds: float) -> Iterator[None]:
-    """Fails when the block takes longer, where that can be told: in the main thread of a system with signals."""
+    """Fails when the block takes longer; only in the main thread of a system with signals."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

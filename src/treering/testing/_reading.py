@@ -203,7 +203,7 @@ class Reading(Subject):
         assert ckpt[next(iter(self.leaves({"a": arrays})))][0, 0].tobytes() == arrays[0][0, 0].tobytes()
 
     def test_arrays_are_writable_and_share_nothing(self, tmp_path: Path) -> None:
-        """What is done to an array is seen neither in others, nor by a second reader, nor in the file."""
+        """A change of one array is seen neither in others, nor by a second reader, nor in the file."""
         tree = {"a": sample("float32", (64, 64)), "b": sample("int32", (9,)), "c": sample("float32", (), 2)}
         path = self.made(tmp_path, tree)
         for mmap in _MAPPED:

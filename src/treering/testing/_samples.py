@@ -1,4 +1,4 @@
-"""What formats are asked to hold, and when two leaves are the same."""
+"""The samples that formats are asked to hold, and the comparison of two leaves."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a format says of itself to be tested, and how its checkpoints are made and compared."""
+"""The declarations of a format under test; making and comparing its checkpoints."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from ._samples import DTYPES, NAMES, VALUES, identity, same_kind, sample
 class Subject:
     """The declarations of `treering.testing.FormatConformance`, which its subclasses override.
 
-    Whatever is not declared to be held has to be refused when it is saved: nothing is changed silently.
+    A save of anything that is not declared to be held must be refused: nothing is changed silently.
     """
 
     format: ClassVar[Format | str]
@@ -110,13 +110,13 @@ class Subject:
         self.prepare(monkeypatch)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What comes before each test."""
+        """Prepares each test."""
         stores.register(QuickDisk())
         if not isinstance(self.format, str):
             monkeypatch.setitem(formats._registered, self.name, self.format)
 
     def place(self, folder: Path, name: str) -> Path:
-        """Where a checkpoint of this name lies."""
+        """The path of a checkpoint of this name."""
         return folder / f"{name}{self.suffix}"
 
     def made(self, folder: Path, tree: Any, name: str = "made", **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""The tests that every format has to pass, for formats of one's own."""
+"""The tests that every format has to pass, for formats of other packages."""
 
 from ._commits import Commits
 from ._damage import Damage

@@ -1,1 +1,1 @@
-"""What several formats have in common."""
+"""Code that several formats share."""

@@ -24,15 +24,15 @@ _TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the pr
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
-    """Raises `UnsafeError` for what is the shape of no array, be it an empty one."""
+    """Raises `UnsafeError` for a shape that no array can have, not even an empty one."""
     if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= _MAX_ELEMENTS:
         raise UnsafeError(f"{name}: no array can have the shape {list(shape)!s:.200}")
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
-    """What arrays of one shape and dtype have in common.
+    """The layout of all arrays of one shape and dtype.
 
-    `stored` is the dtype in the file, of either byte order; what is read is `dtype`, of the same size.
+    `stored` is the dtype in the file, of either byte order; `dtype`, of the same size, is that of the array read.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
 
 
 def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout:
-    """A layout. Raises `UnsafeError` that begins with a name for what is the shape of no array."""
+    """Makes a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
     stored = dtype if stored == dtype else stored  # one object, so that the two are quickly compared
@@ -88,7 +88,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return self.made(out)
 
     def in_file(self, box: Box) -> list[Range]:
-        """Where in its file a box of an array lies that can be mapped; none where it has no elements."""
+        """The ranges in the file of a box of an array that can be mapped; [] for a box without elements."""
         begin = self.runs[0][1]
         if box == self.layout.box:
             return [(begin, begin + self.layout.nbytes)]
@@ -102,11 +102,11 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return array if box == about.box else array[(*slices(box, about.box), ...)]
 
     def room(self, box: Box) -> np.ndarray:
-        """Memory for a box, as the file has it."""
+        """Memory for a box, in the dtype of the file."""
         return adoptable(box_shape(box), self.layout.stored)
 
     def fill(self, out: np.ndarray, box: Box) -> None:
-        """Reads a box into such memory."""
+        """Reads a box into memory from `room`."""
         if out.size and box == self.layout.box:
             self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
         elif out.size:
@@ -114,7 +114,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
                 self._read_span(part, out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
 
     def made(self, out: np.ndarray) -> np.ndarray:
-        """Such memory, filled, as an array of this machine's byte order."""
+        """Memory that `fill` has filled, as an array of this machine's byte order."""
         return _native(out, self.layout)
 
     def _spans(self, box: Box) -> Iterator[Box]:
@@ -131,7 +131,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
                 yield (*rows[:axis], (begin, min(begin + step, stop)), *rows[axis + 1 :])
 
     def _range(self, box: Box) -> tuple[int, int]:
-        """From the first to the last byte of a box that has elements."""
+        """The range of bytes from the first to the last element of a box, which must have elements."""
         itemsize = self.layout.stored.itemsize
         strides = [itemsize * math.prod(self.layout.shape[axis + 1 :]) for axis in range(len(self.layout.shape))]
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
@@ -161,7 +161,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 def mapped(wanted: Iterable[tuple[int, Runs, Box]]) -> Iterator[tuple[int, np.ndarray]]:
     """Those of the numbered boxes that can be views of private mappings of their files. Their pages are read once.
 
-    Raises `CorruptError` for what cannot be read.
+    Raises `CorruptError` for files that cannot be read.
     """
     by_file: dict[File, list[tuple[int, Runs, Box]]] = {}
     for one in wanted:
@@ -182,7 +182,7 @@ class Small:
         self._wanted: dict[File, list[tuple[int, int, Layout]]] = {}  # offsets, and the numbers that were given
 
     def take(self, array: Any, box: Box, number: int) -> bool:
-        """Whether a box is such an array; if so it is one of those to be read."""
+        """Whether a box is such an array; if so, `read` will read it."""
         if type(array) is not Runs:
             return False
         runs, about = array.runs, array.layout
@@ -204,7 +204,7 @@ class Small:
 
 
 def _close_together(wanted: list[tuple[int, int, Layout]]) -> Iterator[tuple[int, int, list[tuple[int, int, Layout]]]]:
-    """Parts of what is wanted, and the range in which each lies."""
+    """The wanted arrays in parts that lie close together, with the range in which each part lies."""
     begin = end = wanted[0][0]
     part: list[tuple[int, int, Layout]] = []
     for one in wanted:
@@ -218,7 +218,7 @@ def _close_together(wanted: list[tuple[int, int, Layout]]) -> Iterator[tuple[int
 
 
 def _native(array: np.ndarray, about: Layout) -> np.ndarray:
-    """What was read, in the byte order and the dtype that it is to have."""
+    """An array that was read, in this machine's byte order and its final dtype."""
     if about.stored is about.dtype:
         return array
     return array.astype(about.stored.newbyteorder("="), copy=False).view(about.dtype)

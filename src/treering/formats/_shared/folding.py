@@ -1,4 +1,4 @@
-"""Names that are different, and one and the same on a file system that does not tell upper from lower case."""
+"""Different names that are the same on a file system that does not tell upper from lower case."""
 
 import os
 import unicodedata
@@ -9,14 +9,14 @@ from ...stores.whole_files import make_dirs
 
 
 class Folders:
-    """The names of arrays that get folders below a folder, which is to become a checkpoint at a path."""
+    """The names of arrays that get folders below a folder, which becomes the checkpoint at a path."""
 
     def __init__(self, disk: Disk, folder: str, path: str):
         self._disk, self._folder, self._path = disk, folder, path
         self._known: dict[str, str] = {}  # each as it came first, by what the coarsest file system makes of it
 
     def add(self, name: str) -> None:
-        """Raises `UnsupportedError` when the file system takes a name, or the beginning of one, for another's."""
+        """Adds a name. Raises `UnsupportedError` when the file system takes it, or a part of it, for another's."""
         begin = ""
         for part in name.split("/"):
             begin = os.path.join(begin, part)

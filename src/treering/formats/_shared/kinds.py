@@ -1,4 +1,4 @@
-"""What a file is that is no checkpoint, and what to do with it."""
+"""Recognizes files that are no checkpoints, and says what to do with them."""
 
 import os
 import stat
@@ -33,7 +33,7 @@ _OTHERS = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf"
 
 
 def described(disk: Disk, path: str) -> str | None:
-    """What lies at a path and what to do with it, or what lies in a folder; None where that is not known."""
+    """Describes the file at a path, or one in a folder, and what to do with it; None where that is not known."""
     try:
         found = disk.stat(path)
         if found is None:
@@ -49,7 +49,7 @@ def described(disk: Disk, path: str) -> str | None:
             if there is not None and stat.S_ISREG(there.st_mode) and (what := _file(disk, inner)):
                 return f"{name} in it is {what}"
     except (OSError, ValueError):
-        pass  # of which the formats have told
+        pass  # the formats have raised these
     return None
 
 
@@ -65,7 +65,7 @@ def _file(disk: Disk, path: str) -> str | None:
 
 
 def _zip(begin: bytes, path: str) -> str:
-    """An archive by the name of the first file in it."""
+    """Describes an archive by the name of the first file in it."""
     first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); load it with numpy.load, and save what it holds"

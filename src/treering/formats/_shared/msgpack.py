@@ -1,4 +1,4 @@
-"""MessagePack by its structure: what small values are, and where the bytes of large ones lie.
+"""MessagePack by its structure: the small values themselves, and the places of large ones.
 
 The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The contents of bins are not read, only found, so
 that the structure of a file of any size is known after a few reads of a few kilobytes.
@@ -19,7 +19,7 @@ from ...stores.whole_files import opened
 if TYPE_CHECKING:
     from .extents import File
 
-_HEAD = 9  # bytes of a value that say what it is, at most
+_HEAD = 9  # bytes, at most, before the contents of a value
 _WINDOW = 1 << 10  # bytes that are read at a time where they lie apart
 _MOST_AHEAD = 256 << 10  # bytes that are read at a time where they lie close together
 _NEAR = 4 << 10  # bytes that take no longer to read than to leap over
@@ -39,14 +39,14 @@ class Raw(msgspec.Struct, frozen=True, gc=False):
 
 
 class Extension(msgspec.Struct, frozen=True, eq=False):
-    """What an extension says: its type, and the value in its payload where that is MessagePack again."""
+    """The contents of an extension: its type, and the value in its payload where that is MessagePack again."""
 
     code: int
     value: Any
 
 
 class Ext(msgspec.Struct, frozen=True):
-    """An extension in its place: `at` is where its payload lies. Those that begin alike share what they say."""
+    """An extension in its place: `at` is the offset of its payload. Extensions that begin alike share `says`."""
 
     says: Extension
     at: int
@@ -56,7 +56,7 @@ VALUE, STR, BIN, LIST, MAP, EXT, NEVER = range(7)
 
 
 def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
-    """By first byte: the kind, the layout of what follows, and the value or size where nothing says it."""
+    """By first byte: the kind, the layout of the next bytes, and the value or size where these do not give it."""
     table: list[tuple[int, struct.Struct | None, Any]] = [(VALUE, None, n) for n in range(0x80)]
     table += [(MAP, None, n) for n in range(16)]
     table += [(LIST, None, n) for n in range(16)]
@@ -77,9 +77,9 @@ _NO_KEY = object()
 class Scanner:
     """Reads the structure of values in a file.
 
-    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. What does not fit the file raises
-    `CorruptError`, and what would take unreasonable time or memory `UnsafeError`. `nested`: the types of extensions
-    whose payload is MessagePack again.
+    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. Values that do not fit the file
+    raise `CorruptError`, and those that would take unreasonable time or memory `UnsafeError`. `nested`: the types of
+    extensions whose payload is MessagePack again.
 
     A model has thousands of arrays and few shapes, so most extensions begin with the same bytes as an earlier one, up
     to the bin with which they end. These are not taken apart again.
@@ -102,7 +102,7 @@ class Scanner:
         return self._whole(at, end, 0)
 
     def bytes(self, raw: Raw) -> bytes:
-        """What a bin holds."""
+        """The contents of a bin."""
         self._use_text(raw.size)
         return self.file.read(raw.offset, raw.size)
 
@@ -113,7 +113,7 @@ class Scanner:
         return value
 
     def _value(self, at: int, end: int, payload: int) -> tuple[Any, int]:
-        """The same; `payload` is where that of the extension begins in which the value is, 0 for none."""
+        """The value at an offset and the offset behind it; `payload`: the offset of its extension's payload, or 0."""
         stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
         while True:
             value, missing, at = self._one(at, end, payload)
@@ -188,7 +188,7 @@ class Scanner:
     def _alike(self, frame: list[Any], at: int, end: int) -> int:
         """Takes entries of a map as long as they are extensions that begin like earlier ones; where the rest begins.
 
-        What is not as it should be is left there, and so is whatever is longer than usual.
+        Entries that are malformed, or longer than usual, are left there.
         """
         container, missing, _ = frame
         known, lengths, text = self._known, self._lengths, 0
@@ -241,7 +241,7 @@ class Scanner:
         return kind, fields[0] if value is None else value, fields[-1], behind
 
     def _find(self, at: int, size: int, end: int) -> int:
-        """Where in the window some bytes are; it is moved there when they are not in it."""
+        """The position in the window of some bytes; moves the window when they are not in it."""
         place = at - self._base
         if place < 0 or place + size > len(self._window) or at + size > end:
             self._check(at + size, end)
@@ -282,7 +282,7 @@ class Scanner:
 
 
 def named(value: Any) -> str:
-    """What kind of value was found, for messages."""
+    """The kind of a value, or a small value itself, for messages."""
     kinds = {dict: "a map", list: "an array", Ext: "an extension", Raw: "a bin", type(None): "nil"}
     return kinds.get(type(value), f"{value!r:.100}")
 
@@ -293,22 +293,22 @@ def pack(value: bool | int | float | str | bytes | list[int] | None) -> bytes:
 
 
 def map_head(count: int) -> bytes:
-    """What comes before the keys and values of a map."""
+    """The bytes before the keys and values of a map."""
     return _sized(count, ((16, 0x80), (1 << 16, 0xDE), (1 << 32, 0xDF)))
 
 
 def list_head(count: int) -> bytes:
-    """What comes before the items of an array."""
+    """The bytes before the items of an array."""
     return _sized(count, ((16, 0x90), (1 << 16, 0xDC), (1 << 32, 0xDD)))
 
 
 def bin_head(size: int) -> bytes:
-    """What comes before the bytes of a bin."""
+    """The bytes before the contents of a bin."""
     return _sized(size, ((1 << 8, 0xC4), (1 << 16, 0xC5), (1 << 32, 0xC6)))
 
 
 def ext_head(code: int, size: int) -> bytes:
-    """What comes before the payload of an extension."""
+    """The bytes before the payload of an extension."""
     if size in (1, 2, 4, 8, 16):
         return bytes([0xD4 + size.bit_length() - 1, code])
     return _sized(size, ((1 << 8, 0xC7), (1 << 16, 0xC8), (1 << 32, 0xC9))) + bytes([code])
@@ -322,7 +322,7 @@ def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
 
 
 def beginning(disk: Disk, path: str, size: int = 4096) -> bytes:
-    """The first bytes of a file, fewer where it is shorter, and none of what is no file."""
+    """The first bytes of a file, fewer where it is shorter; b"" where there is no file."""
     found = disk.stat(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         return b""
@@ -332,7 +332,7 @@ def beginning(disk: Disk, path: str, size: int = 4096) -> bytes:
 
 
 def tokens(data: bytes) -> Iterator[tuple[int, Any]]:
-    """What begins here up to the first bin or extension: kinds, and their values, text, counts, sizes or types."""
+    """The tokens up to the first bin or extension: kinds, and their values, text, counts, sizes or types."""
     at = 0
     try:
         while True:

@@ -1,4 +1,4 @@
-"""TensorStore's futures: a bounded number of bytes under way, and its errors as ours."""
+"""TensorStore's futures: a bounded number of bytes under way, and its errors as Treering's."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class PendingReads:
         self._futures: deque[tuple[Any, int, str]] = deque()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits for the oldest until so many bytes more are within the limit, or nothing is left to wait for."""
+        """Waits for the oldest futures until `nbytes` more are within the limit, or none is left."""
         while self._futures and self._held + nbytes > self._limit:
             self._end_one()
 
@@ -39,7 +39,7 @@ class PendingReads:
 
     @contextlib.contextmanager
     def ended_on_errors(self) -> Iterator[None]:
-        """After an error nothing is under way any more, for what was written is about to be removed."""
+        """Waits for all futures when the block raises, for the caller then removes what was written."""
         try:
             yield
         except BaseException:
@@ -57,7 +57,7 @@ class PendingReads:
 
 @contextlib.contextmanager
 def errors(path: str) -> Iterator[None]:
-    """TensorStore's errors as ours: `OSError` for those of the file system, `CorruptError` for all others."""
+    """Raises TensorStore's errors as `OSError` if they are of the file system, and as `CorruptError` if not."""
     try:
         yield
     except (ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What readers of other libraries' formats have in common: a catalogue, and arrays that read boxes of themselves."""
+"""The common reader of other libraries' formats: entries, and arrays that read boxes of themselves."""
 
 import datetime
 import functools
@@ -25,22 +25,22 @@ T = TypeVar("T")
 
 
 class Stored(Protocol):
-    """An array where it lies."""
+    """An array in its file."""
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        """A box of it, native-endian, in memory that is the caller's to change. Raises `CorruptError`.
+        """Reads a box, native-endian, into memory that is the caller's to change. Raises `CorruptError`.
 
         With `mmap` it may be a view of a private mapping of the file.
         """
         ...
 
     def can_map(self) -> bool:
-        """Whether it lies in one piece on a file system that is known to be safe for mapping."""
+        """Whether the array lies in one piece on a file system that is known to be safe for mapping."""
         ...
 
 
 def attempt(read: Callable[[], T]) -> T | CorruptError:
-    """What is read, or why it cannot be. What can only be meant to do harm is raised."""
+    """The result of reading, or the `CorruptError` that it raises. Raises `UnsafeError`."""
     try:
         return read()
     except UnsafeError:
@@ -58,7 +58,7 @@ def check_file(disk: Disk, path: str, index: str) -> str:
 
 
 class _Lost:
-    """What stands for the array of a `LostEntry`; see `Stored`."""
+    """A placeholder for the array of a `LostEntry`; see `Stored`."""
 
     def __init__(self, why: Sequence[str]):
         self._why = why
@@ -103,12 +103,12 @@ class ForeignReader:
         lost = {path: _Lost(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
         self._arrays: Mapping[str, Stored] = {**arrays, **lost} if lost else arrays
         self.numbers_are_arrays = numbers_are_arrays
-        self._immutable = immutable  # files that are not rewritten in place may be mapped without being asked to
+        self._immutable = immutable  # files that are not rewritten in place may be mapped by default
 
     def check_present(self) -> None: ...
 
     def stored(self) -> Collection[Stored]:
-        """The arrays where they lie."""
+        """The arrays in their files."""
         return self._arrays.values()
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:

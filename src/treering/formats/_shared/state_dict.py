@@ -1,4 +1,4 @@
-"""Flax's state dicts in MessagePack: what the files of Flax, FJFormer, EasyLM and T5X have in common.
+"""Flax's state dicts in MessagePack, which the files of Flax, FJFormer, EasyLM and T5X share.
 
 A state dict is nested maps with leaves in them. Arrays are extensions whose payload is ``[shape, dtype, bytes]``, or,
 where they are larger than Flax puts into one extension, maps of several of these.
@@ -32,7 +32,7 @@ _log = logging.getLogger("treering")
 
 
 class Leaves(NamedTuple):
-    """What a state dict holds, in order."""
+    """The leaves of a state dict, in order."""
 
     entries: list[Entry]
     arrays: dict[str, Stored]
@@ -50,7 +50,7 @@ class Elsewhere(NamedTuple):
 class StateDict:
     """Makes leaves of a scanned state dict.
 
-    find: says of a map or a text, given with its path, which array it stands for, if any, or why that cannot be read.
+    find: returns the array that a map or a text, given with its path, stands for, if any, or why it cannot be read.
     seen_as: dtypes that are taken for others of their size.
     """
 
@@ -148,7 +148,7 @@ class StateDict:
 
 
 class _Kind(NamedTuple):
-    """What extensions that begin alike are: `offset` is where the array begins in the payload."""
+    """The array kind of extensions that begin alike; `offset` is where the array begins in the payload."""
 
     type: Literal["numpy", "numpy-scalar"]
     dtype: str
@@ -255,6 +255,6 @@ def own_step(leaves: Leaves, path: str) -> int | None:
 
 
 def check_inside(folder: str, name: str) -> None:
-    """Raises `UnsafeError` for what is no name of something in a folder, or leads out of it."""
+    """Raises `UnsafeError` for a name that is no name in a folder, or leads out of it."""
     if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST for part in name.split("/")):
         raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")

@@ -121,7 +121,7 @@ def _value(value: Any) -> bytes:
 
 
 def _layout(entry: ArrayEntry) -> list[bytes | int]:
-    """What an array consists of: bytes, and numbers of bytes of its contents."""
+    """The parts of an array in the file: bytes, and numbers of bytes of its contents."""
     itemsize = dtypes.itemsize(entry.dtype)
     size = math.prod(entry.shape)
     if size * itemsize <= MAX_CHUNK:

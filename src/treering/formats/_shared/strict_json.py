@@ -1,4 +1,4 @@
-"""JSON of which all readers make the same: what RFC 8259 leaves open is refused."""
+"""JSON that all readers take alike: what RFC 8259 leaves open is refused."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def parse(data: bytes) -> Any:
     """Parses JSON. Raises `ValueError` for what readers would take differently, `RecursionError` for too many levels.
 
     That is a key that stands twice in an object, a number that is no finite double, the integer -0, text that is not
-    UTF-8 or has half of a surrogate pair, and whatever else is no JSON.
+    UTF-8 or has half of a surrogate pair, and anything else that is no JSON.
     """
     top = json.loads(
         data.decode(),

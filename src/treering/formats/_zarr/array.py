@@ -68,7 +68,7 @@ class Folder:
         self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
 
     def _check_database(self) -> None:
-        """Raises `CorruptError` for what TensorStore would wait for without end, read whole, or take for empty."""
+        """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
         if (size := _check_file(self.disk, manifest).st_size) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
@@ -99,7 +99,7 @@ class Folder:
         return found
 
     def find(self, names: "Sequence[str]", driver: Driver, *, filled: bool = False) -> "list[Array | CorruptError]":
-        """For each name the array, whose metadata is read at once with that of the others, or why there is none."""
+        """The array of each name, or why there is none; the metadata of all is read at once."""
         pending = [self.keys.read(_about(name, driver)) if self.ocdbt else None for name in names]
         found: list[Array | CorruptError] = []
         for name, future in zip(names, pending, strict=True):
@@ -139,7 +139,7 @@ class Folder:
 
 
 class Array:
-    """A zarr array in a folder, given its metadata; see `treering.formats.foreign.Stored`.
+    """A zarr array in a folder, given its metadata; see `Stored` in `formats._shared.reader`.
 
     Every chunk has to be there: a missing one is a `CorruptError` that names it. With `filled`, chunks that are left
     out are those of the fill value, as zarr 3 has it and JAX's own serializer does it.
@@ -154,7 +154,7 @@ class Array:
 
     @property
     def cells(self) -> int:
-        """How many parts there are that are read at a time."""
+        """The number of parts that are read at a time."""
         return math.prod(-(-n // cell) for n, cell in zip(self.shape, self._layout.cells, strict=True))
 
     def can_map(self) -> bool:
@@ -227,7 +227,7 @@ class Array:
     def _check_chunks(self, box: Box) -> None:
         """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
 
-        Of those that are missing in a database TensorStore tells when it comes to them.
+        TensorStore reports chunks that are missing in a database when it reads them.
         """
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
@@ -260,7 +260,7 @@ class Array:
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
-        """Blosc believes the size that a chunk says it has."""
+        """Checks the size that a Blosc chunk claims, which Blosc would believe."""
         if int.from_bytes(head[4:8], "little") != self._layout.chunk_bytes:
             raise CorruptError(f"{path}: expected a chunk of {self._layout.chunk_bytes} bytes, found another size")
 
@@ -299,7 +299,7 @@ def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
 class Writer:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
-    Nothing is synced: that is for whoever makes the folder appear.
+    Nothing is synced: the code that publishes the folder does that.
     """
 
     def __init__(self, disk: Disk, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
@@ -316,9 +316,9 @@ class Writer:
         chunks: Sequence[int],
         compressor: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to write an array in chunks of that shape, which are asked for one by one. All of them are stored.
+        """Begins to write an array in chunks of a shape, which `read_box` returns one by one. All of them are stored.
 
-        What `read_box` gives must not change until `close`.
+        The arrays that `read_box` returns must not change until `close`.
         """
         with self._waiting.ended_on_errors():
             self._add(name, shape, dtype, read_box, chunks, compressor)
@@ -369,7 +369,7 @@ def write(
 ) -> None:
     """Writes one array: see `ZarrArray` for `path` and `base`, and `Writer.add` for the rest.
 
-    Raises `UnsupportedError` for dtypes that zarr has not, see `zarr_metadata.can_hold`.
+    Raises `UnsupportedError` for dtypes that zarr does not have, see `zarr_metadata.can_hold`.
     """
     folder, name = _place(path, base)
     writer = Writer(disk, folder, driver=driver, ocdbt=base is not None)
@@ -378,7 +378,7 @@ def write(
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """What `itertools.product` gives, which first makes lists of the ranges, however long they say they are."""
+    """The items of `itertools.product`, which would first make lists of the ranges, however long they claim to be."""
     if not axes:
         yield ()
         return
@@ -398,7 +398,7 @@ def _check_file(disk: Disk, path: str) -> os.stat_result:
 
 
 def _below(name: str) -> str:
-    """What the keys of an array begin with."""
+    """The prefix of the keys of an array."""
     return name if not name or name.endswith("/") else f"{name}/"
 
 

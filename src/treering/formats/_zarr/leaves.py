@@ -1,4 +1,4 @@
-"""What formats that consist of zarr arrays have in common: reading them at once, writing leaves as such, and files."""
+"""The common parts of formats that consist of zarr arrays: reading them at once, writing leaves, listing files."""
 
 import math
 import os
@@ -33,7 +33,7 @@ _LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks 
 
 
 class ZarrReader(ForeignReader):
-    """A reader of arrays of which those that are zarr arrays are read at once.
+    """A reader that reads all zarr arrays among its arrays at once.
 
     `nbytes` are those of all files. Raises `UnsafeError` for arrays larger than any compression makes of them.
     """
@@ -78,7 +78,7 @@ class ZarrReader(ForeignReader):
 
 
 def _damage(array: zarr.Array) -> Iterator[str]:
-    """Reads everything and yields what is wrong, chunk by chunk where there is something."""
+    """Reads everything and yields the damage, chunk by chunk where there is some."""
     seen: set[str] = set()
     for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT):
         try:
@@ -119,7 +119,7 @@ def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
 def parts_of(disk: Disk, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
     """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
 
-    Of an array whose metadata cannot be read it is unknown what is part of it.
+    The files of an array whose metadata cannot be read are unknown.
     """
     path, about = os.path.join(folder, name), metadata.FILES[driver]
     try:
@@ -134,7 +134,7 @@ def parts_of(disk: Disk, folder: str, name: str, driver: zarr.Driver) -> Iterato
 def database_parts(disk: Disk, folder: str) -> Iterator[str]:
     """The files of an OCDBT database in a folder, by their paths within the folder; none where there is no database.
 
-    Also those of the databases that several processes had written, of which it was put together.
+    Those of the databases that several processes wrote, and from which it was merged, are included.
     """
     if beginning(disk, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
         return

@@ -1,4 +1,4 @@
-"""What a zarr array's own metadata says of it, checked before TensorStore is given any of it.
+"""The metadata of a zarr array, checked before TensorStore is given any of it.
 
 Both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends the process when it cannot have the
 memory that a claim asks for, so absurd claims must not reach it.
@@ -115,8 +115,8 @@ class Layout(NamedTuple):
 def parse(data: bytes, driver: str, name: str) -> Layout:
     """The layout that the contents of a metadata file describe.
 
-    Raises `CorruptError` for what is no such file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes
-    and codecs that are not known here.
+    Raises `CorruptError` for any other file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes and
+    codecs that are not known here.
     """
     try:
         made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)

@@ -1,6 +1,6 @@
 """Equinox's files: `.npy` records one after another, without names, often after a line of JSON.
 
-Which record is which leaf only a template tells. The records are named by their numbers.
+Only a template says which record is which leaf. The records are named by their numbers.
 """
 
 import stat
@@ -17,9 +17,9 @@ from .schema import NAME, SUFFIX, line_before
 class Equinox:
     """See `treering.formats.Format`.
 
-    Metadata is the line of JSON before the records. Who reads such a file with Equinox calls `readline` first; without
-    metadata there is no such line. Step and metrics have no place in the format. Of None, functions, text and bytes
-    nothing is written: Equinox takes them from the template. Text and bytes that are left out are logged.
+    Metadata is the line of JSON before the records. A program that reads such a file with Equinox calls ``readline``
+    first; without metadata there is no such line. Step and metrics have no place in the format. None, functions, text
+    and bytes are not written: Equinox takes them from the template. Text and bytes that are left out are logged.
     """
 
     name = NAME

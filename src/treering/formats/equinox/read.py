@@ -29,7 +29,7 @@ _NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}
 
 
 class _Record(NamedTuple):
-    """What a header says. `dtype` is the text of what is read, `told` says whether that is what was saved."""
+    """The contents of a header. `dtype` is the text of the dtype that is read, `told` whether it is the saved one."""
 
     stored: np.dtype
     dtype: str
@@ -44,8 +44,8 @@ class EquinoxReader(ForeignReader):
     `positional` says so: a leaf of a template is array-like when it is an array, a NumPy scalar, or a Python bool, int,
     float or complex, which are 0-d arrays here. Others have no record.
 
-    `untold` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not tell:
-    float8, int4 and others of one byte (not float8_e5m2, which it does tell). Which one that is a template says.
+    `ambiguous_dtypes` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not
+    give: float8, int4 and others of one byte (not float8_e5m2, which it does give). A template says which.
     """
 
     positional = True
@@ -88,7 +88,7 @@ class _Columns:
 
 
 def _records(file: File, position: int) -> Iterator[tuple[int, _Record]]:
-    """Where the bytes of each array begin, and what its header says."""
+    """The offset of the bytes of each array, and its header."""
     window, start = b"", 0
 
     def take(size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""How an `.eqx` file begins."""
+"""The beginning of an `.eqx` file."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ MAX_LINE_BYTES = 1 << 20  # bytes; longer lines are not looked for
 
 
 def line_before(disk: Disk, path: str) -> tuple[Any, int]:
-    """What the line of JSON says, and where the records begin. Raises `ValueError` for a file of another kind."""
+    """The value of the line of JSON, and the offset of the records. Raises `ValueError` for a file of another kind."""
     begin = _begin(disk, path, len(MAGIC))
     if begin.startswith(MAGIC):
         return None, 0

@@ -52,7 +52,7 @@ def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
 
 
 def _problem(entry: Entry) -> str | None:
-    """Why Equinox could not read a leaf back."""
+    """The reason why Equinox could not read a leaf back; None when it can."""
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
             return "typed PRNG keys; store jax.random.key_data of it, or drop it by a rule"

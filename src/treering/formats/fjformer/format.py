@@ -1,10 +1,10 @@
 """The streams of FJFormer and EasyLM: one leaf after another, each with its key.
 
 A file is a sequence of ``[[key, …], bin]``, the bin being Flax's MessagePack of the leaf; empty containers leave no
-trace in it, and nothing says how many leaves there are: a file that was cut off between two of them looks complete.
+trace in it, and nothing gives the number of leaves: a file that was cut off between two of them looks complete.
 
-What their loaders call ``state_params`` or ``trainstate_params`` is ``at="params/params"`` here; ``params`` is a file
-of its own, ``streaming_params``, and ``flax_params`` a file of the format "flax".
+Their loaders' ``state_params`` or ``trainstate_params`` is ``at="params/params"`` here; ``params`` is a separate file,
+``streaming_params``, and ``flax_params`` a file of the format "flax".
 """
 
 import functools
@@ -115,7 +115,7 @@ class FJFormer:
 
 
 def _main(disk: Disk, folder: str) -> str | None:
-    """The stream without a step in a folder that is to be opened as one; None where there is none."""
+    """The stream without a step in a folder that is opened as a checkpoint; None where there is none."""
     paths = [os.path.join(folder, name) for name in _USUAL]
     return next((path for path in paths if (found := disk.stat(path)) and stat.S_ISREG(found.st_mode)), None)
 
@@ -154,7 +154,7 @@ def _step_of(disk: Disk, path: str) -> int | None:
     try:
         return own_step(_read(disk, path)[0], "step")
     except (TreeringError, OSError):
-        return None  # whoever opens it is told why
+        return None  # opening it raises the reason
 
 
 FORMAT = FJFormer()

@@ -116,7 +116,7 @@ class Flax:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         run = _meant(self._runs(disk, folder, names))
-        if run and isinstance(max(run), float):  # whoever takes the latest must not get one before it
+        if run and isinstance(max(run), float):  # a caller that takes the latest must not get an earlier one
             return {}
         return {step: name for step, name in run.items() if isinstance(step, int)}
 
@@ -150,7 +150,7 @@ class Flax:
 
 
 def _main(disk: Disk, path: str) -> str:
-    """The file by which a path is opened: in a folder that of Hugging Face's model, of clu's the one that is Flax's."""
+    """The file by which a path is opened: of a folder, Hugging Face's model; of clu's checkpoints, Flax's file."""
     found = disk.stat(path)
     if found is None and all(is_file(disk, path + ending) for ending in (_OF_CLU, _COMMIT)):
         return path + _OF_CLU
@@ -167,7 +167,7 @@ def _meant(runs: "_Runs") -> dict[int | float, str]:
 
 
 def _several(folder: str, runs: "_Runs") -> str:
-    """Why a folder with the steps of several runs is neither."""
+    """The reason why a folder with the steps of several runs is neither a run nor a checkpoint."""
     latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (
         f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "
@@ -176,7 +176,7 @@ def _several(folder: str, runs: "_Runs") -> str:
 
 
 def _plausible(data: bytes, size: int, path: str) -> bool:
-    """Whether a file that begins so may be a state dict; by any other name than ours a single array or a map."""
+    """Whether a file that begins with `data` may be a state dict; without Flax's suffix, only an array or a map."""
     if not data or data[0] == 0xC1:
         return False
     if path.endswith(Flax.suffixes) or (size == 1 and data[0] == 0x80):
@@ -188,7 +188,7 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 
 
 def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
-    """What a file holds, and the bytes that it and the arrays beside it take."""
+    """The leaves of a file, and the number of bytes that it and the arrays beside it take."""
     from .._shared.extents import File
     from .._shared.reader import attempt
     from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict, check_inside
@@ -218,7 +218,7 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
 
 
 def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
-    """The same of a state dict in several files, which are named by an index."""
+    """The leaves of a state dict in several files, which an index names, and the number of their bytes."""
     from .._shared.reader import attempt, check_file
     from .._shared.state_dict import Leaves, check_apart, check_inside
 

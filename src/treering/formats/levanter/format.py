@@ -1,8 +1,8 @@
 """Levanter: a folder ``step-{n}`` with a zarr array for each leaf and, written last, ``metadata.json``.
 
-Where a leaf lies is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
+A leaf's place is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
 database of zarr 3, in which chunks of zeros are left out. No tree is recorded: numbers are arrays, and None and empty
-containers are nowhere. Folders of zarr 2 are written, which all releases read.
+containers leave no trace. Folders of zarr 2 are written, which all releases read.
 """
 
 import datetime
@@ -52,12 +52,12 @@ class Levanter:
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
         # In the order in which Levanter has looked for the latest one since May 2026: by step, time and path. Before
-        # that, the time came first, which only shows in folders in which somebody went back to an earlier step.
+        # that, the time came first, which only shows in folders in which a user went back to an earlier step.
         found: dict[int, tuple[datetime.datetime, str]] = {}
         for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
             path = os.path.join(folder, name)
             try:
-                if self.refuses(disk, path) is not None:  # or nobody may look
+                if self.refuses(disk, path) is not None:  # or this process may not read it
                     continue
                 about = read_metadata(disk, path)
             except UnreadableError as error:  # and it is unknown which step it is

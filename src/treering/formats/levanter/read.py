@@ -1,4 +1,4 @@
-"""Reading Levanter: whatever zarr arrays lie in a folder."""
+"""Reading Levanter: all zarr arrays in a folder."""
 
 import logging
 import os
@@ -84,7 +84,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
 
 
 def _undescribed(names: Iterable[str]) -> Iterator[str]:
-    """The arrays of which there are chunks, and nothing that describes them."""
+    """The arrays of which there are chunks and no metadata."""
     described = {os.path.dirname(name) for name in names if os.path.basename(name) in _DRIVERS}
     arrays = dict.fromkeys(found[1] for name in names if (found := _OF_ARRAY.fullmatch(name)))
     for name in arrays:

@@ -18,14 +18,14 @@ NAME = re.compile(r"step-([0-9]+)")
 
 
 class Metadata(msgspec.Struct):
-    """What ``metadata.json`` says. Temporary checkpoints go when there is a later one."""
+    """The contents of ``metadata.json``. Levanter removes temporary checkpoints when there is a later one."""
 
     step: int
     timestamp: str
     is_temporary: bool = False
 
     def time(self) -> datetime.datetime:
-        """When it was written, the beginning of time where that is not to be read."""
+        """The time of writing; `datetime.min` where it cannot be read."""
         try:
             time = datetime.datetime.fromisoformat(self.timestamp)
         except ValueError:
@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct):
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:
-    """Time stamp and whether it is temporary, of what Levanter wrote; None where there is other metadata, or none."""
+    """The time stamp of a checkpoint of Levanter's, and whether it is temporary; None for other metadata or none."""
     about = contents.metadata
     if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
         return None
@@ -43,7 +43,7 @@ def own_metadata(contents: Source) -> tuple[str, bool] | None:
 
 
 def read_metadata(disk: Disk, path: str) -> Metadata:
-    """What is said of a checkpoint. Raises `CorruptError`."""
+    """Reads ``metadata.json``. Raises `CorruptError`."""
     file = os.path.join(path, FILE)
     with reading(file), opened(disk, file) as fd:
         buffer = bytearray(min(disk.size(fd), MAX_METADATA_BYTES))

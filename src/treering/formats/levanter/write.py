@@ -1,4 +1,4 @@
-"""Writing Levanter: a folder of zarr 2 for each leaf, and what says that all are there."""
+"""Writing Levanter: a folder of zarr 2 for each leaf, and the file that says that all are there."""
 
 import datetime
 import os
@@ -56,12 +56,12 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
 
 
 def _owned(disk: Disk, folder: str) -> set[str]:
-    """What Levanter has written of a step: whatever arrays lie in its folder."""
+    """The files that Levanter has written for a step: those of all arrays in its folder."""
     return {FILE, *parts_of_arrays(disk, folder, lambda: open_checkpoint(disk, folder))}
 
 
 def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
-    """Raises `ExistsError` for what a reader would take for parts of the checkpoint."""
+    """Raises `ExistsError` for other files that a reader would take for parts of the checkpoint."""
     for name in others:
         place = os.path.join(folder, name)
         if CHUNK.fullmatch(name) or (os.path.islink(place) and os.path.isdir(place)):
@@ -72,7 +72,7 @@ def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
 
 
 def _check(entries: list[Entry]) -> None:
-    """Raises `UnsupportedError` that names every leaf which Levanter cannot hold."""
+    """Raises an `UnsupportedError` that names every leaf which Levanter cannot hold."""
     reasons = [(entry.path, _refused(entry)) for entry in entries]
     if problems := [f"  {path or '(root)'}: {reason}" for path, reason in reasons if reason]:
         raise UnsupportedError("\n".join(["format='levanter' cannot hold these leaves:", *problems]))

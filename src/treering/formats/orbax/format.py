@@ -1,15 +1,15 @@
 """Orbax: folders of items, most of them trees of zarr arrays, in plain files or in an OCDBT database.
 
-What its `Checkpointer`s, its `CheckpointManager` and its version 1 write is read. Items are subtrees: ``state/…``,
-``config/…``; items in JSON are values; the item ``metrics`` is the metrics. There is no level for an item where there
-is no name that its user has chosen: for a tree that lies right in the folder (``StandardCheckpointer``), for the item
+Reads what Orbax's ``Checkpointer``, ``CheckpointManager`` and version 1 write. Items are subtrees: ``state/…``,
+``config/…``; items in JSON are values; the item ``metrics`` is the metrics. An item has no level where the user has
+chosen no name for it: for a tree that lies right in the folder (``StandardCheckpointer``), for the item
 ``default`` by itself (``CheckpointManager.save(step, args=StandardSave(tree))``), and for the item ``state`` (in early
 releases ``pytree``) by itself in a checkpoint of version 1 (``save(path, tree)``). Trees are as Orbax keeps them:
 tuples have become lists, named tuples and other classes dicts, and a node without children that is none of these
 ``None``. Folders without marks of their completion are no checkpoints.
 
-What is written is a tree right in a folder, in an OCDBT database of zarr 2, for `StandardCheckpointer().restore` and
-version 1's `load`.
+Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore`` and version 1's
+``load``.
 """
 
 import os
@@ -107,14 +107,14 @@ def _is_committed(disk: Disk, path: str) -> bool:
     try:
         about = read_about(disk, path)
     except CorruptError:
-        return True  # which is found when it is opened
+        return True  # opening it raises
     # The time of the commit is null until then. It may be left out altogether, for Orbax goes by the folder's name.
     begun_only = isinstance(about, dict) and about.get("init_timestamp_nsecs") and COMMIT_TIME in about
     return not begun_only or bool(about[COMMIT_TIME])
 
 
 def _is_tree(disk: Disk, folder: str) -> bool:
-    """Whether a tree lies in a folder, be it that the list of its leaves is gone."""
+    """Whether a tree lies in a folder, even if the list of its leaves is gone."""
     return tree_file(disk, folder) is not None or any(
         disk.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
     )

@@ -19,8 +19,8 @@ from .tree import LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 _METRICS = "metrics"
-_NAMELESS = {False: ("default",), True: ("state", "pytree")}  # what Orbax calls an only item; in version 1?
-_ARRAY = "checkpoint"  # what an array that is an item by itself is called within its folder
+_NAMELESS = {False: ("default",), True: ("state", "pytree")}  # Orbax's names of an only item; in version 1?
+_ARRAY = "checkpoint"  # the name within its folder of an array that is an item
 _KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # of a PRNG key that is one
 _NESTED = 2  # levels of items that consist of items
 _INTERNAL = "DescriptorHandler"  # of an item that is no user's, and is only there within Google
@@ -46,7 +46,7 @@ class Items(NamedTuple):
 
 
 def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
-    """Reads what lies in a folder: of items that are listed with their handlers, or found there.
+    """Reads the items of a folder: those that are listed with their handlers, or found there.
 
     Damaged items are leaves that cannot be read. Raises `CorruptError` when that is all there is.
     """
@@ -215,7 +215,7 @@ def _value_file(disk: Disk, path: str) -> str | None:
 
 
 def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
-    """What JSON says, as leaves at a path."""
+    """The values of JSON, as leaves at a path."""
     tree = Tree([], {}, [])
     stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
     while stack:

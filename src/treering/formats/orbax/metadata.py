@@ -1,4 +1,4 @@
-"""What Orbax's file `_METADATA` says of a tree of arrays, or where it is gone, what the names of the arrays do."""
+"""The description of a tree of arrays, from Orbax's file `_METADATA` or, where it is gone, from the arrays' names."""
 
 import os
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class _Key(msgspec.Struct):
 class _Kind(msgspec.Struct):
     value_type: str
     skip_deserialize: bool = False
-    write_shape: Any = None  # copied from what is said of the array in `ABOUT_ARRAYS`, of which it is a proof
+    write_shape: Any = None  # copied from the array's entry in `ABOUT_ARRAYS`, so it proves that there was one
 
 
 class Leaf(msgspec.Struct):
@@ -43,7 +43,7 @@ class TreeMetadata(msgspec.Struct):
 
 
 def read_metadata(disk: Disk, folder: str) -> TreeMetadata:
-    """What the file in a folder says. Raises `CorruptError`."""
+    """Reads the file in a folder. Raises `CorruptError`."""
     file = os.path.join(folder, TREE)
     try:
         return msgspec.convert(read_json(disk, file), TreeMetadata)

@@ -1,4 +1,4 @@
-"""Which files in a folder are an Orbax checkpoint: what it lists itself, and nothing that only has its names."""
+"""Finds the files in a folder that are an Orbax checkpoint: those that it lists, not others with such names."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Reading Orbax: what is known of a checkpoint as a whole. For its items see `orbax_items`."""
+"""Reading Orbax: the checkpoint as a whole. For its items see `items`."""
 
 import base64
 import datetime
@@ -33,7 +33,7 @@ class OrbaxReader(ZarrReader):
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._disk, self._damage = disk, damage
-        self.level = level  # of an only item, which a template may have and the paths here have not
+        self.level = level  # the name of an only item, which a template may have and the paths here lack
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
@@ -52,7 +52,7 @@ class OrbaxReader(ZarrReader):
 
 
 class _About(NamedTuple):
-    """What is known of a checkpoint as a whole: the items that must be there, and one that is about to go."""
+    """The facts about a checkpoint as a whole: the items that must be there, one that is being deleted, and others."""
 
     items: dict[str, str]  # with the classes of their handlers
     version_1: bool
@@ -115,7 +115,7 @@ def _read_root_metadata(disk: Disk, run: str) -> Any:
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
-    """A moment since 1970, None for what is none."""
+    """A time given in nanoseconds since 1970; None for anything else."""
     if type(nanoseconds) is not int or nanoseconds <= 0:
         return None
     try:
@@ -125,7 +125,7 @@ def _time(nanoseconds: Any) -> datetime.datetime | None:
 
 
 def _read_shardings(disk: Disk, folder: str) -> dict[str, Any]:
-    """How arrays were spread, by their names in a folder; what is not understood is left out."""
+    """The shardings of arrays, by their names in a folder; those that are not understood are left out."""
     found: dict[str, Any] = {}
     try:
         listed = read_json(disk, os.path.join(folder, SHARDINGS))

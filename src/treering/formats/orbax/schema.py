@@ -14,7 +14,7 @@ from .._shared.msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
-STATE = "checkpoint"  # what there was in its place in the first releases, and later with aggregated leaves
+STATE = "checkpoint"  # used instead in the first releases, and later with aggregated leaves
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # with which text in it begins that stands for an array
 SHARDINGS = "_sharding"
 ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
@@ -48,7 +48,7 @@ def has_arrays(disk: Disk, folder: str) -> bool:
 
 
 def read_about(disk: Disk, path: str) -> Any:
-    """What the file about the checkpoint as a whole says. Raises `CorruptError`."""
+    """The contents of the file about the checkpoint as a whole. Raises `CorruptError`."""
     file = os.path.join(path, CHECKPOINT)
     there = disk.stat(file)
     if there is not None and there.st_size > MAX_METADATA_BYTES:

@@ -16,7 +16,7 @@ from .schema import PLACEHOLDERS, STATE
 
 
 def read_aggregated(disk: Disk, folder: str, at: str | None) -> Leaves:
-    """What the file in a folder holds, as it lies at a path or (None) as the root. Raises `CorruptError`.
+    """The leaves of the file in a folder, placed at a path or (None) as the root. Raises `CorruptError`.
 
     Text that stands for an array is left as it is, see `placeholder`.
     """
@@ -26,7 +26,7 @@ def read_aggregated(disk: Disk, folder: str, at: str | None) -> Leaves:
 
 
 def read_state(disk: Disk, folder: str, at: str | None) -> Leaves:
-    """The same with the arrays that are only mentioned."""
+    """The leaves of the file in a folder, with the arrays that text in it stands for. Raises `CorruptError`."""
     leaves = read_aggregated(disk, folder, at)
     names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
     ocdbt = disk.stat(os.path.join(folder, zarr.DATABASE)) is not None

@@ -73,8 +73,8 @@ class _Place(NamedTuple):
 class _Branch:
     """A container that is being put together, and the kinds of its keys.
 
-    Of both kinds are those of a list within a module that was saved itself (`nnx.List`): an attribute, and numbers, of
-    which those are left out where there is nothing to save.
+    A list within a module that was saved itself (``nnx.List``) has keys of both kinds: an attribute, and numbers, of
+    which those without anything to save are left out.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Branch:
         return bool(self.kinds) and DICT not in self.kinds.values()
 
     def keys(self, path: str) -> list[str]:
-        """In order, numbers first. Raises `CorruptError` where an item of a list is not there."""
+        """The keys in order, numbers first. Raises `CorruptError` where an item of a list is missing."""
         numbers = sorted((key for key, kind in self.kinds.items() if kind == SEQUENCE), key=lambda key: (len(key), key))
         if self.is_list() and numbers != [str(n) for n in range(len(numbers))]:
             raise CorruptError(f"{path or '(root)'}: expected items numbered from 0, found {[*self.kinds]!r:.100}")
@@ -101,10 +101,10 @@ def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
 
 
 def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
-    """What is left of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
+    """The rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
 
-    Which names were keys with dots in them, which containers lists, and which leaves were no arrays, is not known any
-    more. So there is a leaf in the place of the list that cannot be read.
+    It is not known any more which names were keys with dots in them, which containers were lists, and which leaves were
+    no arrays. So a leaf that cannot be read stands for the list.
     """
     why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
     tree = _tree(disk, folder, at, guess_metadata(disk, folder))
@@ -276,7 +276,7 @@ def _read_numbers(
 
 
 def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """The implementations of those of the arrays of these names that are typed keys, and names that are not there."""
+    """The implementations of the named arrays that are typed keys, and the names that are missing."""
     left, found = set(names), dict[str, str]()
     place = os.path.join(folder, ABOUT_ARRAYS)
     for file in disk.list(place):

@@ -23,7 +23,7 @@ from .tree import KEY, LEVELS
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # of other kinds Orbax says "None"
-# Where JAX arrays go when they are restored without being told: to the first device, whatever it is.
+# The sharding with which Orbax restores JAX arrays by default: on the first device, whatever it is.
 _ONE_DEVICE = {
     "sharding_type": "NamedSharding",
     "shape": [1],
@@ -72,7 +72,7 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
 
 
 def _leaves(contents: Source) -> Iterator[_Leaf]:
-    """What Orbax lists of a tree, in order."""
+    """The leaves and empty containers that Orbax lists of a tree, in order."""
     assert contents.skeleton is not None
     entries = iter(contents.entries.values())
     stack: list[tuple[tuple[str, int], ...]] = [()]
@@ -95,7 +95,7 @@ def _kind(entry: Entry) -> str:
 
 
 def _check(leaves: Sequence[_Leaf]) -> None:
-    """Raises `UnsupportedError` that names every leaf which Orbax cannot hold."""
+    """Raises an `UnsupportedError` that names every leaf which Orbax cannot hold."""
     problems: list[str] = []
     names: dict[str, str] = {}
     for leaf in leaves:

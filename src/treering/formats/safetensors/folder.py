@@ -1,4 +1,4 @@
-"""Which files of a folder are a checkpoint in safetensors."""
+"""Finds the files of a folder that are a checkpoint in safetensors."""
 
 import itertools
 import os
@@ -32,12 +32,12 @@ class _Index(msgspec.Struct):
 
 
 def candidates(names: Sequence[str]) -> list[str]:
-    """The names of indexes and of files of tensors, but for what the native format may have left over."""
+    """The names of indexes and of files of tensors, except leftovers of the native format."""
     return [name for name in names if name.endswith((INDEX, SUFFIX)) and not _NATIVE.fullmatch(name)]
 
 
 def chosen(names: Sequence[str]) -> Chosen | str:
-    """What a folder with these names is opened by, or why it cannot be."""
+    """The files by which a folder with these names is opened, or why it cannot be."""
     found = candidates(names)
     indexes = [name for name in found if name.endswith(INDEX)]
     files = indexes or found

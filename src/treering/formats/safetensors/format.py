@@ -96,7 +96,7 @@ FORMAT = Safetensors()
 
 
 def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
-    """Says what a folder has beside what it is opened by; of an index, beside whatever files it names."""
+    """Logs the checkpoints of a folder beside the one that is opened, to which the files of its index belong."""
     others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
     if beside := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
         _log.info("%s: opens %s; beside it, to be opened by their own paths: %s", folder, opened[0], few(tuple(beside)))

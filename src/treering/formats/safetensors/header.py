@@ -1,4 +1,4 @@
-"""The layout of a safetensors file: where each tensor lies, and the header that says so.
+"""The layout of a safetensors file: the place of each tensor, and the header that gives it.
 
 The format is https://github.com/huggingface/safetensors: a little-endian u64 with the header's length, the
 header (JSON, padded with spaces), and the tensors without holes.

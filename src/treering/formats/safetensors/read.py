@@ -92,9 +92,9 @@ class _Nibbles:
 def _reader(
     path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
 ) -> Source:
-    """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of that.
+    """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of the index.
 
-    Arrays may be mapped without being asked to: these files are not rewritten in place.
+    Arrays may be mapped by default: these files are not rewritten in place.
     """
     entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}

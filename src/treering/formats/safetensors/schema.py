@@ -1,4 +1,4 @@
-"""Keys as paths, and what treering writes into `__metadata__`."""
+"""Keys as paths, and the text that Treering writes into `__metadata__`."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def key_of(path: str) -> str:
 
 
 class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """What a checkpoint records beside its tree."""
+    """The information that a checkpoint records beside its tree."""
 
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
     metrics: dict[str, float | str] = {}
@@ -31,7 +31,7 @@ class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 def read_sidecar(text: Mapping[str, str]) -> Sidecar:
-    """Step, metrics and metadata, of a file by whatever writer."""
+    """Step, metrics and metadata of a file, whichever program wrote it."""
     rest = {key: value for key, value in text.items() if key != OWN}
     try:
         beside = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)

@@ -1,4 +1,4 @@
-"""Writing a folder of safetensors files: options, names, and how the files get there."""
+"""Writing a folder of safetensors files: options, names, and putting the files there."""
 
 import contextlib
 import decimal
@@ -26,7 +26,7 @@ Create = Callable[[str], contextlib.AbstractContextManager[SequentialWriter]]
 
 
 def limit_of(size: Any) -> int | None:
-    """The bytes that ``max_shard_size`` says."""
+    """The number of bytes of ``max_shard_size``."""
     text = _SIZE.fullmatch(size) if isinstance(size, str) else None
     limit = int(decimal.Decimal(text[1]) * _UNITS[text[2]]) if text else size
     if limit is not None and (type(limit) is not int or limit < 1):
@@ -37,7 +37,7 @@ def limit_of(size: Any) -> int | None:
 
 
 def checked(pattern: Any) -> str:
-    """A pattern of names of files. Raises `MismatchError`."""
+    """Checks a pattern of names of files, and returns it. Raises `MismatchError`."""
     if pattern is None:
         return f"model{_PLACE}{SUFFIX}"
     rest = pattern.replace(_PLACE, "", 1) if isinstance(pattern, str) else ""
@@ -50,7 +50,7 @@ def checked(pattern: Any) -> str:
 
 
 def names_of(pattern: str, count: int) -> list[str]:
-    """The names of so many files and of their index, which comes last; one file has none."""
+    """The names of `count` files and of their index, which comes last; one file has none."""
     alone = pattern.replace(_PLACE, "")
     if count == 1:
         return [alone]
@@ -73,7 +73,7 @@ def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntr
 
 @contextlib.contextmanager
 def created(disk: Disk, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
-    """What makes the files of a folder, within a `with` block; after an error none is left.
+    """Yields the function that makes the files of a folder, within a `with` block; after an error none is left.
 
     A new folder appears with all of them. In one that is there each appears as a whole, when it is made.
     """
@@ -114,7 +114,7 @@ def _check_beside(disk: Disk, folder: str, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _added(disk: Disk, folder: str) -> Iterator[Create]:
-    """What makes files in a folder that is there; each appears as a whole, and after an error none is left."""
+    """Yields the function that makes files in an existing folder; each appears whole, and after an error none stays."""
     added: list[str] = []
 
     @contextlib.contextmanager

@@ -62,7 +62,7 @@ def write(
             with create(name) as file:
                 _write_tensors(file, *plan, contents)
             total += file.size
-        if len(shards) > 1:  # then the last name is that of the index, which comes last: nobody opens the half
+        if len(shards) > 1:  # then the last name is that of the index, without which no reader opens it
             weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=False) for entry in shard}
             index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weights}
             with create(names[-1]) as file:

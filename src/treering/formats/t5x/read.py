@@ -21,12 +21,12 @@ from .._zarr.leaves import ZarrReader, folder_size
 from .schema import FILE
 
 _SPEC = {"driver", "kvstore", "metadata"}  # what makes a map a TensorStore spec
-_STORES = ("file", "gfile", "gcs")  # different ways to the same place, wherever the folder lies by now
+_STORES = ("file", "gfile", "gcs")  # different names of one place; the folder may have been moved since
 _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 
 
 def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader:
-    """What the file `checkpoint` holds, or one of another name. `step`: what the names around it say."""
+    """Opens the state dict in the file `checkpoint`, or one of another name. `step` comes from the names around it."""
     opened, folder = File(disk, file), os.path.dirname(file)
     arrays = functools.cache(lambda: zarr.Folder(disk, folder, ocdbt=False))
     seen_as: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _name(spec: Mapping[Any, Any]) -> str:
 
 
 def _difference(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> str | None:
-    """In what an array is not what the spec says, if anything. Chunks and compression are the array's own.
+    """The difference between an array and its spec, if any. Chunks and compression are the array's own.
 
     Raises `UnsupportedError` for a transform of it.
     """

@@ -33,7 +33,7 @@ CHUNK = 64 << 20  # bytes
 _GZIP = {"id": "gzip", "level": 1}
 _MAX_PARTS = 64  # parts into which a dimension is cut at once; more only where there is no other way
 _WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
-_NUMBERS = ("bool", "int", "float", "complex")  # of Python, for which T5X asks in vain for their dtype
+_NUMBERS = ("bool", "int", "float", "complex")  # of Python, which lack the dtype that T5X asks for
 _LONGEST = 200  # bytes of a file's name
 _DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
 
@@ -65,13 +65,13 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
 
 
 def _owned(disk: Disk, folder: str) -> set[str]:
-    """What T5X has written of a step: also the state of its data, which belongs to that step alone."""
+    """The files that T5X has written for a step, the state of its data included, which belongs to that step alone."""
     arrays = parts_of_arrays(disk, folder, lambda: open_state(disk, folder, os.path.join(folder, FILE), None))
     return {FILE, *filter(_DATA.fullmatch, disk.list(folder)), *arrays}
 
 
 def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -> bytes:
-    """Writes an array beside the state dict; returns what stands for it there, a TensorStore spec in MessagePack."""
+    """Writes an array beside the state dict; returns its placeholder there, a TensorStore spec in MessagePack."""
     chunks = chunk_shape(entry.shape, dtypes.itemsize(entry.dtype))
     read_box = functools.partial(_read_box, contents, entry)
     arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)
@@ -85,7 +85,7 @@ def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -
 
 
 def _settle(arrays: array.Writer) -> None:
-    """Waits for what is under way, or it would go on writing into a folder that is being removed."""
+    """Waits for writes that are under way, which would otherwise go on in a folder that is being removed."""
     while True:
         try:
             return arrays.close()

@@ -54,7 +54,7 @@ class TensorFlow:
         return TensorFlowReader(disk, path, index, int(step[2]) if step else None)
 
     def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        # TensorFlow writes the index last and deletes it first: where it is, files of data that are not are damage.
+        # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
         return {int(step[2]): step[0] for step in steps if accepts(self, disk, os.path.join(folder, step[0]))}
 

@@ -1,4 +1,4 @@
-"""What the index of a checkpoint of TensorFlow says: protobuf messages by the names of tensors."""
+"""The index of a checkpoint of TensorFlow: protobuf messages by the names of tensors."""
 
 import math
 import re
@@ -127,7 +127,7 @@ def box_of(part: tuple[Extent, ...], shape: tuple[int, ...], name: str) -> Box:
 def part_key(key: bytes, part: tuple[Extent, ...]) -> bytes:
     """The key of a part: zero, the tensor's key, its rank, and start and length along each axis.
 
-    All are written in such a way that the keys sort as what they stand for.
+    All are encoded so that the keys sort as their values do.
     """
     escaped = re.sub(rb"[\0\xff]", lambda byte: b"\0\xff" if byte[0] == b"\0" else b"\xff\0", key)
     numbers = b"".join(_sortable(number) for extent in part for number in extent)
@@ -135,7 +135,7 @@ def part_key(key: bytes, part: tuple[Extent, ...]) -> bytes:
 
 
 def _sortable(number: int) -> bytes:
-    """As many bytes as the number has groups of seven bits, and as many leading bits, the sign's, that say so."""
+    """A number in one byte for each group of seven bits, with as many leading bits of the sign that give the length."""
     size = (number if number >= 0 else ~number).bit_length() // 7 + 1
     leading = (1 << size) - 1 << 7 * size
     return (number & (1 << 8 * size) - 1 ^ leading).to_bytes(size, "big")

@@ -1,4 +1,4 @@
-"""Reading checkpoints of TensorFlow: what the index says, and arrays whose checksums are tested."""
+"""Reading checkpoints of TensorFlow: the index, and arrays whose checksums are tested."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ class _Bundle:
 
 
 class TensorFlowReader(ForeignReader):
-    """The checksum of an array is tested once, when a part of it is first read with `verify`."""
+    """Tests the checksum of an array once, when a part of it is first read with `verify`."""
 
     def __init__(self, disk: Disk, path: str, index: str, step: int | None):
         self._bundle = _Bundle(disk, index)
@@ -185,7 +185,7 @@ def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
 
 
 def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
-    """First come the sizes and the checksum of these, then the bytes."""
+    """Reads a tensor of text: first the sizes and the checksum of these, then the bytes."""
     count = math.prod(tensor.shape)
     if count > tensor.size:
         raise CorruptError(f"{bundle.index}: {name} has {count} elements in {tensor.size} bytes")

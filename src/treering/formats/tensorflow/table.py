@@ -1,7 +1,7 @@
 """Sorted tables on the disk as LevelDB has them, the protobuf wire format, and CRC-32C: no more than an index needs.
 
-A table is a file of blocks; its footer says where the block lies that says where the others lie. In a block each key
-leaves out what it has in common with the one before.
+A table is a file of blocks; its footer gives the place of the block that gives the places of the others. In a block
+each key leaves out the prefix that it shares with the one before.
 """
 
 import functools
@@ -101,7 +101,7 @@ def _entries(block: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Cursor:
-    """Bytes that are read from the front. Raises `CorruptError` where they end too early."""
+    """Reads bytes from the front. Raises `CorruptError` where they end too early."""
 
     def __init__(self, data: bytes, name: str, end: int | None = None):
         self._data, self._name, self._position = data, name, 0
@@ -110,7 +110,7 @@ class Cursor:
             raise self._too_short()
 
     def left(self) -> int:
-        """How many bytes there still are."""
+        """The number of bytes that are left."""
         return self._end - self._position
 
     def take(self, size: int) -> bytes:
@@ -181,7 +181,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 @functools.cache
 def _bytewise() -> list[int]:
-    """What a register becomes after a byte, by its lowest byte."""
+    """The change of a register by one byte of input, by the register's lowest byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
@@ -190,7 +190,7 @@ def _bytewise() -> list[int]:
 
 @functools.cache
 def _advanced(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a register becomes after so many bytes of zero, a power of two, by its lower and its upper half."""
+    """The register after `nbytes` bytes of zero, a power of two, by its lower and its upper half."""
     table, bits = np.array(_bytewise(), np.uint32), np.arange(32, dtype=np.uint32)
     images = table[1 << bits & 255] ^ np.uint32(1) << bits >> 8  # of each single bit after one byte
     for _ in range(nbytes.bit_length() - 1):

@@ -1,8 +1,8 @@
 """The commit of a checkpoint: array files first, all durable, then the manifest in one step, then tidying up.
 
 A directory is a checkpoint when it holds the manifest. Array files are written under names that no other
-save uses; the manifest is put in place last. A writer holds the lock of each of its files until its
-commit is through, so whoever gets a file's lock and then finds it in no manifest knows that it is left over.
+save uses; the manifest is put in place last. A writer holds the lock of each of its files until its commit
+is over, so a process that gets a file's lock and then finds it in no manifest knows that it is left over.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ def check_free(disk: Disk, path: str, *, overwrite: bool) -> None:
 
 
 class Transaction(Files):
-    """One save into one directory: seen by nobody until `commit`, gone without a trace after `abort`.
+    """One save into one directory: invisible to readers until `commit`, gone without a trace after `abort`.
 
-    The temporary manifest is made first: it shows other processes that they write to the same file system.
+    Process 0 makes the temporary manifest first: it shows the others that they write to the same file system.
     """
 
     def __init__(self, disk: Disk, path: str, *, overwrite: bool):
@@ -67,7 +67,7 @@ class Transaction(Files):
                     self._make_dir()
                     self.create(name)
                     break
-                except FileNotFoundError:  # somebody tidied the empty directory away
+                except FileNotFoundError:  # another process removed the empty directory as a leftover
                     if attempt == CREATE_ATTEMPTS - 1:
                         raise
         except BaseException:
@@ -75,7 +75,7 @@ class Transaction(Files):
             raise
 
     def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
-        """Publishes the save, unless `check` raises at the last moment. Raises `ExistsError` when another was first."""
+        """Publishes the save, unless `check` raises just before. Raises `ExistsError` when another save was first."""
         self.disk.sync_dir(os.path.dirname(self.path))
         self._write(self._open[self._temporary], manifest)
         self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
@@ -111,12 +111,12 @@ class Transaction(Files):
                     self.disk.unlink(self._temporary)
         self.close()
         if self._overwrite:
-            with logged(self.path):  # the files of the one that was replaced, which takes no lock: no save has them
+            with logged(self.path):  # the files of the replaced checkpoint, without locks: no save has them
                 remove(self.disk, self.path, replaced)
             remove_leftovers(self.disk, self.path)
 
     def abort(self) -> None:
-        """Removes everything this save wrote; nothing once it is committed, or is in place and cannot be taken back."""
+        """Removes everything this save wrote, unless it is committed, or in place and cannot be taken back."""
         self.committed = self.committed or not self._gone()
         if self.committed:
             self.close()
@@ -124,13 +124,13 @@ class Transaction(Files):
             super().abort()
 
     def _gone(self) -> bool:
-        """Whether nothing of this save is in place, or no longer: what replaced nothing can be taken back."""
+        """Whether the manifest of this save is not in place; one that replaced none is removed first."""
         if not self._in_place():
             return True
         if self._overwrite:
             return False
         try:
-            self.disk.unlink(self._manifest)  # it is not durable
+            self.disk.unlink(self._manifest)  # it is not durable yet
             self.disk.sync_dir(self.path)
         except OSError:
             return not self._in_place()
@@ -140,7 +140,7 @@ class Transaction(Files):
         fd = self._open.get(self._temporary)
         with contextlib.suppress(OSError):
             return fd is not None and self.disk.same_file(fd, self._manifest)
-        return True  # who knows
+        return True  # it may be
 
     def _write(self, fd: int, data: bytes) -> None:
         buffer = aligned(len(data))
@@ -151,7 +151,7 @@ class Transaction(Files):
         self.disk.sync(fd)
 
     def _make_dir(self) -> None:
-        """The directory; its name is made durable by the commit, and those above it are durable before."""
+        """Makes the directory. The commit makes its name durable; the names of those above it are durable before."""
         if self.disk.stat(self.path) is None:
             make_dirs(self.disk, os.path.dirname(self.path), self.made)
             with contextlib.suppress(FileExistsError):

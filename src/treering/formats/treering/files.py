@@ -45,9 +45,9 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, apart: bool) -> list[Part]:
-    """What a piece that begins at `begin` holds of a box; `inner` is what they have in common. All boxes are global.
+    """The parts of a box in a piece that begins at `begin`; `inner` is their intersection. All boxes are global.
 
-    With `apart`, rows that lie far apart are parts of their own, and what lies between them is in none.
+    With `apart`, rows that lie far apart are parts of their own, and the bytes between them are in none.
     """
     shape = box_shape(piece)
     if inner == piece:
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """How much memory that takes."""
+        """The bytes of memory that this takes; a mapped file counts as none."""
         return sum(len(memory) for _, memory in self._runs if isinstance(memory, memoryview))
 
     def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
@@ -89,7 +89,7 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
     try:
         found = msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # whoever decodes it all says what is wrong
+        return  # decoding the whole header will say what is wrong
     about = found if isinstance(found, dict) else {}
     version = about.get("version")
     requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""
@@ -101,13 +101,13 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
 
 
 def check_version(disk: Disk, path: str, listed: manifest.File) -> None:
-    """Raises `UnsupportedError` when a later version wrote an array file. Without the right checksum it is damaged."""
+    """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
     try:
         with reading(path), opened(disk, path) as fd:
             header = bytearray(min(listed.header, disk.size(fd), safetensors.MAX_HEADER + 8))
             disk.read(fd, memoryview(header), 0)
     except (CorruptError, FileNotFoundError, NotADirectoryError):
-        return  # nobody can check that header
+        return  # that header cannot be checked
     if manifest.xxh3(header) == listed.xxh3:
         _check_version(header, path)
 
@@ -137,7 +137,7 @@ class ArrayFile(File):
             self._checksums = self.header.metadata.get("xxh3", "")
             if self.header.metadata.get("block") != str(BLOCK) or not _is_checksums(self._checksums, blocks):
                 raise CorruptError(f"{self.path}: expected {blocks} checksums of blocks of {BLOCK} bytes")
-        except CorruptError as error:  # in what has the right checksum
+        except CorruptError as error:  # in bytes whose checksum is right
             raise manifest.invalid(str(error)) from None
         about = self.header.metadata.items()
         self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
@@ -149,7 +149,7 @@ class ArrayFile(File):
         return self.local if requested is None else requested
 
     def memory(self, ranges: list[tuple[int, int]], verify: bool, requested: bool | None) -> Memory:
-        """Memory that holds the byte ranges of the buffer, checked if so wished."""
+        """Memory that holds the byte ranges of the buffer, checked with `verify`. Raises `CorruptError` for damage."""
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
         if self.can_mmap(requested) and (mapped := self.mapped(within)) is not None:
             if not verify:
@@ -157,8 +157,8 @@ class ArrayFile(File):
                 return Memory([(-self.header.size, mapped)])
             if not (odd := self.bad_blocks(ranges, mapped)):
                 return Memory([(-self.header.size, mapped)])
-            # Who has other bytes of a block, not verified then, may have written into them since. So the file decides,
-            # and it is read into memory of its own.
+            # A caller that got other bytes of a block, unverified, may have written into them since. So the file
+            # decides, and it is read into memory of its own.
             for block in odd:
                 self._good[block] = 0
             if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in odd]):
@@ -195,7 +195,7 @@ class ArrayFile(File):
     def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:
         """The damaged ones among the blocks that hold any of the bytes. Each is checked once, in parallel.
 
-        With `mapped`, the blocks are checked in that mapping of the file, whose pages they then are.
+        With `mapped`, the blocks are brought into that mapping of the file, and checked there.
         """
         jobs = [chunk for run in _blocks(ranges) for chunk in _chunks(*run)]
         if mapped is None:
@@ -235,7 +235,7 @@ class ArrayFile(File):
         self.read_into(target, self.header.size + first * BLOCK)
 
     def _compare(self, first: int, last: int, data: memoryview) -> list[int]:
-        """Those of the blocks whose bytes are not what was saved."""
+        """The blocks whose bytes are not those that were saved."""
         bad = []
         for block in range(first, last):
             part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]

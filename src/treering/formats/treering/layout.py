@@ -1,4 +1,4 @@
-"""Which piece goes where: pure functions from a save's catalogue to array files."""
+"""The layout of pieces in array files: pure functions of a save's catalogue."""
 
 import bisect
 import functools
@@ -30,7 +30,7 @@ class ArrayFile(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many checksums the buffer has."""
+        """The number of blocks, and so of checksums, of the buffer."""
         return -(-self.nbytes // BLOCK)
 
 
@@ -89,10 +89,10 @@ def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
 
 
 class FileIndex:
-    """Which file of the manifest holds a piece.
+    """Finds the file of the manifest that holds a piece.
 
-    `firsts[p]` gives for each file of process p the first of its pieces that is in there; `order(p)` are those
-    pieces, which only matter where a process has several files.
+    `firsts[p]` gives for each file of process p the number of its first piece; `order(p)` are the pieces of process p
+    in order, used only if it has several files.
     """
 
     def __init__(self, firsts: Sequence[Sequence[int]], order: Callable[[int], Iterable[tuple[int, Box]]]):
@@ -114,7 +114,7 @@ class FileIndex:
 
 
 class Rows(NamedTuple):
-    """The manifest's rows in tree order, and what those of arrays in several pieces refer to."""
+    """The manifest's rows in tree order, and the layouts and holders that those of arrays in pieces refer to."""
 
     leaves: list[ArrayRow | ValueEntry]
     layouts: list[Layout]
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
 
 
 def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) -> Rows:
-    """What the manifest says of each leaf. A leaf without a share is whole in a file of process 0."""
+    """The rows of the manifest for all leaves. A leaf without a share is whole in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])
     only = numbers.of_all([0])
@@ -136,7 +136,7 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return known[key] or 0
 
     def of_writers(holders: Sequence[Sequence[int]]) -> int | None:
-        """The same for files of processes; None unless each has exactly one."""
+        """The number of the files of these processes; None unless each process has exactly one."""
         key = ("writers", holders)
         if key not in known:
             files = [own for own in map(numbers.of_all, holders) if own is not None]
@@ -148,7 +148,7 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return len(out.layouts) - 1
 
     def by_turns(share: Share, sharding: Any) -> int | None:
-        """The layout by which all leaves of this sharding go, where each process has its one file."""
+        """The number of the layout of all leaves with this sharding; None unless each process has exactly one file."""
         key = (sharding, share.layout)
         if share.layout and key not in known:
             holders = of_writers(share.layout.holders)

@@ -22,7 +22,7 @@ _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 
 
 class Later(msgspec.Struct, frozen=True):
-    """The place of an array that only a later release can read: the features without which nobody can."""
+    """The place of an array that only a later release can read: the features that this takes."""
 
     requires: list[str]
 
@@ -33,14 +33,14 @@ class ArrayRow(
     """An array leaf and where its pieces are.
 
     `where` is the number of the one file that holds it whole; or a layout and a turn, by which the holders
-    of replicated pieces rotate; or the path of an earlier leaf that is the very same array; or what it requires.
+    of replicated pieces rotate; or the path of an earlier leaf that is the same array; or the features it requires.
     """
 
     where: int | tuple[int, int] | str | Later = -1
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How arrays of one shape and sharding are cut along each axis, and the number of the holders of the cells."""
+    """The cuts along each axis of arrays of one shape and sharding, and the number of the holders of the cells."""
 
     cuts: list[list[int]]
     holders: int
@@ -82,14 +82,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def piece_key(path: str, box: Box | None) -> str:
-    """The name of a piece in its array file: the leaf's path, with where the piece begins unless it is whole."""
+    """The name of a piece in its array file: the leaf's path, with the piece's first indices unless it is whole."""
     if box is None and path != "__metadata__":
         return path
     return path + "~@" + ",".join(str(start) for start, _ in box or ())
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """What no version will ever change about a sealed file, and who wrote it; of whatever types they are."""
+    """The fields that no version changes in a sealed file, and the software that wrote it, each of any type."""
 
     format: Any = msgspec.UNSET
     version: Any = msgspec.UNSET
@@ -98,7 +98,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The parts of a manifest that managing a run takes; read without parsing the rest."""
+    """The parts of a manifest that managing a run needs; read without parsing the rest."""
 
     created: str
     files: list[File]
@@ -106,7 +106,7 @@ class Summary(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
 
     def created_seconds(self) -> float:
-        """When it was committed, in seconds since the epoch."""
+        """The time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 
@@ -138,8 +138,8 @@ def check(data: bytes, name: str) -> None:
 def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any = None) -> None:
     """Raises `UnsupportedError` unless a sealed file is of a format and version that this release reads.
 
-    To be called when the seal is known to be right, and before anything else in the file is looked at: what a later
-    release wrote is no damage, however it may look. `default` is the version of files that do not say theirs.
+    Called after `check`, and before anything else in the file is read: what a later release wrote is not damage,
+    whatever it looks like. `default` is the version of files that do not give theirs.
     """
     try:
         found = msgspec.json.decode(data, type=_Envelope)
@@ -191,7 +191,7 @@ def _writer(software: Any) -> str:
 def decode(data: bytes, name: str) -> Manifest:
     """Parses the file. Raises `CorruptError`, and `UnsupportedError` for what a later version wrote.
 
-    A sealed manifest that breaks the rules of this version is not damaged, either: it is as it was written.
+    A sealed manifest that breaks the rules of this version is not damaged either: it is as it was written.
     """
     check(data, name)
     check_envelope(data, name)
@@ -218,7 +218,7 @@ def summarize(data: bytes, name: str) -> Summary:
 
 
 def invalid(problem: str, software: Any = None) -> UnsupportedError:
-    """The error for what has the right checksum and breaks a rule of this version all the same."""
+    """The error for a file whose checksum is right and that breaks a rule of this version."""
     return UnsupportedError(
         f"{problem}; it is undamaged, but not as format version {VERSION} has it{': ' if software else ''}"
         f"{_writer(software) if software else ''}; upgrade treering to read it, or ask those who made what wrote it"

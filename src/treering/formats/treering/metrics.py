@@ -1,6 +1,6 @@
-"""Metrics that were found after a checkpoint was saved, in files of their own beside it. `docs/format.md` has them.
+"""Metrics that are added after a checkpoint was saved, in files beside the manifest. `docs/format.md` specifies them.
 
-The name of such a file says which manifest it belongs to, and when it was written.
+The name of such a file gives the manifest that it belongs to, and the time when it was written.
 """
 
 import os
@@ -63,7 +63,7 @@ def names(disk: Disk, path: str, identity: str) -> list[str]:
 def read(
     disk: Disk, path: str, identity: str
 ) -> Iterator[tuple[str, dict[str, float] | CorruptError | UnsupportedError]]:
-    """The files and what they hold, or why that cannot be said, the oldest first."""
+    """The files and their metrics, or the error in reading them, the oldest first."""
     for name in names(disk, path, identity):
         file = os.path.join(path, name)
         try:

@@ -11,7 +11,7 @@ from ...stores.nfs import look_anew, wait_until
 from ...stores.posix import Disk
 from .schema import MANIFEST
 
-CREATE_ATTEMPTS = 50  # at making a file, while others tidy up
+CREATE_ATTEMPTS = 50  # at making a file, while other processes remove leftovers
 
 
 _alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
@@ -22,7 +22,7 @@ class Files:
 
     def __init__(self, disk: Disk, path: str, token: str, made: Sequence[str] = ()):
         self.disk, self.path, self.token = disk, path, token
-        self.made = list(made)  # directories that are to go again if nothing comes of the save
+        self.made = list(made)  # directories that `abort` removes
         self.committed = False
         self._open: dict[str, int] = {}
         _alive.add(self)
@@ -38,9 +38,9 @@ class Files:
         timeout: float = 0,
         check: Callable[[], None] = lambda: None,
     ) -> "Files":
-        """Takes part in a save that another process began; `check` raises when that one has failed meanwhile.
+        """Takes part in a save that process 0 began; `check` raises when process 0 has failed meanwhile.
 
-        Raises `SaveError` when it cannot be seen from here after so many seconds.
+        Raises `SaveError` when this process cannot see the save after `timeout` seconds.
         """
         marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
         if wait_until(lambda: disk.stat(marker), lambda: look_anew(disk, path, made), timeout, check):
@@ -54,23 +54,23 @@ class Files:
         """A new file of this save, open for writing and locked. Closed by `close` and `abort`."""
         path = os.path.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
-            with contextlib.suppress(FileExistsError):  # a cleaner that took it for a leftover has not removed it yet
+            with contextlib.suppress(FileExistsError):  # another process took it for a leftover, and removes it soon
                 fd = self._open[path] = self.disk.create(path)
                 if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
                     return fd
-                self.disk.close(self._open.pop(path))  # a cleaner had it before it was locked
+                self.disk.close(self._open.pop(path))  # another process locked or removed it first, as a leftover
             time.sleep(0.001 * attempt)
         raise SaveError(f"{path}: taken or removed by somebody else again and again; do locks work here?")
 
     def close(self) -> None:
-        """Lets go of the files, and of their locks."""
-        while self._open:  # each is forgotten before it is closed: a fork in between must not close another's
+        """Closes the files, which releases their locks."""
+        while self._open:  # each is forgotten before it is closed: a child forked in between must not close another
             fd = self._open.pop(next(iter(self._open)))
             with contextlib.suppress(OSError):
                 self.disk.close(fd)
 
     def abort(self) -> None:
-        """Removes the files, and the directories that were made for them unless others have files there."""
+        """Removes the files, and the directories that were made for them unless other files are there."""
         with contextlib.suppress(OSError):
             for path in self._open:
                 with contextlib.suppress(FileNotFoundError):
@@ -81,7 +81,7 @@ class Files:
 
 
 def _let_go_after_fork() -> None:
-    """A forked child shares the locks of its parent's saves: it must not hold them for as long as it lives."""
+    """Closes the files in a forked child, which shares the locks of its parent's saves and must not keep them."""
     for files in list(_alive):
         files.close()
 

@@ -20,7 +20,7 @@ def pin(disk: Disk, path: str, wanted: bool) -> None:
     if wanted and not pinned(disk, path):
         try:
             disk.close(disk.create(mark))
-            if disk.stat(os.path.join(path, MANIFEST)) is None:  # whoever deletes it has not seen the mark
+            if disk.stat(os.path.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
                 disk.unlink(mark)
                 raise FileNotFoundError
         except FileNotFoundError:

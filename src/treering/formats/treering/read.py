@@ -1,4 +1,4 @@
-"""Reading the native format: which bytes a box needs, checked, and as an array."""
+"""Reading the native format: the bytes of a box are found, checked, and returned as an array."""
 
 import datetime
 import logging
@@ -30,7 +30,7 @@ from .manifest import ArrayRow, piece_key
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
-_ALONE = 16 << 20  # bytes that are not worth more threads than one
+_ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
 
 
 class Reader:
@@ -59,7 +59,7 @@ class Reader:
         self.step = self._manifest.step
         self.metrics = validity.metrics(self._manifest.metrics)
         for _, found in metrics.read(disk, path, self.identity):
-            if isinstance(found, dict):  # damaged ones are told by `problems`
+            if isinstance(found, dict):  # `problems` yields the damaged ones
                 self.metrics.update(found)
             elif isinstance(found, UnsupportedError):
                 _log.warning("metrics that were recorded are left out: %s", found)
@@ -67,11 +67,11 @@ class Reader:
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
-        self._opening = threading.RLock()  # the handler of a signal may read in the middle of it
+        self._opening = threading.RLock()  # a signal handler may read while its thread holds it
 
     @property
     def created(self) -> datetime.datetime:
-        """When it was committed, in UTC."""
+        """The time of the commit, in UTC."""
         return manifest.as_utc(self._manifest.created)
 
     def check_present(self) -> None:
@@ -92,7 +92,7 @@ class Reader:
                 self._file(number)
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        """How an array was spread when it was saved: `{"mesh": {axis: size}, "spec": [...]}`, if it was."""
+        """The sharding of an array when it was saved, `{"mesh": {axis: size}, "spec": [...]}`; None without one."""
         where = self._target(entry).where
         return self._manifest.layouts[where[0]].sharding if isinstance(where, tuple) else None
 
@@ -122,7 +122,7 @@ class Reader:
         held = sum(one.nbytes for one in memory.values())
         if sum(array.nbytes for array in arrays) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
-        # What was one array when it was saved comes back as several that share nothing.
+        # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
         for n, (entry, _) in enumerate(wanted):
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
@@ -162,9 +162,9 @@ class Reader:
             raise unsupported[0]
 
     def _parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
-        """Where the bytes of a box are, each part in one run of memory as `map` has it.
+        """The parts of a box, each in one run of `ArrayFile.memory`.
 
-        Raises `UnsupportedError` when header and manifest disagree about that, for both are as they were written.
+        Raises `UnsupportedError` when header and manifest disagree about them, for both are as they were written.
         """
         row = self._resolve(entry)
         size = dtypes.itemsize(row.dtype)
@@ -182,7 +182,7 @@ class Reader:
         return parts
 
     def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Where the tensor with a piece begins in the buffer of a file."""
+        """The offset of a piece's tensor in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
         file = self._files.get(number) or self._file(number)
         tensor = file.header.tensors.get(key)
         code, itemsize, widened = dtypes.stored_as(dtype)
@@ -219,7 +219,7 @@ class Reader:
         return found
 
     def _resolve(self, row: ArrayEntry) -> ArrayRow:
-        """The same. Raises `UnsupportedError` when only a later release can read it."""
+        """The row that says where the bytes are. Raises `UnsupportedError` when only a later release can read them."""
         found = self._target(row)
         if isinstance(found.where, manifest.Later):
             raise manifest.requiring(f"{self.path}: {found.path}", found.where.requires)

@@ -1,6 +1,6 @@
-"""Checkpoints taken away, and what killed or replaced saves left of them.
+"""Removing checkpoints, and the leftovers of killed or replaced saves.
 
-Nobody moves, replaces or deletes a checkpoint of which anything is of a later version of the format.
+A checkpoint of which any part is of a later version of the format is never moved, replaced or deleted.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ _log = logging.getLogger("treering")
 
 
 def check_removable(disk: Disk, path: str) -> None:
-    """Raises `UnsupportedError` when a checkpoint, or a part of it, is of a later version; what is damaged may go.
+    """Raises `UnsupportedError` when a checkpoint, or a part of it, is of a later version; a damaged one passes.
 
-    The manifest is decoded as a whole, and of the array files the headers are read. Metrics are looked at last, for
-    they may be added at any time.
+    The manifest is decoded as a whole, and of the array files the headers are read. Metrics are read last, for they
+    may be added at any time.
     """
     name = os.path.join(path, MANIFEST)
     try:
@@ -46,10 +46,10 @@ def check_removable(disk: Disk, path: str) -> None:
 
 
 def remove_leftovers(disk: Disk, path: str, *, remove_empty: bool = False) -> None:
-    """Removes what crashed or replaced saves left in a directory; with `remove_empty` also the directory.
+    """Removes the leftovers of crashed or replaced saves in a directory; with `remove_empty` also the empty directory.
 
-    Living writers' files stay, and so do foreign ones. Tidying up never fails what it is done for: an error is
-    logged, and the next writer tries again.
+    The files of living writers stay, and so do foreign ones. Errors of the system are logged, not raised: the next
+    writer tries again.
     """
     with logged(path):
         if any(OWN_FILES.fullmatch(name) for name in disk.list(path)):
@@ -77,25 +77,25 @@ def _remove_leftovers(disk: Disk, path: str) -> None:
                 continue
             file = os.path.join(path, name)
             with contextlib.suppress(FileNotFoundError), opened(disk, file) as fd:
-                # Asked again under the lock: now no living writer can commit this file any more.
+                # Checked again under the lock: now no living writer can commit this file any more.
                 free = disk.lock(fd)
-                if free is None:  # over NFS nobody who only reads gets that; two who clean up may share the other
+                if free is None:  # over NFS a file open for reading cannot get it; two cleaners may share the other
                     free = disk.lock_shared(fd)
                 if free is None:
                     warn_of_no_locks(path)
-                if free and name in left_over() and disk.same_file(fd, file):  # not a new one in its place
+                if free and name in left_over() and disk.same_file(fd, file):  # not a new one under its name
                     if not synced:  # the manifest that no longer names it must outlive a power cut
                         disk.sync_dir(path)
                         synced = True
                     disk.unlink(file)
     except (CorruptError, UnsupportedError):
-        return  # what a damaged checkpoint, or one of a later version, consists of is not ours to guess
+        return  # the files of a damaged checkpoint, or of one of a later version, cannot be known
 
 
 def _in_a_living_save(disk: Disk, path: str, name: str) -> bool:
-    """Whether the temporary manifest of the save that an array file belongs to is locked: it is still to come.
+    """Whether the save that an array file belongs to may still commit: its temporary manifest is locked.
 
-    The process that wrote the file may be gone; the one that commits is not.
+    The process that wrote the file may be gone; process 0, which commits, is not.
     """
     if not name.startswith("arrays-"):
         return False
@@ -120,18 +120,18 @@ def delete(disk: Disk, path: str) -> None:
 
 
 def unpublish(disk: Disk, path: str) -> Callable[[], None]:
-    """Takes a checkpoint away, which is quick; what this returns removes its files, which is not.
+    """Removes the manifest of a checkpoint, which is quick; returns a function that removes its files, which is not.
 
     Raises `UnsupportedError` for a checkpoint of a later release.
     """
     manifest = os.path.join(path, MANIFEST)
     check_removable(disk, path)
     names = consists_of(disk, path)
-    with contextlib.suppress(FileNotFoundError):  # somebody else is deleting it, too
+    with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
         disk.unlink(manifest)
 
     def remove_files() -> None:
-        with contextlib.suppress(FileNotFoundError):  # and has removed the directory as well
+        with contextlib.suppress(FileNotFoundError):  # another process has removed the directory as well
             disk.sync_dir(path)  # or after a power cut the manifest might be there without its files
         remove(disk, path, names)
         remove_leftovers(disk, path, remove_empty=True)
@@ -142,7 +142,7 @@ def unpublish(disk: Disk, path: str) -> Callable[[], None]:
 def consists_of(disk: Disk, path: str) -> list[str]:
     """The files that a manifest names, and the metrics that were added to it.
 
-    None when it cannot be read: cleaning up finds them once it is gone.
+    [] when the manifest cannot be read: `remove_leftovers` finds them once it is gone.
     """
     try:
         data = read_file(disk, os.path.join(path, MANIFEST))
@@ -153,7 +153,7 @@ def consists_of(disk: Disk, path: str) -> list[str]:
 
 
 def remove(disk: Disk, path: str, names: Iterable[str]) -> None:
-    """Removes what a manifest consisted of that is gone, durably: no writer can commit these files any more."""
+    """Removes the files of a manifest that is durably gone: no writer can commit them any more."""
     failed: OSError | None = None
     for name in names:
         try:

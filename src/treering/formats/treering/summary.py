@@ -1,4 +1,4 @@
-"""What is known of a checkpoint without opening it: whether it is there, which one it is, its metrics and size."""
+"""A checkpoint without opening it: whether it is there, its identity, its metrics and size."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ _log = logging.getLogger("treering")
 
 
 class Glance(NamedTuple):
-    """What a manifest and the metrics beside it say."""
+    """The summary of a manifest and the metrics beside it."""
 
     metrics: dict[str, float]
     created_seconds: float
@@ -29,12 +29,12 @@ def file(path: str) -> str:
 
 
 def look(disk: Disk, path: str) -> os.stat_result | None:
-    """The manifest as the file system shows it; None where there is no checkpoint."""
+    """The `stat` of the manifest; None where there is no checkpoint."""
     return disk.stat(file(path))
 
 
 def identity(disk: Disk, path: str) -> str:
-    """What changes when the checkpoint is replaced. Raises `FileNotFoundError` where there is none."""
+    """The manifest's checksum, which tells a checkpoint from its successor. Raises `FileNotFoundError` without one."""
     return manifest.xxh3(read_file(disk, file(path)))
 
 
@@ -64,9 +64,9 @@ def add_metrics(disk: Disk, path: str, numbers: Mapping[str, float | str]) -> No
 
 
 def _added(disk: Disk, path: str, identity: str) -> dict[str, float]:
-    """What was added to a checkpoint. A damaged file is logged, and does not count.
+    """The metrics that were added to a checkpoint. A damaged file is logged, and does not count.
 
-    Raises `UnsupportedError` for what a later release added, by which nothing can be judged.
+    Raises `UnsupportedError` for metrics that a later release added: without them the step cannot be judged.
     """
     found: dict[str, float] = {}
     for _, content in metrics.read(disk, path, identity):

@@ -1,6 +1,6 @@
-"""What a manifest must be beside well-formed, so that all readers find the same in it. `docs/format.md` says it.
+"""The rules for a well-formed manifest, so that all readers find the same in it. `docs/format.md` specifies them.
 
-Whatever is broken here is a `ValueError` or a `TreeringError` that names it: the seal is right, so it was written so.
+A broken rule raises a `ValueError` or a `TreeringError` that names it: the seal is right, so it was written so.
 """
 
 import collections
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MOST_DEEP = 200  # objects and lists in one another, where users may write what they like
+_MOST_DEEP = 200  # levels of objects and lists, where users may write anything
 _VALUE_ROW, _ARRAY_ROW = 4, 7  # elements
 
 
@@ -63,7 +63,7 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
 
 
 def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
-    """Checks each row. `layouts` are the shapes of what the layouts cut."""
+    """Checks each row. `layouts` are the shapes that the layouts cut."""
     known: set[Any] = set()
     ties: list[int] = []
     for n, row in enumerate(manifest.leaves):
@@ -95,7 +95,7 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
 
 
 def check_summary(summary: "Manifest | Summary") -> None:
-    """Checks what managing a run takes of a manifest."""
+    """Checks the parts of a manifest that managing a run needs."""
     if summary.step is not None and not 0 <= summary.step <= EXACT:
         raise ValueError(f"the step is {summary.step}")
     metrics(summary.metrics)
@@ -110,7 +110,7 @@ def check_summary(summary: "Manifest | Summary") -> None:
 
 
 def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
-    """The values of metrics. Raises `ValueError` for what is none."""
+    """The values of metrics. Raises `ValueError` for a value that is no number."""
     try:
         return {name: decode("float", value) for name, value in found.items()}
     except CorruptError as error:

@@ -32,14 +32,14 @@ from .layout import ArrayFile
 from .manifest import BLOCK
 from .new_files import Files
 
-CHUNK_BYTES = 4 * BLOCK  # what one thread copies, hashes and writes at a time
+CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
 _NOTHING = np.zeros(0, np.uint8)
-_ERROR_POLLS = 50  # at why the directory is gone, a tenth of a second each
+_ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
 
 
 class Info(NamedTuple):
-    """What a save records beside the tree."""
+    """The information that a save records beside the tree."""
 
     step: int | None
     metrics: dict[str, float | str]
@@ -48,9 +48,9 @@ class Info(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is to be saved where.
+    """The contents and the path of a save.
 
-    `shares` says who writes which array, None when this process writes all of them.
+    `shares` are the writers of each array; None when this process writes all of them.
     """
 
     path: str
@@ -64,8 +64,8 @@ class Job(NamedTuple):
 def write(disk: Disk, job: Job, staging: Supply, crew: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
-    Process 0 begins and commits. Leaves nothing behind when it fails, unless it cannot know what became of the
-    checkpoint: then its files stay for whoever cleans up there next.
+    Process 0 begins and commits. A process that fails removes its files, unless it cannot know whether process 0 has
+    committed them: then they stay, for the next `remove_leftovers` if they are in no manifest.
     """
     files: Any = None
     watch = _Watch()
@@ -115,22 +115,22 @@ def write(disk: Disk, job: Job, staging: Supply, crew: ThreadPool, call: Call) -
         elif files:
             files.abort()
             if files.committed:
-                call.close()  # without the error, or the others would take their files out of the checkpoint
+                call.close()  # without the error, or the other processes would remove their files of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):
-            call.check()  # if process 0 has given up and removed the directory, that is what went wrong
-        if isinstance(error, FileNotFoundError) and call.index:  # and is about to say why
+            call.check()  # if process 0 has failed and removed the directory, its error is the cause
+        if isinstance(error, FileNotFoundError) and call.index:  # process 0 is about to say why
             for _ in range(_ERROR_POLLS):
                 time.sleep(0.1)
                 call.check()
         raise
     if problem:
-        call.close()  # not with the error, for the others have been told, and keep their files
+        call.close()  # without the error: the other processes have it from the decision, and keep their files
         raise undurable or SaveError(problem)
     return Written(nbytes, watch.seconds["write"], watch.seconds["sync"], watch.seconds["commit"])
 
 
 class _Watch:
-    """Where the time goes."""
+    """The seconds that a process spends on each part of a save."""
 
     def __init__(self) -> None:
         self.seconds = {"write": 0.0, "sync": 0.0, "commit": 0.0}
@@ -140,7 +140,7 @@ class _Watch:
         self._since = time.perf_counter()
 
     def lap(self, what: str) -> None:
-        """The time since the last lap was spent on this."""
+        """Adds the time since the last lap to a part of the save."""
         now = time.perf_counter()
         self.seconds[what] += now - self._since
         self._since = now
@@ -183,9 +183,9 @@ _read_back: tuple[Any, ...] = ()  # tree, layouts and metadata of the last manif
 
 
 def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -> None:
-    """Reads a manifest before it is committed. Raises `UnsupportedError` where no reader would take it.
+    """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
 
-    A loop that saves one structure again and again pays for it once; what differs from step to step then are values.
+    A loop that saves one structure again and again pays for it once: only values differ from step to step.
     """
     global _read_back
     structure = (job.tree, layouts, job.info.metadata)
@@ -202,7 +202,7 @@ def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -
 
 
 def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
-    """The files that other processes say they wrote, seen from process 0; over a network that may take a while."""
+    """Waits until process 0 sees the files of the others; over a network that may take a while. Raises `SaveError`."""
     for process, files in enumerate(listed, 1):
         for file in files:
             name, found = os.path.join(path, file.name), None
@@ -293,7 +293,7 @@ def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging:
         piece_begin = file.begins[n]
         piece = pieces[file.first + n]
         if not staging.ready(piece.shard):
-            flush()  # what is held must be let go before more is waited for
+            flush()  # the parts that are held must be released before waiting for more
         data = staging.take(piece.shard) if piece.nbytes else _NOTHING
         first, last = max(begin - piece_begin, 0), min(end - piece_begin, piece.nbytes)
         if first or piece.begin or last < len(data):
