@@ -665,7 +665,7 @@ def test_an_array_file_that_vanishes_fails_the_save(tmp_path: pathlib.Path, use_
                 path.unlink()
 
     use_disk(Meddled())
-    with pytest.raises(tr.errors.SaveError, match="removed by somebody else"):
+    with pytest.raises(tr.errors.SaveError, match="removed by another program"):
         tr.save(tmp_path / "c", {"x": np.ones(3)})
     assert tr.steps(tmp_path) == [] and everything(tmp_path) == []
 

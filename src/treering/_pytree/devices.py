@@ -1,4 +1,4 @@
-"""What depends on the device: where arrays lie, how they come to the host, which transfers JAX lets through."""
+"""All that depends on the device: where arrays lie, how they come to the host, which transfers JAX lets through."""
 
 import contextlib
 import functools

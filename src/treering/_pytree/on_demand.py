@@ -97,7 +97,7 @@ class OnDemand:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are to read."""
+        """The number of bytes to read."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, n: int, nbytes: int) -> None:

@@ -35,7 +35,7 @@ _IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
 
 
 class _Plan(NamedTuple):
-    """What becomes of each leaf, known before anything is read; `asked` are the paths that the template asks for."""
+    """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for."""
 
     source: Source
     entries: Mapping[str, Entry]

@@ -159,14 +159,14 @@ class PendingSave:
         self._finished.wait()
         self._seen()
 
-    def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, crew: ThreadPool) -> None:
+    def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
         """Runs the save in the thread that saves."""
         try:
-            with crew, devices.explicit():
+            with pool, devices.explicit():
                 self._staging.writers_needed.wait()
                 self._await(previous)
                 self._staging.check()
-                write(crew)
+                write(pool)
         except BaseException as error:
             self._staging.fail(error)  # or the caller would wait for room that no writer makes
             if self._told:  # the caller raises this error, and its frames may be running in the caller's thread

@@ -116,7 +116,7 @@ def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, sha
     call = target.call
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     staging = Staging(assignment.to_stage(catalogue, shards, shares, call.index), target.options.memory_limit)
-    return Prepared(staging, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, staging))
+    return Prepared(staging, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, staging))
 
 
 def _prepare_view(
@@ -137,14 +137,14 @@ def _prepare_view(
     if target.format.name != "treering":
         reading = OnDemand(view, [], hold=not fits, check=check)
         supply = staging or reading
-        return Prepared(supply, _ending(reading, lambda crew: _write_foreign(target, view, supply.check)))
+        return Prepared(supply, _ending(reading, lambda pool: _write_foreign(target, view, supply.check)))
     assert view.skeleton is not None
     skeleton = view.skeleton
     catalogue, shards = inputs.described(view, live, sliced=call.count == 1)
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     shards = assignment.to_stage(catalogue, shards, shares, call.index)
     reading = OnDemand(view, shards, hold=not fits, check=check)
-    write = _ending(reading, lambda crew: _write_native(target, crew, skeleton, catalogue, shares, reading))
+    write = _ending(reading, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
 
 
@@ -152,9 +152,9 @@ def _ending(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callab
     """The writing, at whose end the caller need not wait any longer, and nothing of what it has read is held."""
     once = [write]
 
-    def ending(crew: ThreadPool) -> Written:
+    def ending(pool: ThreadPool) -> Written:
         try:
-            return once.pop()(crew)
+            return once.pop()(pool)
         finally:
             reading.release()
 
@@ -167,11 +167,11 @@ def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
     if call.index == 0:
         own = _prepare_view(target._replace(call=coordinator.begin("copy", processes="this")), view, None)
     else:
-        own = Prepared(OnDemand(view, []), lambda crew: Written(0, 0))
+        own = Prepared(OnDemand(view, []), lambda pool: Written(0, 0))
 
-    def write(crew: ThreadPool) -> Written:
+    def write(pool: ThreadPool) -> Written:
         call.doing("copying in process 0")
-        return Written(*call.broadcast(lambda: list(own.write(crew))))
+        return Written(*call.broadcast(lambda: list(own.write(pool))))
 
     return Prepared(own.supply, write)
 
@@ -188,7 +188,7 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
     staging = Staging(assignment.to_stage(catalogue, live.shards, shares, call.index), target.options.memory_limit)
     del live  # and its arrays
 
-    def write(crew: ThreadPool) -> Written:
+    def write(pool: ThreadPool) -> Written:
         with contextlib.ExitStack() as scratch:
 
             def begin() -> str:
@@ -197,30 +197,30 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
 
             beside = call.broadcast(begin)
             try:
-                _write_native(target._replace(path=beside), crew, skeleton, catalogue, shares, staging)
+                _write_native(target._replace(path=beside), pool, skeleton, catalogue, shares, staging)
             except BaseException:
                 if call.index:  # whose files may have been the last in it, after process 0 has removed its own
                     with contextlib.suppress(OSError):
                         target.store.remove_dir(beside)
                 raise
             call.doing("writing in process 0")
-            return Written(*call.broadcast(lambda: list(_copy(target, change, beside, crew, staging.check))))
+            return Written(*call.broadcast(lambda: list(_copy(target, change, beside, pool, staging.check))))
 
     return Prepared(staging, write)
 
 
 def _copy(
-    target: _Target, change: Callable[[Checkpoint], View], path: str, crew: ThreadPool, check: Callable[[], None]
+    target: _Target, change: Callable[[Checkpoint], View], path: str, pool: ThreadPool, check: Callable[[], None]
 ) -> Written:
     saved = formats.get("treering").open(target.store, path)
     view = change(Checkpoint(saved, saved.entries, saved.skeleton))
     own = target._replace(call=coordinator.begin("copy", processes="this"))
-    return _prepare_view(own, view, None, check).write(crew)
+    return _prepare_view(own, view, None, check).write(pool)
 
 
 def _write_native(
     target: _Target,
-    crew: ThreadPool,
+    pool: ThreadPool,
     skeleton: Skeleton,
     catalogue: Catalogue,
     shares: Mapping[int, assignment.Share] | None,
@@ -232,7 +232,7 @@ def _write_native(
         shares = assignment.plan(catalogue, call.count, single)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
     with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
-        return native.write(target.store, job, supply, crew, call)
+        return native.write(target.store, job, supply, pool, call)
 
 
 def _walk(tree: Any, format: Format) -> walk.Walk:

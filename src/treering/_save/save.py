@@ -210,10 +210,10 @@ def start(
         waited=waited,
     )
 
-    def write(crew: ThreadPool) -> None:
+    def write(pool: ThreadPool) -> None:
         if hooks and call.index == 0:
             hooks.before()
-        report = pending._committed(prepared.write(crew))
+        report = pending._committed(prepared.write(pool))
         with contextlib.suppress(Exception):  # the error of a log handler
             _log.info("saved %s", report)
         if hooks:
@@ -221,11 +221,11 @@ def start(
             call.broadcast(functools.partial(hooks.after, report))
 
     previous = _pending.last
-    crew = thread = None
+    pool = thread = None
     try:
-        crew = ThreadPool(_WRITERS)
-        thread = threading.Thread(target=pending._run, args=(write, previous, crew), name="treering-save", daemon=False)
-        crew.start(thread)
+        pool = ThreadPool(_WRITERS)
+        thread = threading.Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
+        pool.start(thread)
         _pending.last = pending._finished
         with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
             prepared.supply.run()
@@ -234,8 +234,8 @@ def start(
         pending._fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
-        elif crew:  # or an interrupt came before the thread began; if it ever does, it finds the failure at once
-            crew.close()
+        elif pool:  # or an interrupt came before the thread began; if it ever does, it finds the failure at once
+            pool.close()
         raise
     return pending
 

@@ -133,9 +133,9 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
                 rest = iter(())  # the other threads begin no more jobs
                 raise
 
-    with ThreadPool(_READERS, "treering-read") as crew:
+    with ThreadPool(_READERS, "treering-read") as pool:
         try:
-            crew.start()
-            crew.run(loop)
+            pool.start()
+            pool.run(loop)
         finally:
             rest = iter(())  # after an interrupt as well, which this thread alone gets

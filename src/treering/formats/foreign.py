@@ -1,4 +1,4 @@
-"""What a format of another package can be built of; see "Formats of your own" in the guide.
+"""The parts of which a format of another package can be built; see "Formats of your own" in the guide.
 
 >>> from treering.formats.foreign import ForeignReader, Runs, new_file
 """

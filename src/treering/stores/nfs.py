@@ -51,6 +51,6 @@ def warn_of_no_locks(path: str) -> None:
     """Logs once that leftovers are not removed, for lack of locks."""
     _log.warning(
         "%s: what killed saves have left here is not removed, for files cannot be locked on this file system; remove "
-        "what no manifest names yourself, when nobody saves, or mount it with locks (Lustre: -o flock)",
+        "what no manifest names yourself, while no job saves, or mount it with locks (Lustre: -o flock)",
         path,
     )

@@ -81,7 +81,7 @@ class Transaction(Files):
         self.disk.sync_dir(self.path)  # the array files' names come before the manifest that needs them
         for path, fd in self._open.items():
             if not self.disk.same_file(fd, path):
-                raise SaveError(f"{path}: removed by somebody else while the save was under way; do locks work here?")
+                raise SaveError(f"{path}: removed by another program while the save was under way; do locks work here?")
         check()
         put = self.disk.rename if self._overwrite else self.disk.link
         replaced = consists_of(self.disk, self.path) if self._overwrite else []

@@ -60,7 +60,7 @@ class Files:
                     return fd
                 self.disk.close(self._open.pop(path))  # another process locked or removed it first, as a leftover
             time.sleep(0.001 * attempt)
-        raise SaveError(f"{path}: taken or removed by somebody else again and again; do locks work here?")
+        raise SaveError(f"{path}: taken or removed by another program again and again; do locks work here?")
 
     def close(self) -> None:
         """Closes the files, which releases their locks."""

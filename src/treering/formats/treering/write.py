@@ -61,7 +61,7 @@ class Job(NamedTuple):
     info: Info
 
 
-def write(disk: Disk, job: Job, staging: Supply, crew: ThreadPool, call: Call) -> Written:
+def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits. A process that fails removes its files, unless it cannot know whether process 0 has
@@ -101,7 +101,7 @@ def write(disk: Disk, job: Job, staging: Supply, crew: ThreadPool, call: Call) -
             planned = layout.plan(job.catalogue.entries, pieces, token, call.index, call.count)
         call.doing("writing")
         watch.begin()
-        report = [(_write_file(disk, files, file, pieces, staging, crew, watch), file.first) for file in planned]
+        report = [(_write_file(disk, files, file, pieces, staging, pool, watch), file.first) for file in planned]
         if call.index:
             disk.sync_dir(job.path)
         watch.lap("sync")
@@ -220,12 +220,12 @@ def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.Fil
 
 
 def _write_file(
-    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: ThreadPool, watch: _Watch
+    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
 ) -> manifest.File:
     fd = files.create(file.name)
     size = len(file.header) + file.nbytes
     disk.preallocate(fd, round_up(size))
-    checksums = _write_buffer(disk, fd, file, pieces, staging, crew)
+    checksums = _write_buffer(disk, fd, file, pieces, staging, pool)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
@@ -239,7 +239,7 @@ def _write_file(
 
 
 def _write_buffer(
-    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, crew: ThreadPool
+    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
     checksums = [""] * file.blocks
@@ -268,7 +268,7 @@ def _write_buffer(
     if file.nbytes < _SMALL_PIECE_BYTES * len(file.begins):
         work()  # the interpreter is what is busy then, and several threads would only fight over it
     else:
-        crew.run(work)
+        pool.run(work)
     return checksums
 
 
