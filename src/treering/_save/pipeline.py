@@ -6,7 +6,6 @@ by box; what several processes cannot write together goes through a native check
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import time
@@ -17,7 +16,7 @@ from .. import formats, stores
 from .._core.boxes import box_shape
 from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
-from .._core.source import ABOUT, Written
+from .._core.source import Written
 from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
@@ -31,16 +30,13 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from .._threads.reentry import alone
-from ..errors import ExistsError, UnsupportedError
+from ..errors import UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
-from ..formats.treering.commit import check_free
 from ..stores.atomic import scratch_directory
-from ..stores.posix import Disk
 from . import inputs
 from .options import SaveOptions
-
-_log = logging.getLogger("treering")
+from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
 
 
 class Prepared(NamedTuple):
@@ -50,20 +46,9 @@ class Prepared(NamedTuple):
     write: Callable[[ThreadPool], Written]
 
 
-class _Target(NamedTuple):
-    """The place, format and options of a save."""
-
-    call: Call
-    store: Disk
-    path: str
-    format: Format
-    info: native.Info
-    options: SaveOptions
-
-
 def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOptions, format: Format) -> Prepared:
     """Describes the tree and finds what this process writes. Raises what `treering.save` raises before it begins."""
-    target = _Target(call, stores.of(path), path, format, info, options)
+    target = Target(call, stores.of(path), path, format, info, options)
     if isinstance(tree, Checkpoint):
         return _prepare_view(target, inputs.view_of(tree, options.rules, options.dtype, info), None)
     with gc_paused():
@@ -87,13 +72,13 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     view = change(Checkpoint(live, live.entries, live.skeleton))
     if call.count > 1 and not _writes_together(target, view, live):
         if format.name != "treering":
-            _check_kept(target, view)
-            _check_no_iterators(path, view)
+            check_kept(target, view)
+            check_no_iterators(path, view)
         return _prepare_by_way_of_native(target, live, change)
     return _prepare_view(target, view, live)
 
 
-def _writes_together(target: _Target, view: View, live: LiveTree) -> bool:
+def _writes_together(target: Target, view: View, live: LiveTree) -> bool:
     """Whether each process can write its part of a view of a live tree.
 
     They agree on it: an array that lies in one process alone looks to that one like any of its own.
@@ -103,7 +88,7 @@ def _writes_together(target: _Target, view: View, live: LiveTree) -> bool:
     return target.call.gather_and_decide(not inputs.spread_over_processes(view, live), all)
 
 
-def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
+def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
     """A live tree, or the checkpoint that it was saved as, as it is to be written."""
     view = inputs.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
     view = inputs.with_boxes(view, boxes, target.format.boxes)
@@ -111,7 +96,7 @@ def _changed(target: _Target, boxes: box_levels.Boxes, guessed: tuple[str, ...],
     return view
 
 
-def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]) -> Prepared:
+def _prepare_tree(target: Target, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]) -> Prepared:
     """Prepares a live tree for the native format: its arrays are staged as they are."""
     call = target.call
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
@@ -120,7 +105,7 @@ def _prepare_tree(target: _Target, skeleton: Skeleton, catalogue: Catalogue, sha
 
 
 def _prepare_view(
-    target: _Target, view: View, live: LiveTree | None, check: Callable[[], None] = lambda: None
+    target: Target, view: View, live: LiveTree | None, check: Callable[[], None] = lambda: None
 ) -> Prepared:
     """A checkpoint, or a live tree that rules or the format change: read box by box while it is written.
 
@@ -129,7 +114,7 @@ def _prepare_view(
     """
     call, limit = target.call, target.options.memory_limit
     if target.format.name != "treering":
-        _check_kept(target, view)
+        check_kept(target, view)
     if call.count > 1 and live is None:
         return _prepare_in_process_0(target, view)
     fits = limit is None or sum(shard.nbytes for shard in live.shards if shard.copies) <= limit if live else True
@@ -161,7 +146,7 @@ def _ending(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callab
     return ending
 
 
-def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
+def _prepare_in_process_0(target: Target, view: View) -> Prepared:
     """Prepares a checkpoint that all processes have opened: process 0 copies it, and the others wait."""
     call = target.call
     if call.index == 0:
@@ -176,7 +161,7 @@ def _prepare_in_process_0(target: _Target, view: View) -> Prepared:
     return Prepared(own.supply, write)
 
 
-def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[[Checkpoint], View]) -> Prepared:
+def _prepare_by_way_of_native(target: Target, live: LiveTree, change: Callable[[Checkpoint], View]) -> Prepared:
     """Prepares what one process has to write of a tree that lies in several.
 
     All processes save the tree beside the path, in the native format; process 0 makes what was asked for of that, in
@@ -192,7 +177,7 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
         with contextlib.ExitStack() as scratch:
 
             def begin() -> str:
-                _check_place(target)
+                check_free_for_all(target)
                 return scratch.enter_context(scratch_directory(target.store, target.path))
 
             beside = call.broadcast(begin)
@@ -210,7 +195,7 @@ def _prepare_by_way_of_native(target: _Target, live: LiveTree, change: Callable[
 
 
 def _copy(
-    target: _Target, change: Callable[[Checkpoint], View], path: str, pool: ThreadPool, check: Callable[[], None]
+    target: Target, change: Callable[[Checkpoint], View], path: str, pool: ThreadPool, check: Callable[[], None]
 ) -> Written:
     saved = formats.get("treering").open(target.store, path)
     view = change(Checkpoint(saved, saved.entries, saved.skeleton))
@@ -219,7 +204,7 @@ def _copy(
 
 
 def _write_native(
-    target: _Target,
+    target: Target,
     pool: ThreadPool,
     skeleton: Skeleton,
     catalogue: Catalogue,
@@ -239,57 +224,17 @@ def _walk(tree: Any, format: Format) -> walk.Walk:
     return walk.walk(flax.plain(tree) if "variable" in format.boxes else flax.split(tree)[0])
 
 
-def _check_kept(target: _Target, view: View) -> None:
-    """Raises `UnsupportedError` for what was given and would be lost; logs what is left out of a copied checkpoint."""
-    format, place = target.format, target.path
-    there = [name for name in ABOUT if getattr(view, name) is not None and (name != "metrics" or view.metrics)]
-    lost = [name for name in there if name not in format.keeps(place, view)]
-    if given := [name for name in lost if name in target.options.given]:
-        raise UnsupportedError(
-            f"{place}: expected nothing that the format {format.name!r} has no place for, found {' and '.join(given)}; "
-            "leave it out, put it into the tree, or save in the native format"
-            + (" (a step may be part of the name, as its library has it)" if "step" in given else "")
-        )
-    if lost:
-        _log.warning("%s: %s left out: the format %r has no place for it", place, " and ".join(lost), format.name)
-
-
 @alone  # a function of a rule that saved in the middle of it would wait for this save
-def _write_foreign(target: _Target, view: View, check: Callable[[], None]) -> Written:
+def _write_foreign(target: Target, view: View, check: Callable[[], None]) -> Written:
     format, place, options = target.format, target.path, target.options
-    _check_place(target)
-    _check_no_iterators(place, view)
+    check_replaceable(target)
+    check_no_iterators(place, view)
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
         watched: Any = progress_bar.Watched(view, moved, check)
         nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
     return Written(nbytes, time.perf_counter() - begun)
-
-
-def _check_place(target: _Target) -> None:
-    """Raises `ExistsError` for a path that the save must not touch, as far as that can be seen before writing."""
-    store, place, overwrite = target.store, target.path, target.options.overwrite
-    if target.format.name == "treering":
-        check_free(store, place, overwrite=overwrite)
-    elif not overwrite and store.stat(place) is not None and not target.options.of_format:  # or shards may join others
-        raise ExistsError(f"{place}: expected a free path, found something; pass overwrite=True to replace it")
-    elif overwrite and os.path.isdir(place):
-        found = formats.detect(store, place).name if formats.is_known(store, place) else None
-        if found != target.format.name:
-            what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
-            raise ExistsError(
-                f"{place}: expected a checkpoint of the format {target.format.name!r} to replace, found {what}; choose "
-                "another path or remove it yourself"
-            )
-
-
-def _check_no_iterators(place: str, view: View) -> None:
-    if iterators := [path for path, entry in view.entries.items() if entry.type == "iterator"]:
-        raise UnsupportedError(
-            f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "
-            "with treering.rules.drop"
-        )
 
 
 def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:
