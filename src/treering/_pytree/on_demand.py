@@ -28,9 +28,9 @@ class _Group:
 class OnDemand:
     """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
 
-    Writers hold a few groups of about `SLICE_BYTES` at a time. With `hold`, `run` returns when all shards are read, or
-    at `release`: the source is a live tree, which must not change before. `check` raises when no
-    more is to be read.
+    The writers hold two or three groups of about `group_bytes` at a time. With `hold`, `run` returns when all shards
+    are read, or at `release`: the source is a live tree, which must not change before. `check` raises when no more is
+    to be read.
     """
 
     writers_needed = Latch()
@@ -40,6 +40,7 @@ class OnDemand:
         self,
         source: Source,
         shards: Sequence[LocalShard],
+        group_bytes: int = SLICE_BYTES,
         *,
         hold: bool = False,
         check: Callable[[], None] = lambda: None,
@@ -49,7 +50,7 @@ class OnDemand:
         self._source: Source | None = source
         self._entries: list[Any] | None = list(source.entries.values())
         self._hold, self._also_check = hold, check
-        self._groups = list(self._grouped())
+        self._groups = list(self._grouped(group_bytes))
         self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread = sum(group.left > 0 for group in self._groups)
         self._lock = threading.Lock()
@@ -134,10 +135,10 @@ class OnDemand:
         for group in self._groups:
             group.arrays = None
 
-    def _grouped(self) -> Iterator[_Group]:
+    def _grouped(self, group_bytes: int) -> Iterator[_Group]:
         first = size = 0
         for n, shard in enumerate(self.shards):
-            if n > first and size + shard.nbytes > SLICE_BYTES:
+            if n > first and size + shard.nbytes > group_bytes:
                 yield _Group(first, n, size)
                 first, size = n, 0
             size += shard.nbytes
@@ -158,9 +159,12 @@ Supply = Staging | OnDemand
 @devices.explicit()
 @alone
 def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one."""
+    """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one.
+
+    Nothing is mapped: all that is read of a file would stay in memory until the last group is let go.
+    """
     assert source is not None
-    return list(map(_as_bytes, source.read(wanted)))
+    return list(map(_as_bytes, source.read(wanted, mmap=False)))
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:

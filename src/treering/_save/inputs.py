@@ -17,7 +17,7 @@ from .._core.source import Source
 from .._core.values import decode
 from .._processes.assignment import alignment
 from .._pytree import box_levels, walk
-from .._pytree.leaves import SLICE_BYTES, Catalogue, LocalShard
+from .._pytree.leaves import Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from ..errors import UnsupportedError
@@ -115,11 +115,11 @@ def _own_skeleton(reader: Source) -> Skeleton | None:
     return reader.skeleton
 
 
-def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple[Catalogue, list[LocalShard]]:
+def described(view: views.View, live: LiveTree | None, slice_bytes: int | None) -> tuple[Catalogue, list[LocalShard]]:
     """The catalogue of a save of all leaves of a view, and its shards in the order in which they are written.
 
     Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
-    the one in the same place. With `sliced`, pieces are cut into slices.
+    the one in the same place. Pieces are cut into slices of at most `slice_bytes`, if given.
     """
     entries = list(view.entries.values())
     shardings: dict[int, Any] = {}
@@ -140,16 +140,16 @@ def described(view: views.View, live: LiveTree | None, *, sliced: bool) -> tuple
             pieces = [whole(entry.shape)]
         for piece in pieces:
             order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
-            for part in _slices_of(piece, dtype.itemsize) if sliced else (piece,):
+            for part in _slices_of(piece, dtype.itemsize, slice_bytes) if slice_bytes else (piece,):
                 nbytes = math.prod(box_shape(part)) * dtype.itemsize
                 shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
     return Catalogue(entries, {}, shardings, spread), [shard for _, shard in shards]
 
 
-def _slices_of(box: Box, itemsize: int) -> Iterator[Box]:
+def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
     """The slices of a box, one after the other."""
-    for part in in_slices(box_shape(box), itemsize, SLICE_BYTES):
+    for part in in_slices(box_shape(box), itemsize, nbytes):
         yield tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, part, strict=True))
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 
 from .._core.source import Written
@@ -17,6 +16,7 @@ from .._processes.coordinator import Call
 from .._pytree import devices
 from .._pytree.on_demand import Supply
 from .._pytree.staging import Staging
+from .._threads.alive import Alive
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
 from ..errors import SaveError, TreeringError
@@ -26,7 +26,7 @@ _LONG_STALL = 1.0  # seconds
 
 last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
 unseen: "list[PendingSave]" = []  # failed saves whose error no caller has been given
-_alive: "weakref.WeakSet[PendingSave]" = weakref.WeakSet()
+_alive: "Alive[PendingSave]" = Alive()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -250,7 +250,7 @@ def as_save_error(path: str) -> Iterator[None]:
 
 def alive() -> "list[PendingSave]":
     """The saves of this process that are still referenced."""
-    return list(_alive)
+    return _alive.all()
 
 
 def wait_for_all_in(directory: str) -> None:
@@ -273,7 +273,7 @@ def _forget_after_fork() -> None:
     last = None
     coordinator.forget_after_fork()
     unseen.clear()
-    for pending in list(_alive):
+    for pending in _alive.all():
         if not pending.done():
             pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
             pending._finished = Latch()  # the old one's lock may be held for ever

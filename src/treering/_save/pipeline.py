@@ -22,7 +22,7 @@ from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
 from .._processes.consistency import check_consistent
 from .._pytree import box_levels, flax, leaves, walk
-from .._pytree.leaves import Catalogue, LocalShard
+from .._pytree.leaves import SLICE_BYTES, Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
 from .._pytree.staging import Staging
@@ -37,6 +37,8 @@ from ..stores.atomic import scratch_directory
 from . import inputs
 from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
+
+_LEAST_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
 
 
 class Prepared(NamedTuple):
@@ -125,10 +127,11 @@ def _prepare_view(
         return Prepared(supply, _ending(reading, lambda pool: _write_foreign(target, view, supply.check)))
     assert view.skeleton is not None
     skeleton = view.skeleton
-    catalogue, shards = inputs.described(view, live, sliced=call.count == 1)
+    slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
+    catalogue, shards = inputs.described(view, live, slice_bytes if call.count == 1 else None)
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     shards = assignment.to_stage(catalogue, shards, shares, call.index)
-    reading = OnDemand(view, shards, hold=not fits, check=check)
+    reading = OnDemand(view, shards, slice_bytes, hold=not fits, check=check)
     write = _ending(reading, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .._threads.alive import Alive
 from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
 from .posix import Disk
 from .whole_files import make_dirs
@@ -20,7 +21,7 @@ NAME = "writer.lock"  # the file of a killed writer stays; only the lock counts
 _VERSION = 1
 _MAX_OWN_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes of it that are read
-_alive: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+_alive: "Alive[WriterLock]" = Alive()
 _log = logging.getLogger("treering")
 _taking = threading.RLock()  # held while a lock is taken or taken over: one at a time in this process
 
@@ -75,7 +76,7 @@ class WriterLock:
     def _take_over(self) -> None:
         """Takes the lock away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
         path = os.path.join(self._run, NAME)
-        for other in list(_alive):
+        for other in _alive.all():
             if other is self or not other._holds(path):
                 continue
             if other._busy():
@@ -141,7 +142,8 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        _give_back(self._disk, self._held)
+        with _taking:  # or another thread would find the file locked, by nobody in this process
+            _give_back(self._disk, self._held)
 
     def forget(self) -> None:
         """Leaves the lock to the process that this one was forked from."""
@@ -213,7 +215,7 @@ def _let_go_after_fork() -> None:
     """Closes the locks in a forked child, which shares them with its parent and would hold them after its death."""
     global _taking
     _taking = threading.RLock()  # the old one may be held by a thread that the child does not have
-    for lock in list(_alive):
+    for lock in _alive.all():
         with contextlib.suppress(OSError):
             lock.forget()
 

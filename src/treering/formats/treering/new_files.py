@@ -3,9 +3,9 @@
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
+from ..._threads.alive import Alive
 from ...errors import SaveError
 from ...stores.nfs import look_anew, wait_until
 from ...stores.posix import Disk
@@ -14,7 +14,7 @@ from .schema import MANIFEST
 CREATE_ATTEMPTS = 50  # at making a file, while other processes remove leftovers
 
 
-_alive: "weakref.WeakSet[Files]" = weakref.WeakSet()
+_alive: "Alive[Files]" = Alive()
 
 
 class Files:
@@ -82,7 +82,7 @@ class Files:
 
 def _let_go_after_fork() -> None:
     """Closes the files in a forked child, which shares the locks of its parent's saves and must not keep them."""
-    for files in list(_alive):
+    for files in _alive.all():
         files.close()
 
 
