@@ -53,8 +53,8 @@ def use_disk() -> Any:
     """Puts a double in the place of the disk for the rest of the test."""
 
     def use(disk: Disk) -> Disk:
-        stores.register(disk)
+        stores.register(stores.Filesystem(disk))
         return disk
 
     yield use
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))

@@ -58,7 +58,7 @@ def die_at(operation, name=""):
         if any(name in path for path in paths):
             os.kill(os.getpid(), signal.SIGKILL)
         return getattr(stores.posix.Disk, operation)(self, *args)
-    stores.register(type("Deadly", (stores.posix.Disk,), {operation: dead})())
+    stores.register(stores.Filesystem(type("Deadly", (stores.posix.Disk,), {operation: dead})()))
 
 def sync(name):
     '''Waits for the other processes of the test, without the library that is tested.'''

@@ -22,6 +22,7 @@ from treering._run import run as _run
 from treering.formats.treering import commit, removal, schema
 from treering.stores import atomic
 from treering.stores.posix import Disk
+from treering.stores.store import Store
 
 SCENARIOS = checks.scenarios()
 ONCE = [name for name, one in SCENARIOS.items() if one.broken != "killed twice"]
@@ -110,10 +111,10 @@ def test_what_is_wrong_is_found(
     assert checks.check(SCENARIOS[name], folder).failures
 
 
-def _arrays_first(disk: Disk, path: str) -> None:
-    for name in sorted(disk.list(path)):
-        disk.unlink(os.path.join(path, name))
-        disk.sync_dir(path)
+def _arrays_first(store: Store, path: str) -> None:
+    for name in sorted(store.list(path)):
+        store.delete(os.path.join(path, name))
+        store.settle(path)
 
 
 def _remove_first(disk: Disk, new: str, old: str) -> None:
@@ -130,15 +131,15 @@ def _by_copying(disk: RecordingDisk, old: str, new: str) -> None:
     disk.close(fd)
 
 
-def _by_linking(disk: Disk, run: str, paths: list[str]) -> None:
+def _by_linking(store: Any, run: str, paths: list[str]) -> None:
     """Each file gets a second name and loses its first, before the second is durable."""
-    place = os.path.join(run, f"rewound-{len(_run.aside(disk, run)) + 1}")
+    place, disk = os.path.join(run, f"rewound-{len(_run.aside(store, run)) + 1}"), store.disk
     disk.make_dir(place)
     for path in paths:
         disk.make_dir(os.path.join(place, os.path.basename(path)))
         for name in disk.list(path):
             disk.link(os.path.join(path, name), os.path.join(place, os.path.basename(path), name))
-        removal.delete(disk, path)
+        removal.delete(store, path)
     disk.sync_dir(place)
     disk.sync_dir(run)
 
@@ -354,7 +355,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
     (tmp_path / ".c.safetensors.0a1b2d.tmp").mkdir()
     (tmp_path / ".c.safetensors.0a1b2d.tmp" / "inside").write_bytes(b"left over")
     kept = {mine.name, ".d.safetensors.0a1b2c.tmp"}
-    with atomic.new_file(stores.of(""), str(path), overwrite=True) as file:
+    with stores.of("").new_file(str(path), overwrite=True) as file:
         file.write(b"slow")
         tr.save(path, tree("new"))
         assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name, os.path.basename(file.path)}
@@ -366,9 +367,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
 def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c"
     options: Any = {"format": "safetensors", "max_shard_size": 100}
-    with atomic.new_directory(
-        stores.of(""), str(path), overwrite=True, owned=lambda disk, path: disk.list(path)
-    ) as folder:
+    with stores.of("").new_folder(str(path), overwrite=True, owned=lambda store, path: store.list(path)) as folder:
         tr.save(path, tree("new"), **options)
         assert os.path.isdir(folder)
         tr.save(folder + "/inside", tree("old"), **options)
@@ -409,5 +408,5 @@ def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> No
             super().unlink(path)
 
     tr.save(tmp_path / "c", {"x": np.ones(3)})
-    removal.delete(Slow(), str(tmp_path / "c"))
+    removal.delete(stores.Filesystem(Slow()), str(tmp_path / "c"))
     assert not os.listdir(tmp_path)

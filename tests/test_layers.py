@@ -92,3 +92,26 @@ def test_nothing_above_the_native_format_knows_its_files() -> None:
 def test_what_is_private_to_jax_is_used_in_one_file() -> None:
     using = {module for module, path in FILES.items() if "jax._src" in path.read_text()}
     assert using == {"treering._pytree.jax_private"}
+
+
+def test_only_stores_know_where_bytes_live() -> None:
+    """Everything above them is given a store, and works on any."""
+    concrete = {
+        "posix",
+        "directories",
+        "file_sink",
+        "open_file",
+        "atomic",
+        "kept_files",
+        "lease",
+        "filesystem",
+        "memory",
+    }
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        for other in others
+        if other.startswith("treering.stores.") and other.split(".")[2] in concrete
+        if _room(module) not in ("stores", "testing")
+    ]
+    assert not wrong, "\n".join(sorted(wrong))

@@ -298,7 +298,7 @@ def _using(disk: Disk) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
     try:
-        with stores.using(disk):
+        with stores.using(stores.Filesystem(disk)):
             yield
     finally:
         log.setLevel(level)

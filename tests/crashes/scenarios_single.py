@@ -179,7 +179,7 @@ def _without_exchange(**options: Any) -> Record:
 
 def _deleting(path: Path, disk: RecordingDisk) -> None:
     disk.expect("old", NOTHING)
-    removal.delete(disk, str(path))
+    removal.delete(stores.Filesystem(disk), str(path))
     disk.expect(NOTHING)
 
 
@@ -194,7 +194,7 @@ def _deleting_together(path: Path, disk: RecordingDisk) -> None:
             raise FileNotFoundError(path)
 
     disk.unlink = both
-    removal.delete(disk, str(path))
+    removal.delete(stores.Filesystem(disk), str(path))
     disk.expect(NOTHING)
 
 

@@ -105,7 +105,7 @@ def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
 def test_deleting_takes_the_manifest_first(tmp_path: pathlib.Path, use_disk) -> None:
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     disk = use_disk(Recording())
-    removal.delete(disk, str(tmp_path / "c"))
+    removal.delete(stores.Filesystem(disk), str(tmp_path / "c"))
     assert short(disk.log) == ["unlink treering.json", "sync_dir c", "unlink arrays"]
     assert os.listdir(tmp_path) == []
 
@@ -118,7 +118,7 @@ WRITER = """
             print("writing", flush=True)
             sys.stdin.readline()
             super().sync(fd)
-    stores.register(Held())
+    stores.register(stores.Filesystem(Held()))
     tr.save(sys.argv[1], {"x": np.ones(3)}, overwrite=True)
     """
 

@@ -23,8 +23,8 @@ from treering.formats import ArrayEntry, Box
 from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
-from treering.stores.atomic import SequentialWriter, new_directory
-from treering.stores.posix import Disk
+from treering.stores.sequential import file_of_new_folder
+from treering.stores.store import Store
 from treering.stores.whole_files import read_file
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
 
@@ -204,48 +204,48 @@ class NpyFolder:
     suffixes = (".npys",)
     boxes = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            return None if disk.stat(os.path.join(path, INDEX)) else f"there is no {INDEX}"
+            return None if store.stat(os.path.join(path, INDEX)) else f"there is no {INDEX}"
         except OSError as error:
             return str(error)
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         try:
-            index = msgspec.convert(json.loads(read_file(disk, os.path.join(path, INDEX))), _Index)
+            index = msgspec.convert(json.loads(read_file(store, os.path.join(path, INDEX))), _Index)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError(f"{path}: {error}") from None
         about = {"step": index.step, "metrics": index.metrics, "metadata": index.metadata}
         entries = [ArrayEntry(name, "numpy", dtype, shape) for name, dtype, shape in index.arrays]
         arrays = {e.path: _Npy(os.path.join(path, f"{n}.npy"), e.dtype, e.shape) for n, e in enumerate(entries)}
-        nbytes = sum(os.stat(os.path.join(path, name)).st_size for name in disk.list(path))
+        nbytes = sum(os.stat(os.path.join(path, name)).st_size for name in store.list(path))
         return ForeignReader(self.name, path, entries, arrays, **about, nbytes=nbytes)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         found = [(re.fullmatch(r"npy-(\d+)", name), name) for name in names]
-        return {int(m[1]): n for m, n in found if m and self.refuses(disk, os.path.join(folder, n)) is None}
+        return {int(m[1]): n for m, n in found if m and self.refuses(store, os.path.join(folder, n)) is None}
 
     def keeps(self, path: str, contents: Source) -> tuple[str, ...]:
         return ("step", "metrics", "metadata")
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         if options:
             raise MismatchError(f"unknown options: {', '.join(options)}")
         entries = list(contents.entries.values())
         bad = [e.path for e in entries if not isinstance(e, ArrayEntry) or e.type == "key" or e.dtype not in NUMPY]
         if bad:
             raise UnsupportedError("\n".join(["these are no arrays of NumPy:", *(f"  {path}" for path in bad)]))
-        with new_directory(disk, path, overwrite=overwrite, owned=lambda disk, path: disk.list(path)) as folder:
-            return self.fill(disk, folder, contents)
+        with store.new_folder(path, overwrite=overwrite, owned=lambda store, path: store.list(path)) as folder:
+            return self.fill(store, folder, contents)
 
-    def fill(self, disk: Disk, folder: str, contents: Source) -> int:
+    def fill(self, store: Store, folder: str, contents: Source) -> int:
         entries: list[Any] = list(contents.entries.values())
         listed = [(self.key(entry.path), entry.dtype, entry.shape) for entry in entries]
         index = _Index(listed, contents.step, dict(contents.metrics), contents.metadata)
         for n, entry in enumerate(entries):
-            self._put(disk, f"{folder}/{n}.npy", self._npy(contents, entry))
-        self._put(disk, f"{folder}/{INDEX}", [json.dumps(msgspec.to_builtins(index)).encode()])
-        return sum(os.stat(f"{folder}/{name}").st_size for name in disk.list(folder))
+            self._put(store, f"{folder}/{n}.npy", self._npy(contents, entry))
+        self._put(store, f"{folder}/{INDEX}", [json.dumps(msgspec.to_builtins(index)).encode()])
+        return sum(os.stat(f"{folder}/{name}").st_size for name in store.list(folder))
 
     def key(self, path: str) -> str:
         return path
@@ -260,14 +260,10 @@ class NpyFolder:
             first = () if start is None else ((start, min(start + row, entry.shape[0])),)
             yield contents.read([(entry, (*first, *((0, size) for size in entry.shape[1:])))])[0].tobytes()
 
-    def _put(self, disk: Disk, path: str, parts: Any) -> None:
-        file = SequentialWriter(disk, path)
-        try:
+    def _put(self, store: Store, path: str, parts: Any) -> None:
+        with file_of_new_folder(store, path) as file:
             for part in parts:
                 file.write(part)
-            file.close()
-        finally:
-            file.discard()
 
 
 class TestNpyFolder(FormatConformance):
@@ -291,15 +287,15 @@ def reading(read: Callable[[Any, np.ndarray, tuple[slice, ...]], Any]) -> dict[s
             whole = super().read(tuple((0, size) for size in self._shape), mmap)
             return np.asarray(read(self, whole, tuple(slice(*ends) for ends in box)))
 
-    return opening(lambda reader, disk: [setattr(array, "__class__", Other) for array in reader._arrays.values()])
+    return opening(lambda reader, store: [setattr(array, "__class__", Other) for array in reader._arrays.values()])
 
 
-def opening(change: Callable[[Any, Disk], Any]) -> dict[str, Any]:
+def opening(change: Callable[[Any, Store], Any]) -> dict[str, Any]:
     """A reader of which something is changed when it was opened."""
 
-    def open(self: NpyFolder, disk: Disk, path: str) -> Source:
-        reader = NpyFolder.open(self, disk, path)
-        change(reader, disk)
+    def open(self: NpyFolder, store: Store, path: str) -> Source:
+        reader = NpyFolder.open(self, store, path)
+        change(reader, store)
         return reader
 
     return {"open": open}
@@ -308,22 +304,22 @@ def opening(change: Callable[[Any, Disk], Any]) -> dict[str, Any]:
 def writing(before: Callable[[str, Source], Any], change: int = 0) -> dict[str, Any]:
     """Something that is done before what is right, no options, and a size that is not right."""
 
-    def write(self: NpyFolder, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self: NpyFolder, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         before(path, contents)
-        return NpyFolder.write(self, disk, path, contents, overwrite=overwrite) + change
+        return NpyFolder.write(self, store, path, contents, overwrite=overwrite) + change
 
     return {"write": write}
 
 
-def claiming(look: Callable[[Disk, str], Any]) -> dict[str, Any]:
-    return {"refuses": lambda self, disk, path: None if look(disk, path) else "there is none"}
+def claiming(look: Callable[[Store, str], Any]) -> dict[str, Any]:
+    return {"refuses": lambda self, store, path: None if look(store, path) else "there is none"}
 
 
-def write_in_place(self: Any, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+def write_in_place(self: Any, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
     os.makedirs(path, exist_ok=True)
-    for name in disk.list(path):
-        disk.unlink(os.path.join(path, name))
-    return self.fill(disk, path, contents)
+    for name in store.list(path):
+        store.delete(os.path.join(path, name))
+    return self.fill(store, path, contents)
 
 
 def refuse_first(path: str, contents: Source) -> None:
@@ -332,9 +328,9 @@ def refuse_first(path: str, contents: Source) -> None:
             raise UnsupportedError(entry.path)
 
 
-def open_carelessly(self: NpyFolder, disk: Disk, path: str) -> Source:
-    json.loads(read_file(disk, os.path.join(path, INDEX)))
-    return NpyFolder.open(self, disk, path)
+def open_carelessly(self: NpyFolder, store: Store, path: str) -> Source:
+    json.loads(read_file(store, os.path.join(path, INDEX)))
+    return NpyFolder.open(self, store, path)
 
 
 def kept(array: Any, whole: np.ndarray) -> np.ndarray:
@@ -353,7 +349,7 @@ class Padded(_Npy):
 
 FROM_THE_START = reading(lambda self, whole, part: whole[tuple(slice(s.stop - s.start) for s in part)])
 FLAWS: dict[str, tuple[dict[str, Any], str]] = {
-    "a_reader_says_what_there_is": (opening(lambda reader, disk: setattr(reader, "nbytes", 0)), "nbytes"),
+    "a_reader_says_what_there_is": (opening(lambda reader, store: setattr(reader, "nbytes", 0)), "nbytes"),
     "arrays_come_back_bit_for_bit": (
         reading(lambda self, whole, part: np.where(whole, whole, np.abs(whole))[part]),
         "float16.*found",
@@ -366,29 +362,29 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     "typed_keys_come_back": ({"keys": True}, "keys/1"),
     "names_come_back": ({"key": lambda self, path: path.replace("\n", " ")}, "n/a b/a b"),
     "containers_come_back": ({"empty": True}, "'dict': 0"),
-    "step_metrics_and_metadata_come_back": (opening(lambda reader, disk: reader.metrics.clear()), "loss"),
+    "step_metrics_and_metadata_come_back": (opening(lambda reader, store: reader.metrics.clear()), "loss"),
     "templates_say_what_comes_back": (reading(lambda self, whole, part: np.zeros_like(whole)[part]), "found"),
     "arrays_go_to_many_devices_and_come_from_there": (FROM_THE_START, "is_equivalent_to"),
     "slices_are_those_of_numpy": (FROM_THE_START, "assert b'"),
     "arrays_are_writable_and_share_nothing": (reading(lambda self, whole, part: kept(self, whole)[part]), r"any\("),
     "everything_else_works_on_it": (
-        opening(lambda reader, disk: setattr(reader, "problems", lambda: iter([None]))),
+        opening(lambda reader, store: setattr(reader, "problems", lambda: iter([None]))),
         "_replace",
     ),
-    "every_format_claims_its_own_checkpoints_only": (claiming(lambda disk, path: disk.stat(path)), "takes one of"),
+    "every_format_claims_its_own_checkpoints_only": (claiming(lambda store, path: store.stat(path)), "takes one of"),
     "suffixes_choose_the_format": ({"suffixes": (".safetensors",)}, "safetensors"),
-    "junk_is_refused": (claiming(lambda disk, path: disk.list(path)), "'/'"),
-    "what_may_not_be_read_is_refused": (claiming(lambda disk, path: INDEX in disk.list(path)), "permission denied"),
+    "junk_is_refused": (claiming(lambda store, path: store.list(path)), "'/'"),
+    "what_may_not_be_read_is_refused": (claiming(lambda store, path: INDEX in store.list(path)), "permission denied"),
     "a_look_is_cheap": (
-        claiming(lambda disk, path: disk.stat(path) and read_file(disk, os.path.join(path, INDEX))),
+        claiming(lambda store, path: store.stat(path) and read_file(store, os.path.join(path, INDEX))),
         "33554432 bytes",
     ),
     "opening_reads_no_arrays": (
-        opening(lambda reader, disk: [read_file(disk, a._path) for a in reader._arrays.values()]),
+        opening(lambda reader, store: [read_file(store, a._path) for a in reader._arrays.values()]),
         "bytes were read",
     ),
     "steps_of_a_run_are_found": (
-        {"steps": lambda self, disk, folder, names: {int(n[4:]): n for n in names if n[4:].isdecimal()}},
+        {"steps": lambda self, store, folder, names: {int(n[4:]): n for n in names if n[4:].isdecimal()}},
         r"\[0, 3, 20, 30, 31\]",
     ),
     "what_it_cannot_hold_is_refused_by_name": (writing(refuse_first), "d04"),
@@ -403,14 +399,14 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown_options_are_refused": (writing(lambda path, contents: None), "DID NOT RAISE"),
     "formats_that_are_only_read_say_so": ({"writes": False}, "DID NOT RAISE"),
     "overwriting_is_asked_for": ({"write": write_in_place}, "DID NOT RAISE"),
-    "foreign_things_are_never_replaced": (claiming(lambda disk, path: disk.stat(path)), "DID NOT RAISE"),
+    "foreign_things_are_never_replaced": (claiming(lambda store, path: store.stat(path)), "DID NOT RAISE"),
     "errors_of_the_disk_leave_nothing": ({"write": write_in_place}, "operation 1 of"),
     "nothing_is_seen_before_it_is_durable": ({"write": write_in_place}, "bit by bit"),
     "file_systems_without_links": (writing(lambda path, contents: os.link(path, f"{path}.lock")), "no links here"),
     "errors_of_the_source_leave_nothing": ({"write": write_in_place}, "read 1, overwrite"),
     "of_two_writers_one_wins": ({"write": write_in_place}, "File exists"),
     "files_cut_off_anywhere": (
-        opening(lambda reader, disk: [setattr(array, "__class__", Padded) for array in reader._arrays.values()]),
+        opening(lambda reader, store: [setattr(array, "__class__", Padded) for array in reader._arrays.values()]),
         "cut off at 0: other values",
     ),
     "bytes_changed_anywhere": ({"open": open_carelessly}, "UnicodeDecodeError"),

@@ -52,7 +52,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def reader(path: Path, disk: Disk | None = None) -> EquinoxReader:
-    found = formats.get("equinox").open(disk or stores.of(""), str(path))
+    found = formats.get("equinox").open(stores.Filesystem(disk) if disk else stores.of(""), str(path))
     assert isinstance(found, EquinoxReader)
     return found
 

@@ -27,7 +27,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import treering as tr
 from helpers import assert_same
 from hostile import outcome, shuffled
-from treering import formats
+from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.testing._doubles import CountingDisk
 
@@ -628,7 +628,7 @@ def test_a_description_that_is_too_long_is_not_read(tmp_path: Path, use_disk: An
     about = json.loads(file.read_text())
     os.truncate(file, size)
     disk = use_disk(CountingDisk())
-    assert formats.detect(disk, str(path)).name == "orbax" and tr.steps(tmp_path / "run") == [7]
+    assert formats.detect(stores.Filesystem(disk), str(path)).name == "orbax" and tr.steps(tmp_path / "run") == [7]
     for place in (path, tmp_path / "run"):
         with pytest.raises(UnsafeError, match=f"_CHECKPOINT_METADATA: {size} bytes"):
             tr.open(place)

@@ -148,7 +148,7 @@ def test_errors_of_the_disk_lose_no_file(
         for name, data in small.items():
             (path / name).write_bytes(data)
         disk = counted if at == 0 else FailingDisk(at)
-        with stores.using(disk), contextlib.suppress(TreeringError):
+        with stores.using(stores.Filesystem(disk)), contextlib.suppress(TreeringError):
             tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
         assert {name: (path / name).read_bytes() for name in small} == small, f"operation {at}"
         assert tr.verify(path).ok and (set(tr.open(path)) in ({"a", "b/c"}, {"b/c"}))
@@ -307,7 +307,7 @@ def test_links_are_not_followed_when_something_is_removed(tmp_path: pathlib.Path
         tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
     (tmp_path / "ckpt" / "d").unlink()
     tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
-    atomic.remove_tree(stores.of(""), str(tmp_path / ".ckpt.abcdef.tmp"))
+    atomic.remove_tree(Disk(), str(tmp_path / ".ckpt.abcdef.tmp"))
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
     assert os.readlink(tmp_path / "ckpt" / "data") == "../mine"
 
@@ -358,7 +358,7 @@ def test_what_appears_meanwhile_stays(
                 self.done = True
                 change()
 
-    stores.register(Busy())
+    stores.register(stores.Filesystem(Busy()))
     tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
     assert (path / "late.txt").read_text() == "late" and (path / "config.json").read_text() == "new"
     assert (path / "written.log").read_text() == "old and new"
@@ -382,7 +382,7 @@ def test_what_appears_meanwhile_and_cannot_be_moved_is_set_aside(
             (pathlib.Path(a) / "late.txt").write_text("another")
             return super().exchange(a, b)
 
-    with stores.using(Busy()):
+    with stores.using(stores.Filesystem(Busy())):
         tr.save(path, NEW, format="orbax", overwrite=True)
     (aside,) = tmp_path.glob("ckpt.kept-*")
     assert os.listdir(aside) == ["late.txt"] and (aside / "late.txt").read_text() == "late"
@@ -483,7 +483,7 @@ def test_two_writers_overwrite_at_once(tmp_path: pathlib.Path, format: str, monk
                 subprocess.run([sys.executable, "-c", other], check=True)
             return super().exchange(a, b)
 
-    stores.register(Slow())
+    stores.register(stores.Filesystem(Slow()))
     tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
     assert_same(tr.restore(path), NEW)
     assert (path / "config.json").read_text() == "mine" and os.listdir(tmp_path) == ["ckpt"]

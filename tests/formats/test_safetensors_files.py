@@ -203,8 +203,8 @@ def test_opening_reads_the_header_alone_and_a_slice_its_rows(tmp_path: Path) -> 
         file.write(header)
         file.truncate(len(header) + 2**32)
     disk, format = Counting(), formats.get("safetensors")
-    assert format.refuses(disk, str(path)) is None
-    reader = format.open(disk, str(path))
+    assert format.refuses(stores.Filesystem(disk), str(path)) is None
+    reader = format.open(stores.Filesystem(disk), str(path))
     assert disk.nbytes < 1000
     entry: Any = reader.entries["big"]
     (array,) = reader.read([(entry, ((5, 7), (0, 2**10)))], mmap=False)

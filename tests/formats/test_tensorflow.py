@@ -267,8 +267,8 @@ def test_opening_reads_the_index_alone_and_a_slice_its_rows(tmp_path: Path) -> N
     with open(tmp_path / "x.data-00000-of-00001", "wb") as file:
         file.truncate(2**32)
     disk, format = Counting(), formats.get("tensorflow")
-    assert format.refuses(disk, str(path)) is None
-    reader = format.open(disk, str(path))
+    assert format.refuses(stores.Filesystem(disk), str(path)) is None
+    reader = format.open(stores.Filesystem(disk), str(path))
     assert disk.nbytes < 2000
     found: Any = reader.entries["big"]
     (array,) = reader.read([(found, ((5, 7), (0, 2**10)))], verify=False, mmap=False)
@@ -283,7 +283,7 @@ def test_checksums_are_tested_once_and_only_if_wanted(tmp_path: Path) -> None:
     path = bundle.save(tmp_path / "x")
     data = tmp_path / "x.data-00000-of-00001"
     disk = Counting()
-    reader = formats.get("tensorflow").open(disk, str(path))
+    reader = formats.get("tensorflow").open(stores.Filesystem(disk), str(path))
     entry: Any = reader.entries["a"]
     before = disk.nbytes
     reader.read([(entry, ((0, 1), (0, 10)))], mmap=False)

@@ -23,6 +23,7 @@ from treering.errors import CorruptError, TreeringError, UnsafeError, Unsupporte
 from treering.formats._zarr import array as zarr
 from treering.formats._zarr.array import ZarrArray, write
 from treering.formats._zarr.metadata import can_hold
+from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
 DTYPES = [*dtypes.SAFETENSORS, "int2", "int4", "complex128", "float8_e3m4", "float8_e4m3b11fnuz"]
@@ -76,7 +77,7 @@ def lay(folder: Path, metadata: dict[str, Any] | bytes, chunks: dict[str, bytes]
         place = folder / "a" / key
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
-    return ZarrArray(Disk(), str(folder / "a"), driver="zarr3" if version_3 else "zarr")
+    return ZarrArray(Filesystem(Disk()), str(folder / "a"), driver="zarr3" if version_3 else "zarr")
 
 
 def whole(array: ZarrArray) -> np.ndarray:
@@ -105,7 +106,7 @@ def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: 
             path = Path(name) if ocdbt else tmp_path / name
             if own:
                 write(
-                    Disk(),
+                    Filesystem(Disk()),
                     str(path),
                     shape,
                     dtype,
@@ -119,7 +120,7 @@ def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: 
                 assert theirs.read().result().tobytes() == array.tobytes()
             else:
                 make(path, array, chunks, driver, base)
-            found = ZarrArray(Disk(), str(path), driver=driver, base=base and str(base))
+            found = ZarrArray(Filesystem(Disk()), str(path), driver=driver, base=base and str(base))
             assert (found.shape, found.dtype, found.can_map()) == (shape, dtype, False)
             data = whole(found)
             assert data.dtype == array.dtype and data.shape == shape and data.tobytes() == array.tobytes()
@@ -135,7 +136,7 @@ def test_only_dtypes_that_tensorstore_has_can_be_written(tmp_path: Path) -> None
     assert [text for text in others if can_hold(text)] == []
     for text in ("uint4", "<U3"):
         with pytest.raises(UnsupportedError, match="dtype"):
-            write(Disk(), str(tmp_path / "a"), (), text, lambda box: np.zeros(()), chunks=())
+            write(Filesystem(Disk()), str(tmp_path / "a"), (), text, lambda box: np.zeros(()), chunks=())
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_compressors(tmp_path: Path, compressor: Any) -> None:
     array = sample("float32", (40, 30))
     make(tmp_path / "a", array, [16, 16], compressor=compressor)
     make(Path("a"), array, [16, 16], base=tmp_path / "o", compressor=compressor)
-    assert whole(ZarrArray(Disk(), str(tmp_path / "a"))).tobytes() == array.tobytes()
-    assert whole(ZarrArray(Disk(), "a", base=str(tmp_path / "o"))).tobytes() == array.tobytes()
+    assert whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))).tobytes() == array.tobytes()
+    assert whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "o"))).tobytes() == array.tobytes()
 
 
 def test_big_endian_fortran_order_and_other_keys(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_slice_needs_its_chunks_alone(tmp_path: Path) -> None:
     for key in ("0.0", "0.1", "1.0"):
         (tmp_path / "a" / key).unlink()
     disk = Counting()
-    found = ZarrArray(disk, str(tmp_path / "a"))
+    found = ZarrArray(Filesystem(disk), str(tmp_path / "a"))
     assert (found.read(((2, 3), (7, 9)), False) == array[2:3, 7:9]).all()
     assert disk.asked == [".zarray", "1.1"]
 
@@ -195,7 +196,7 @@ def test_a_missing_chunk_is_named(tmp_path: Path, driver: Any, ocdbt: bool) -> N
     store = ts.KvStore.open(spec(path, driver, base)["kvstore"]).result()
     key = "1.19" if driver == "zarr" else "c/1/19"
     store.delete_range(ts.KvStore.KeyRange(key, key + "\0")).result()
-    found = ZarrArray(Disk(), str(path), driver=driver, base=base and str(base))
+    found = ZarrArray(Filesystem(Disk()), str(path), driver=driver, base=base and str(base))
     assert found.read(((0, 4), (0, 38)), False).shape == (4, 38)
     with pytest.raises(CorruptError, match=key):
         found.read(((3, 4), (38, 40)), False)
@@ -207,7 +208,7 @@ def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path
     make(Path("a"), np.full((4,), 7, np.int32), [2], "zarr3", tmp_path, fill_value=7, data_type="int32")
     store = ts.KvStore.open(spec(Path("a"), "zarr3", tmp_path)["kvstore"]).result()
     store.delete_range(ts.KvStore.KeyRange("c/0", "c/1")).result()
-    folder = zarr.Folder(Disk(), str(tmp_path), ocdbt=True)
+    folder = zarr.Folder(Filesystem(Disk()), str(tmp_path), ocdbt=True)
     (strict,), (filled,) = folder.arrays(["a"], "zarr3"), folder.arrays(["a"], "zarr3", filled=True)
     assert zarr.read([(filled, ((0, 4),))])[0].tolist() == [7] * 4
     with pytest.raises(CorruptError):
@@ -217,7 +218,7 @@ def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path
 def test_many_boxes_in_little_memory(tmp_path: Path) -> None:
     array = np.arange(1 << 16, dtype=np.int32).reshape(256, 256)
     make(tmp_path / "a", array, [16, 16])
-    found = ZarrArray(Disk(), str(tmp_path / "a"))
+    found = ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))
     boxes = [((n, n + 100), (n, 256 - n)) for n in range(50)]
     for limit in (1, 5000, 1 << 20):
         for box, data in zip(boxes, zarr.read([(found, box) for box in boxes], limit), strict=True):
@@ -233,7 +234,7 @@ def test_many_boxes_in_little_memory(tmp_path: Path) -> None:
 def test_slices_of_one_chunk_decode_it_once(tmp_path: Path) -> None:
     array = np.arange(8 << 20, dtype=np.int32)
     make(tmp_path / "a", array, array.shape, compressor={"id": "zstd", "level": 1})
-    found = ZarrArray(Disk(), str(tmp_path / "a"))
+    found = ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))
     step = 2 << 20
     before = read_bytes()
     for start in range(0, array.size, step):
@@ -313,9 +314,9 @@ def test_metadata_without_end_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "a" / ".zarray", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UnsafeError):
-        ZarrArray(Disk(), str(tmp_path / "a"))
+        ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))
     with pytest.raises(CorruptError, match="found nothing"):
-        ZarrArray(Disk(), str(tmp_path / "b"))
+        ZarrArray(Filesystem(Disk()), str(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
@@ -376,11 +377,11 @@ def test_claims_without_measure_take_no_memory(tmp_path: Path) -> None:
         store.write(f"{n}/.zarray", json.dumps(metadata)).result()
         store.write(f"{n}/0", chunk).result()
         with pytest.raises(TreeringError):
-            whole(ZarrArray(Disk(), str(n), base=str(base)))
+            whole(ZarrArray(Filesystem(Disk()), str(n), base=str(base)))
     with open(tmp_path / "0" / "a" / "0", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UnsafeError):
-        whole(ZarrArray(Disk(), str(tmp_path / "0" / "a")))
+        whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "0" / "a")))
     assert peak() - before < 100
 
 
@@ -408,7 +409,7 @@ def test_every_truncation_and_flipped_byte_of_an_array(tmp_path: Path) -> None:
         for broken in [*(data[:n] for n in range(len(data))), *flipped]:
             path.write_bytes(broken)
             try:
-                result = whole(ZarrArray(Disk(), str(tmp_path / "a")))
+                result = whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "a")))
             except TreeringError:
                 found += 1
                 continue
@@ -427,12 +428,12 @@ def test_broken_databases(tmp_path: Path) -> None:
         for broken in changes:
             path.write_bytes(broken)
             try:
-                whole(ZarrArray(Disk(), "a", base=str(tmp_path)))
+                whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
             except TreeringError:
                 found += 1
         path.unlink()
         with pytest.raises(CorruptError):
-            whole(ZarrArray(Disk(), "a", base=str(tmp_path)))
+            whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
         path.write_bytes(data)
     assert found > 50
 
@@ -446,7 +447,7 @@ def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool)
 
     for n in range(20):
         folder = tmp_path / str(n)
-        writer = zarr.Writer(Disk(), str(folder), driver="zarr", ocdbt=ocdbt)
+        writer = zarr.Writer(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
         with pytest.raises(OSError, match="the source"):
             writer.add("a", (9, 1 << 20), "float32", read_box, chunks=(1, 1 << 20), compressor=None)
         shutil.rmtree(folder)
@@ -467,7 +468,7 @@ def test_databases_that_point_out_of_their_folder(tmp_path: Path) -> None:
         place.write_bytes(store.read(key).result().value)
     assert list((tmp_path / "outside").iterdir())
     with pytest.raises(CorruptError, match="Invalid key"):
-        whole(ZarrArray(Disk(), "a", base=str(tmp_path / "ckpt")))
+        whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "ckpt")))
 
 
 JSON = st.recursive(

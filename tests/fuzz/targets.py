@@ -9,7 +9,6 @@ import numpy as np
 from treering import stores
 from treering._core.boxes import whole
 from treering.errors import TreeringError
-from treering.formats._shared.extents import File
 from treering.formats._zarr import metadata
 from treering.formats.equinox import format as equinox
 from treering.formats.fjformer import format as fjformer
@@ -67,7 +66,7 @@ def _header(data: bytes, folder: Path) -> None:
 def _table(data: bytes, folder: Path) -> None:
     path = folder / "x.index"
     path.write_bytes(data)
-    for key, value in table.items(File(stores.of(""), str(path))):
+    for key, value in table.items(stores.of("").open(str(path))):
         (read_tensor if key else read_header)(value, "x")
 
 

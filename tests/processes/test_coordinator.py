@@ -111,7 +111,7 @@ class Counting(stores.Disk):
     def write(self, fd, data, offset):
         Counting.written += len(data)
         super().write(fd, data, offset)
-with stores.using(Counting()):
+with stores.using(stores.Filesystem(Counting())):
     assert caught(tr.save, tmp / "across", tree, rules=across)[0] == "ExistsError"
     assert caught(tr.save, tmp / FORMATS[0], tree, format=FORMATS[0], rules=[*keys, *in_place])[0] == "ExistsError"
     assert Counting.written == 0
@@ -234,7 +234,7 @@ class Elsewhere(stores.posix.Disk):  # process 1 sees other files under the same
     def stat(self, path):
         return super().stat(path.replace("/c", "/other"))
 if INDEX == 1:
-    stores.register(Elsewhere())
+    stores.register(stores.Filesystem(Elsewhere()))
 report([caught(tr.save, tmp / "c", {"x": np.ones(3)}), os.path.exists(tmp / "c")])
 """
     for result in run_job(tmp_path, body, processes=2):
@@ -264,7 +264,7 @@ class Caching(stores.posix.Disk):  # what was once missing stays so, until its d
         self.missing = {one for one in self.missing if os.path.dirname(one) != path}
         return names
 if INDEX == 1:
-    stores.register(Caching())
+    stores.register(stores.Filesystem(Caching()))
 for path in ("deep", "deep/er", "deep/er/c", "run", "run/step-00000001", "run/step-00000002"):
     stores.of("").stat(str(tmp / path))
     stores.of("").stat(str(tmp / path / "treering.json"))
@@ -275,7 +275,7 @@ with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
         errors.append(caught(ckpts.save, step, {"n": step, "w": put(np.arange(8, dtype=np.float32) + step, P("x"))}))
         errors.append(caught(ckpts.wait))
     if INDEX == 1:  # and once more
-        stores.of("").missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
+        stores.of("").disk.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
     back = ckpts.restore({"n": 0, "w": put(np.zeros(8, np.float32), P("x"))})
     report([errors, ckpts.restored_step, back["n"], same(back["w"], np.arange(8, dtype=np.float32) + 2)])
 """
@@ -295,7 +295,7 @@ usual = stores.of("")
 found = []
 for who in range(COUNT):
     for overwrite in (False, True):
-        stores.register(Full() if INDEX == who else usual)
+        stores.register(stores.Filesystem(Full() if INDEX == who else usual))
         found.append(caught(tr.save, tmp / ("c" if overwrite else "d"), tree, overwrite=overwrite))
 stores.register(usual)
 found.append(caught(tr.save, tmp / "c", tree))
@@ -330,7 +330,7 @@ class Late(stores.posix.Disk):
         while os.path.exists(tmp / "c"):
             time.sleep(0.01)
         return super().create(path, *mode)
-stores.register(Late() if INDEX else Full())
+stores.register(stores.Filesystem(Late() if INDEX else Full()))
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(1 << 18, np.float32), P("x"))}))
 """
     for result in run_job(tmp_path, body, processes=2):
@@ -537,7 +537,7 @@ class Standing(stores.posix.Disk):
         if at == 4 and INDEX == STOPPED and WHERE == "while it writes":
             stand_still()
         super().sync(fd)
-stores.register(Standing())
+stores.register(stores.Filesystem(Standing()))
 still, log, at = [], [], 0
 ckpts = tr.Checkpointer(tmp / "run", timeout=4)
 value = np.arange(66.0)
@@ -614,7 +614,7 @@ class Failing(stores.posix.Disk):
             raise OSError(5, "Input/output error")
         super().sync_dir(path)
 if INDEX == 0:
-    stores.register(Failing())
+    stores.register(stores.Filesystem(Failing()))
 else:  # looks for the answer, then for signs of life, and by then process 0 has answered and failed
     check = _processes.MultiProcess._check
     _processes.MultiProcess._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
@@ -667,7 +667,7 @@ if INDEX == 1:
 sync("pid")
 OTHER = int((tmp / "pid").read_text())
 if INDEX == 0:
-    stores.register(Standing())
+    stores.register(stores.Filesystem(Standing()))
 report(caught(tr.save, tmp / "c", {"x": put(np.zeros(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
 """
     results = run_job(tmp_path, body, processes=2, recoverable=True, expect={1: KILLED})

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 import treering as tr
+from treering import stores
 from treering.errors import MismatchError
 from treering.formats.treering.read import Reader
 from treering.stores.posix import Disk
@@ -373,7 +374,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def read_box(disk: Disk, path: pathlib.Path, box: Any, mmap: bool | None) -> None:
     """Reads a part of an array, as a process does that has such a shard of it; checks it."""
-    reader = Reader(disk, str(path))
+    reader = Reader(stores.Filesystem(disk), str(path))
     entry: Any = reader.entries["x"]
     (found,) = reader.read([(entry, box)], mmap=mmap)
     (a, b), (c, d) = box

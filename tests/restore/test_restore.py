@@ -459,7 +459,7 @@ def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.
             if path.endswith(".safetensors") and self.times:
                 self.times -= 1
                 now = stores.of("")
-                stores.register(Disk())
+                stores.register(stores.Filesystem(Disk()))
                 tr.save(tmp_path / "c", {"x": np.full(1000, 5 - self.times)}, overwrite=True)
                 stores.register(now)
             return super().open(path)
@@ -467,7 +467,7 @@ def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.
     use_disk(Overwritten())
     assert tr.restore(path)["x"][0] == 5
     held = tr.open(path)
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     tr.save(path, {"x": np.ones(1000)}, overwrite=True)
     with pytest.raises(NotFoundError, match="was replaced while it was open; open it again"):
         held["x"][:]

@@ -356,7 +356,7 @@ def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk:
                 pass
         else:
             getattr(ckpts, call)()
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     ckpts.wait()
     assert ckpts.steps == []
 
@@ -407,7 +407,7 @@ def test_a_failed_deletion_does_not_fail_the_save(
     use_disk(Sticky())
     assert loop(tmp_path, [1, 2, 3], tr.keep.last(1))[-1] == 3
     assert "deleting step 1 failed" in caplog.text
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     assert loop(tmp_path, [4], tr.keep.last(1)) == [4]
 
 
@@ -849,7 +849,7 @@ def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
     pending = ckpts.save(1, {"x": np.ones(3)})
     assert pending is not None
     pending._finished.wait()
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     tr.save(tmp_path / "other", {"x": 1})
     with pytest.raises(SaveError):
         ckpts.wait()
@@ -931,9 +931,9 @@ def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restore
             if "step-00000002/arrays" in path and self.times:
                 self.times -= 1
                 now = stores.of("")
-                stores.register(Disk())
+                stores.register(stores.Filesystem(Disk()))
                 tr.save(tmp_path / "step-00000002", {"x": np.full(3, 22)}, overwrite=True, step=2)
-                stores.register(now)
+                stores.register(stores.Filesystem(now))
             return super().open(path)
 
     for use in (lambda: tr.restore(tmp_path), lambda: tr.Checkpointer(tmp_path).restore()):
@@ -955,7 +955,7 @@ def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Pa
 
         use_disk(Gone())
         assert (tr.restore(tmp_path) if step == 2 else tr.Checkpointer(tmp_path).restore())["x"][0] == 1
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
 
 
 def test_an_init_that_itself_restores_something_is_traced_when_the_run_goes_on(tmp_path: pathlib.Path) -> None:

@@ -79,7 +79,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
 
 def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
     disk = Slow()
-    stores.register(disk)
+    stores.register(stores.Filesystem(disk))
     try:
         notebook = Notebook(np=np, tr=tr, run=tmp_path / "run", last=4, broken=2)
         threading.Timer(0.3, disk.gate.set).start()
@@ -89,12 +89,12 @@ def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: path
         assert notebook.run(TRAIN) is None, notebook.errors[-1:]  # step 1, which was being saved, was waited for
         assert tr.restore(tmp_path / "run")["n"] == 10
     finally:
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
 
 
 def test_a_cell_that_was_interrupted_in_a_save_is_run_again(tmp_path: pathlib.Path) -> None:
     disk = Slow()
-    stores.register(disk)
+    stores.register(stores.Filesystem(disk))
     try:
         notebook = Notebook(np=np, tr=tr, run=tmp_path / "run", last=4, broken=None)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()  # while step 2 waits for step 1
@@ -104,12 +104,12 @@ def test_a_cell_that_was_interrupted_in_a_save_is_run_again(tmp_path: pathlib.Pa
         assert notebook.run(TRAIN) is None, notebook.errors[-1:]
         assert tr.restore(tmp_path / "run")["n"] == 10
     finally:
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
 
 
 def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
     disk = Slow()
-    stores.register(disk)
+    stores.register(stores.Filesystem(disk))
     try:
         first = tr.Checkpointer(tmp_path)
         first.save(1, {"x": np.ones(3)})
@@ -122,7 +122,7 @@ def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
             second.save(2, {"x": 2})
         assert tr.steps(tmp_path) == [1, 2]
     finally:
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
 
 
 def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) -> None:

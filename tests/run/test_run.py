@@ -279,7 +279,7 @@ print("ready", flush=True); sys.stdin.read(1)
                 tr.Checkpointer(run).save(2, {"x": 2})
         use_disk(Stale())
         third = tr.Checkpointer(run)
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
         for _ in range(2):
             with pytest.raises(ExistsError, match="another process writes this run"):
                 third.save(2, {"x": 2})
@@ -440,7 +440,7 @@ class Deadly(stores.posix.Disk):
         if path.endswith(".safetensors"):
             os._exit(9)
         super().unlink(path)
-stores.register(Deadly())
+stores.register(stores.Filesystem(Deadly()))
 with tr.Checkpointer({str(tmp_path)!r}, keep=tr.keep.last(1)) as ckpts:
     ckpts.save(1, {{"x": np.ones(3)}}); ckpts.save(2, {{"x": np.ones(3)}})
 """
@@ -675,7 +675,7 @@ def test_a_record_that_is_killed_leaves_nothing_that_stays(tmp_path: pathlib.Pat
     use_disk(Broken())
     with pytest.raises(OSError, match="Input"):
         tr.record(tmp_path, 1, {"a": 1})
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     assert tr.open(tmp_path).metrics == {}
     save_steps(tmp_path, [2])
     assert len(list(folder.iterdir())) == 2
@@ -961,7 +961,7 @@ class Slow(stores.posix.Disk):
     def preallocate(self, fd, size):
         time.sleep(1.5 if INDEX else 0)
         super().preallocate(fd, size)
-stores.register(Slow())
+stores.register(stores.Filesystem(Slow()))
 busy = tr.Checkpointer(tmp / "busy", when_busy="skip", timeout=20)
 taken = [busy.save(step, tree(step)) is not None for step in (1, 2)]
 busy.close()

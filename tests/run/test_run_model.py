@@ -34,7 +34,7 @@ class Run(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        stores.register(QuickDisk())
+        stores.register(stores.Filesystem(QuickDisk()))
         self.place = pathlib.Path(tempfile.mkdtemp())
         self.model: dict[int, Step] = {}
         self.versions = 0
@@ -143,7 +143,7 @@ class Run(RuleBasedStateMachine):
         self.ckpts.wait()
         step, tree = self._next(ahead, loss)
         before = dict(self.model)
-        stores.register(FailingDisk(at, lasting=True))
+        stores.register(stores.Filesystem(FailingDisk(at, lasting=True)))
         try:
             pending = self.ckpts.save(step, tree, metrics={"loss": loss})
             assert pending
@@ -151,7 +151,7 @@ class Run(RuleBasedStateMachine):
         except tr.errors.SaveError:
             pass
         finally:
-            stores.register(QuickDisk())
+            stores.register(stores.Filesystem(QuickDisk()))
         found = tr.steps(self.place / "run")
         if step in found:
             self._saved(loss)
@@ -204,7 +204,7 @@ class Run(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores.register(stores.of(""))
+    stores.register(stores.Filesystem(stores.of("")))
     monkeypatch.setattr(logging.getLogger("treering"), "disabled", True)
 
 

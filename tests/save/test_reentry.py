@@ -47,7 +47,7 @@ calls = {
 }
 found = {"worked": 0, "refused": 0}
 disk = Signals(looking=True)
-stores.register(disk)
+stores.register(stores.Filesystem(disk))
 at = 0
 while True:
     at += 1
@@ -141,7 +141,7 @@ class Slow(stores.posix.Disk):
             time.sleep(0.2)
         super().write(fd, data, offset)
 signalled = []
-stores.register(Slow())
+stores.register(stores.Filesystem(Slow()))
 state = {"w": np.ones((600, 600)).T, "v": np.ones((600, 600)).T}
 ckpts = tr.Checkpointer(sys.argv[1])
 def handler(*args):

@@ -173,7 +173,7 @@ def test_a_failure_in_the_background_raises_at_the_next_call(tmp_path: pathlib.P
     use_disk(FailingDisk("sync", errno.EIO))
     pending = tr.save_async(tmp_path / "a", {"x": np.ones(3)})
     pending._finished.wait()
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     with pytest.raises(tr.errors.SaveError, match="Input/output error"):
         tr.save(tmp_path / "b", {"x": np.ones(3)})
     tr.save(tmp_path / "b", {"x": np.ones(3)})
@@ -233,7 +233,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
             def preallocate(self, fd, size):
                 os.kill(os.getpid(), signal.SIGINT)
                 threading.Event().wait(0.3)
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
         try:
             if sys.argv[2] == "True":
                 tr.save_async(sys.argv[1] + "/x", {"x": np.ones(1 << 20)}).result()
@@ -543,7 +543,7 @@ def test_a_full_or_broken_disk_leaves_nothing_behind(
 @pytest.mark.parametrize("operation", ["create", "preallocate", "write", "truncate", "sync", "sync_dir", "rename"])
 def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, use_disk: Any, operation: str) -> None:
     for after in range(8):
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
         tr.save(tmp_path / "c", {"x": np.zeros(1000)}, overwrite=after > 0)
         use_disk(FailingDisk(operation, errno.ENOSPC, after))
         try:
@@ -553,7 +553,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, us
             assert tr.restore(tmp_path / "c")["x"][0] == 0 or operation == "sync_dir"
         else:
             break
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     assert tr.restore(tmp_path / "c")["x"][0] == 1
     tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)  # tidies up what a failing disk could not
     assert len(everything(tmp_path / "c")) == 2
@@ -598,11 +598,11 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: pathlib.Pa
             def create(self, path):
                 go.wait()
                 return super().create(path)
-        stores.register(Disk())
+        stores.register(stores.Filesystem(Disk()))
         tr.save_async(sys.argv[1] + "/parent", {"x": 1})
         child = os.fork()
         if not child:
-            stores.register(stores.Disk())
+            stores.register(stores.Filesystem(stores.Disk()))
             tr.save(sys.argv[1] + "/child", {"x": 2})
             os._exit(0)
         print(os.waitpid(child, 0)[1])
@@ -623,7 +623,7 @@ def test_a_caller_that_waits_for_room_hears_of_every_failure(
     use_disk(FailingDisk(operation, errno.ENOSPC))
     with pytest.raises(tr.errors.SaveError, match="No space left"):
         tr.save_async(tmp_path / "c", tree, memory_limit=10_000).result()
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     tr.save_async(tmp_path / "same", tree, memory_limit=10_000)
     with pytest.raises(tr.errors.ExistsError):
         tr.save_async(tmp_path / "same", tree, memory_limit=10_000).result()
@@ -734,7 +734,7 @@ def test_abort_does_not_remove_what_another_committed(tmp_path: pathlib.Path, us
 
         def link(self, old: str, new: str) -> None:
             super().link(old, new)
-            stores.register(Disk())
+            stores.register(stores.Filesystem(Disk()))
             tr_save = native_save(tmp_path / "c", {"x": np.ones(3)})
             assert tr_save
             self.raced = True
@@ -762,7 +762,7 @@ def test_a_users_own_empty_directory_stays_as_it_is(tmp_path: pathlib.Path, use_
     use_disk(FailingDisk("sync", errno.EIO))
     with pytest.raises(tr.errors.SaveError):
         tr.save(tmp_path / "mine", {"x": np.ones(3)})
-    stores.register(Disk())
+    stores.register(stores.Filesystem(Disk()))
     tr.save(tmp_path / "mine", {"x": np.ones(3)})
     after = (tmp_path / "mine").stat()
     assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)

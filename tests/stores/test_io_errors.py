@@ -433,7 +433,7 @@ FULL = """
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
     for disk in (stores.Disk(), Careless()):
-        stores.register(disk)
+        stores.register(stores.Filesystem(disk))
         for save in (
             lambda: tr.save(place / "new/one", large),
             lambda: tr.save(place / "c", large, overwrite=True),

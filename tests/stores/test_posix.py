@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import treering as tr
+from treering.stores import directories, whole_files
 from treering.stores import posix as module
-from treering.stores import whole_files
 from treering.stores.buffers import adoptable, aligned
+from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
 
@@ -58,7 +59,7 @@ def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path
     disk.make_read_only(fd)
     disk.sync(fd)
     disk.close(fd)
-    assert whole_files.read_file(disk, path) == b"abc"
+    assert whole_files.read_file(Filesystem(disk), path) == b"abc"
     assert os.stat(path).st_mode & 0o777 == 0o444
     with pytest.raises(FileExistsError):
         disk.create(path)
@@ -196,10 +197,10 @@ def test_file_systems_without_hard_links(tmp_path: pathlib.Path, monkeypatch: py
 
 
 def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
-    with whole_files.opened(Disk(), "/proc/self/maps") as fd:
+    with directories.opened(Disk(), "/proc/self/maps") as fd:
         assert not Disk().is_local(fd)
     (tmp_path / "x").write_text("x")
-    with whole_files.opened(Disk(), str(tmp_path / "x")) as fd:
+    with directories.opened(Disk(), str(tmp_path / "x")) as fd:
         assert Disk().is_local(fd)
 
 

@@ -315,7 +315,7 @@ def _set_trap(victim: int, point: Point, index: int) -> None:
     if point.operation == "word":
         _trap_word(point, kill)
     else:
-        stores.register(_DeadlyDisk(point, kill))
+        stores.register(stores.Filesystem(_DeadlyDisk(point, kill)))
 
 
 def _trap_word(point: Point, kill: Callable[[], None]) -> None:

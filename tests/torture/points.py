@@ -40,7 +40,7 @@ def killed_everywhere(scenario: Scenario, directory: Path, *, thorough: bool = F
     """
     found: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    stores.register(QuickDisk())  # no test of this kind can tell whether anything is durable
+    stores.register(stores.Filesystem(QuickDisk()))  # no test of this kind can tell whether anything is durable
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(exist_ok=True)
     times: tuple[When, ...] = ("before", "within", "after") if thorough else ("within",)
@@ -70,7 +70,7 @@ def interrupted_everywhere(scenario: Scenario, directory: Path) -> Outcome:
     """Interrupts at the first operation, the second, … until there are no more."""
     found: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    stores.register(QuickDisk())
+    stores.register(stores.Filesystem(QuickDisk()))
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(exist_ok=True)
     clean = _files(directory / "before")
@@ -97,14 +97,14 @@ def _files(place: Path) -> list[str]:
 
 
 def _perform(scenario: Scenario, place: Path, at: int, when: When) -> None:
-    stores.register(SignallingDisk(at, when, signal.SIGKILL))
+    stores.register(stores.Filesystem(SignallingDisk(at, when, signal.SIGKILL)))
     scenario.act(place)
 
 
 def _interrupt(scenario: Scenario, place: Path, at: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may have it ignored
     disk = SignallingDisk(at, "before", signal.SIGINT)
-    stores.register(disk)
+    stores.register(stores.Filesystem(disk))
     scenario.act(place)
     if disk.count >= at:
         raise KeyboardInterrupt  # which came when all was done

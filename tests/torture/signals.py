@@ -77,7 +77,7 @@ def signalled(scenario: Scenario, number: signal.Signals, directory: Path, times
 
     After every second ctrl-C without a run, the same process goes on, as in a notebook; else another one does.
     """
-    stores.register(stores.Disk())
+    stores.register(stores.Filesystem(stores.Disk()))
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(parents=True, exist_ok=True)
     rng, place = random.Random(0), directory / "place"

@@ -93,7 +93,7 @@ def _others(directory: Path, n: int) -> None:
     with arrays.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    stores.register(FailingDisk(1 + n // 10 % 50, errno.ENOSPC))
+    stores.register(stores.Filesystem(FailingDisk(1 + n // 10 % 50, errno.ENOSPC)))
     for call in (
         lambda: tr.restore(path),
         lambda: tr.save(path, _state(n)),

@@ -38,7 +38,7 @@ def everywhere(scenario: Scenario, directory: Path, *, error: str | None = None,
     """
     found: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    stores.register(stores.Disk())
+    stores.register(stores.Filesystem(stores.Disk()))
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(exist_ok=True)
     for call, count in _counted(scenario, directory).items():

@@ -175,11 +175,12 @@ def closest(path: str, names: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
+def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str:
     """A file system path as absolute text, so that a later change of directory does not matter.
 
-    ``~`` at its beginning is the user's home. Raises `MismatchError` for anything but a path, and `UnsupportedError`
-    for a URL, which would name a local folder if it were taken for a path.
+    ``~`` at its beginning is the user's home. A URL of one of these schemes stays as it is, but for slashes at its end.
+    Raises `MismatchError` for anything but a path, and `UnsupportedError` for any other URL, which would name a local
+    folder if it were taken for a path.
     """
     try:
         text = os.fsdecode(path)
@@ -187,6 +188,8 @@ def absolute(path: str | os.PathLike[str]) -> str:
         raise MismatchError(f"expected a path, found {path!r:.100}") from None
     if not text or "\0" in text:
         raise MismatchError(f"expected a path, found {text!r:.100}")
+    if text.partition("://")[0] in schemes and "://" in text:
+        return text.rstrip("/")
     if _URL.match(text):
         raise UnsupportedError(
             f"{text}: expected a path of the file system, found a URL, and this release has no object stores; use a "

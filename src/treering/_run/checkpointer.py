@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from .. import stores
 from .._core.entries import step_number
-from .._core.leaf_paths import absolute, few
+from .._core.leaf_paths import few
 from .._core.tracebacks import methods_at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
@@ -100,7 +100,7 @@ class Checkpointer:
         if on_save is not None and not callable(on_save):
             raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
         coordinator.check_timeout(timeout)
-        self._root = absolute(run)
+        self._root = stores.absolute(run)
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
@@ -368,9 +368,9 @@ class Checkpointer:
         self.wait()
         wait_for_all_in(self._root)
         if step is not None:
-            return open_one(self._directory.history.disk, self._directory.existing(step))
-        disk, found = self._history.disk, self._directory.newest_first
-        return listed_again(lambda: latest_good(disk, self._root, found(), lambda ckpt: ckpt)[1])
+            return open_one(self._directory.history.store, self._directory.existing(step))
+        store, found = self._history.store, self._directory.newest_first
+        return listed_again(lambda: latest_good(store, self._root, found(), lambda ckpt: ckpt)[1])
 
     @overload
     def restore(

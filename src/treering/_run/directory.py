@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from .._core.entries import step_number
 from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import pins, removal
-from ..stores.lease import WriterLock
 from . import run
 from .steps import Steps
 
@@ -23,13 +22,13 @@ class Directory:
 
     def __init__(self, history: Steps, busy: Callable[[], bool]):
         self.history = history
-        self.lock = WriterLock(history.disk, history.root, busy)
+        self.lock = history.store.lease(history.root, busy)
         self.back_to: int | None = None
-        self._disk, self._root, self._prefix = history.disk, history.root, history.prefix
+        self._store, self._root, self._prefix = history.store, history.root, history.prefix
 
     def all_steps(self) -> dict[int, str]:
         """The committed steps, ascending, and their paths, with those of other libraries."""
-        return run.all_steps(self._disk, self._root, self._prefix)
+        return run.all_steps(self._store, self._root, self._prefix)
 
     def newest_first(self) -> list[tuple[int, str]]:
         """The committed steps and their paths, descending, with those of other libraries."""
@@ -45,20 +44,20 @@ class Directory:
 
     def pinned(self) -> list[int]:
         """The pinned steps, ascending."""
-        return [step for step, path in self.history.committed().items() if pins.pinned(self._disk, path)]
+        return [step for step, path in self.history.committed().items() if pins.pinned(self._store, path)]
 
     def pin(self, step: int, wanted: bool) -> None:
         """Marks a step never to be deleted, or removes the mark."""
-        pins.pin(self._disk, self._own(step), wanted)
+        pins.pin(self._store, self._own(step), wanted)
 
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` for one pinned or linked, `UnsupportedError` for a later release's."""
         path = self._own(step)
-        if pins.pinned(self._disk, path):
+        if pins.pinned(self._store, path):
             raise MismatchError(f"{path}: the step is pinned; unpin it first")
-        if os.path.islink(path):
+        if self._store.is_link(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        removal.delete(self._disk, path)
+        removal.delete(self._store, path)
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
         """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`."""
@@ -70,7 +69,7 @@ class Directory:
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
             overwrite = overwrite or (step in committed and self.history.is_damaged(step, path))
-            if overwrite and pins.pinned(self._disk, path):
+            if overwrite and pins.pinned(self._store, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
             if not overwrite and on_exists == "skip":
                 return None
@@ -99,14 +98,14 @@ class Directory:
     def finish(self) -> None:
         """Marks the run as finished."""
         self.lock.acquire()
-        run.mark_finished(self._disk, self._root)
+        run.mark_finished(self._store, self._root)
 
     def _set_aside_after(self, step: int) -> None:
-        run.settle_aside(self._disk, self._root)
+        run.settle_aside(self._store, self._root)
         later = {number: path for number, path in self.history.committed().items() if number > step}
         self._check_removable(later)  # again, for now no other process writes the run
         if later:
-            place = run.set_aside(self._disk, self._root, list(reversed(later.values())))
+            place = run.set_aside(self._store, self._root, list(reversed(later.values())))
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
 
     def _check_own_after(self, step: int) -> None:
@@ -123,7 +122,7 @@ class Directory:
         """Raises `UnsupportedError` for steps of a later release."""
         for step, path in steps.items():
             try:
-                removal.check_removable(self._disk, path)
+                removal.check_removable(self._store, path)
             except UnsupportedError as error:
                 raise UnsupportedError(
                     f"step {step} is neither moved nor replaced; go on in another directory: {error}"
@@ -137,7 +136,7 @@ class Directory:
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:
         if (number := step_number(step)) not in committed:
-            run.check_open(self._disk, self._own_path(number), NotFoundError)
+            run.check_open(self._store, self._own_path(number), NotFoundError)
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
         return committed[number]

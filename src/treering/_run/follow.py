@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 from .. import stores
 from .._core.entries import step_number
-from .._core.leaf_paths import absolute
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
 from ..formats.treering import summary
 from ..formats.treering.read import Reader
-from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
+from ..stores.store import Store
 from . import run as _run
 from .latest_good import open_one
 
@@ -39,24 +38,24 @@ def follow(
     afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
     that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
     """
-    place, first = absolute(run), -1 if after is None else step_number(after)
+    place, first = stores.absolute(run), -1 if after is None else step_number(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds from 0, or None")
     return _follow(place, first, timeout)
 
 
 def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]:
-    disk = stores.of(run)
+    store = stores.of(run)
     seen: dict[int, object] = {}
     waiting_since = time.monotonic()
     while True:
         with reading(run):
-            finished = disk.stat(os.path.join(run, _run.FINISHED))  # asked first: then the listing below is complete
-        found = [(step, path, _mark(disk, path)) for step, path in _run.all_steps(disk, run).items() if step > after]
+            finished = store.stat(os.path.join(run, _run.FINISHED))  # asked first: then the listing below is complete
+        found = [(step, path, _mark(store, path)) for step, path in _run.all_steps(store, run).items() if step > after]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
         for step, path, mark in new:
             seen[step] = mark
-            if ckpt := _open(disk, step, path):
+            if ckpt := _open(store, step, path):
                 yield ckpt
                 waiting_since = time.monotonic()
         if new:
@@ -67,17 +66,17 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
 
 
-def _mark(disk: Disk, path: str) -> object:
+def _mark(store: Store, path: str) -> object:
     """A mark that differs for the next checkpoint at the same path; None for those of other libraries."""
     with contextlib.suppress(UnreadableError), reading(path):
-        found = summary.look(disk, path)
-        return found and (found.st_ino, found.st_mtime_ns)
+        found = summary.look(store, path)
+        return found and found.version
     return None
 
 
-def _open(disk: Disk, step: int, path: str) -> Checkpoint | None:
+def _open(store: Store, step: int, path: str) -> Checkpoint | None:
     try:
-        ckpt = open_one(disk, path)
+        ckpt = open_one(store, path)
         if isinstance(ckpt._reader, Reader):
             ckpt._reader.hold()
     except NotFoundError:

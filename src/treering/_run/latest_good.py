@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import stat
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -12,8 +11,8 @@ from .._core.entries import step_number
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
-from ..stores.posix import Disk
 from ..stores.read_errors import ReplacedError, reading
+from ..stores.store import Store
 from .run import all_steps
 
 T = TypeVar("T")
@@ -21,15 +20,15 @@ _log = logging.getLogger("treering")
 _OPEN_ATTEMPTS = 5  # a checkpoint that is overwritten while it is read is read again
 
 
-def open_one(disk: Disk, path: str) -> Checkpoint:
+def open_one(store: Store, path: str) -> Checkpoint:
     """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
     try:
-        format = formats.detect(disk, path)
+        format = formats.detect(store, path)
     except UnsupportedError:  # it was there when it was looked for
         format = formats.get("treering")
     try:
         with reading(path):
-            reader = format.open(disk, path)
+            reader = format.open(store, path)
             reader.check_present()
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
@@ -38,11 +37,11 @@ def open_one(disk: Disk, path: str) -> Checkpoint:
     return Checkpoint(reader, reader.entries, reader.skeleton)
 
 
-def _places(disk: Disk, place: str, step: int | None) -> list[tuple[int, str]] | None:
+def _places(store: Store, place: str, step: int | None) -> list[tuple[int, str]] | None:
     """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
-    found = {} if summary.look(disk, place) else all_steps(disk, place)
+    found = {} if summary.look(store, place) else all_steps(store, place)
     if not found:
-        check_known(disk, place)
+        check_known(store, place)
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
         return None
@@ -54,21 +53,21 @@ def _places(disk: Disk, place: str, step: int | None) -> list[tuple[int, str]] |
     return [(number, found[number])]
 
 
-def check_known(disk: Disk, place: str) -> None:
+def check_known(store: Store, place: str) -> None:
     """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
     try:
-        formats.detect(disk, place)  # first: a path may be the beginning of the names of several files
+        formats.detect(store, place)  # first: a path may be the beginning of the names of several files
     except UnsupportedError as error:
-        there = disk.stat(place)
+        there = store.stat(place)
         if there is None:
             raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
-        if stat.S_ISDIR(there.st_mode):
+        if there.is_folder:
             raise NotFoundError(str(error)) from None
         raise
 
 
 def latest_good(
-    disk: Disk,
+    store: Store,
     run: str,
     places: Iterable[tuple[int, str]],
     use: Callable[[Checkpoint], T],
@@ -92,7 +91,7 @@ def latest_good(
             _log.warning("taking step %d, the one before step %d", step, passed)
         passed = step
         try:
-            return step, on_all_processes(functools.partial(use_current, disk, path, step, use))
+            return step, on_all_processes(functools.partial(use_current, store, path, step, use))
         except CorruptError as error:
             damaged(step)
             if not fallback:
@@ -100,7 +99,7 @@ def latest_good(
             _log.error("step %d is damaged: %s", step, error)
             first = first or error
         except ReplacedError:
-            if not fallback or summary.look(disk, path):
+            if not fallback or summary.look(store, path):
                 raise
             _log.warning("step %d was deleted meanwhile", step)
             deleted += 1
@@ -109,19 +108,19 @@ def latest_good(
     raise first or NotFoundError(f"{run}: expected a step, found none")
 
 
-def use_current(disk: Disk, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+def use_current(store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
     """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
     Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
     """
     for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
-            return use(_open_step(disk, path, step))
-    return use(_open_step(disk, path, step))
+            return use(_open_step(store, path, step))
+    return use(_open_step(store, path, step))
 
 
-def _open_step(disk: Disk, path: str, step: int | None) -> Checkpoint:
-    ckpt = open_one(disk, path)
+def _open_step(store: Store, path: str, step: int | None) -> Checkpoint:
+    ckpt = open_one(store, path)
     if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
         _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
     return ckpt

@@ -6,13 +6,12 @@ from typing import Any
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._save.metrics import encoded
 from ..errors import NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import summary
-from ..stores.posix import Disk
 from ..stores.read_errors import reading
+from ..stores.store import Store
 from . import run as _run
 
 
@@ -27,21 +26,21 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
     """
 
-    place, number, numbers = absolute(run), step_number(step), encoded(metrics)
-    disk = stores.of(place)
-    path = _run.all_steps(disk, place).get(number)
+    place, number, numbers = stores.absolute(run), step_number(step), encoded(metrics)
+    store = stores.of(place)
+    path = _run.all_steps(store, place).get(number)
     if path is None:
         raise NotFoundError(f"{place}: expected step {number}, found none; was it deleted meanwhile?")
-    _write(disk, path, number, numbers)
+    _write(store, path, number, numbers)
 
 
-def _write(disk: Disk, path: str, step: int, numbers: Mapping[str, float | str]) -> None:
+def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str]) -> None:
     with reading(path):
-        there = summary.look(disk, path)
-    if not there and formats.is_known(disk, path):
+        there = summary.look(store, path)
+    if not there and formats.is_known(store, path):
         raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
     try:
-        summary.add_metrics(disk, path, numbers)
+        summary.add_metrics(store, path, numbers)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
     except OSError as error:

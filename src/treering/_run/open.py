@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from .. import stores
 from .._core.entries import check_whole
-from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
@@ -33,7 +32,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
     `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when all steps
     are), `UnsupportedError` when a later release wrote it.
     """
-    place = absolute(path)
+    place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
         if step is None and ckpt.path != place:  # one that is asked for by name may lack leaves
@@ -98,7 +97,7 @@ def restore(
 
     Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
-    place = absolute(path)
+    place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Any:
         return ckpt.restore(
@@ -123,13 +122,13 @@ def restore(
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
     """The result of `use` for a checkpoint, or for a run's step."""
 
-    disk = stores.of(place)
+    store = stores.of(place)
 
     def attempt() -> T:
         with reading(place):
-            steps = _places(disk, place, step)
+            steps = _places(store, place, step)
         if steps is None:
-            return use_current(disk, place, None, use)
-        return latest_good(disk, place, steps, use, fallback=fallback)[1]
+            return use_current(store, place, None, use)
+        return latest_good(store, place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)

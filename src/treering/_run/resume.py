@@ -24,7 +24,7 @@ def has_begun(directory: Directory) -> bool:
     """
     if directory.all_steps():
         return True
-    run.check_new(directory.history.disk, directory.history.root, directory.history.prefix)
+    run.check_new(directory.history.store, directory.history.root, directory.history.prefix)
     return False
 
 
@@ -47,10 +47,10 @@ def restore(
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.broadcast(choose)
-        if places and call.index and summary.look(history.disk, places[0][1]) is None:
-            look_anew(history.disk, places[0][1])
+        if places and call.index and summary.look(history.store, places[0][1]) is None:
+            look_anew(history.store, places[0][1])
         return latest_good(
-            history.disk,
+            history.store,
             history.root,
             places,
             lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),

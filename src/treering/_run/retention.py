@@ -14,7 +14,7 @@ from .._threads.pool import start
 from ..errors import CorruptError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
-from ..stores import atomic
+from ..stores.temporary_names import place_of
 from . import run
 from .directory import Directory
 
@@ -40,19 +40,19 @@ class Retention:
         """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
         if self._cleaned:
             return
-        disk, root = self._history.disk, self._history.root
+        store, root = self._history.store, self._history.root
         try:
             with contextlib.suppress(FileNotFoundError):
-                disk.unlink(os.path.join(root, run.FINISHED))
-            for place in (root, *run.aside(disk, root)):
-                for name in disk.list(place):
-                    beside = atomic.place_of(name)
+                store.delete(os.path.join(root, run.FINISHED))
+            for place in (root, *run.aside(store, root)):
+                for name in store.list(place):
+                    beside = place_of(name)
                     if beside and run.parse(beside, self._history.prefix) is not None:
                         with contextlib.suppress(FileNotFoundError):
-                            atomic.remove_unlocked(disk, os.path.join(place, name))
+                            store.remove_leftover(os.path.join(place, name))
                     if run.parse(name, self._history.prefix) is not None:
-                        removal.remove_leftovers(disk, os.path.join(place, name), remove_empty=True)
-            run.settle_aside(disk, root)
+                        removal.remove_leftovers(store, os.path.join(place, name), remove_empty=True)
+            run.settle_aside(store, root)
             self._cleaned = True
         except OSError:
             _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
@@ -113,8 +113,8 @@ class Retention:
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:
-        if not (pins.pinned(self._history.disk, path) or os.path.islink(path)):
-            self._chores.add(f"deleting {path}", removal.unpublish(self._history.disk, path))
+        if not (pins.pinned(self._history.store, path) or self._history.store.is_link(path)):
+            self._chores.add(f"deleting {path}", removal.unpublish(self._history.store, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # the metrics of the first step may be added later

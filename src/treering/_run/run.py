@@ -4,18 +4,18 @@ import contextlib
 import logging
 import os
 import re
-import stat
 from collections.abc import Sequence
 
 from .. import formats, stores
-from .._core.leaf_paths import absolute, few
+from .._core.leaf_paths import few
 from .._core.tracebacks import at_the_caller
 from .._core.values import EXACT as MAX_STEP
 from ..errors import MismatchError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..stores import nfs
-from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
+from ..stores.store import Store
+from ..stores.whole_files import is_folder
 
 _log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
@@ -38,7 +38,7 @@ def parse(name: str, prefix: str) -> int | None:
     return step if (step := int(digits)) <= MAX_STEP else None
 
 
-def directories(disk: Disk, run: str, prefix: str | None = None) -> list[tuple[int, str]]:
+def directories(store: Store, run: str, prefix: str | None = None) -> list[tuple[int, str]]:
     """The committed steps of a run, ascending, and the names of their directories.
 
     A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
@@ -46,42 +46,42 @@ def directories(disk: Disk, run: str, prefix: str | None = None) -> list[tuple[i
     when the names have several prefixes. A directory that cannot be read does not count.
     """
     with reading(run):
-        names = disk.list(run)
+        names = store.list(run)
     if prefix is not None:
-        return _committed(disk, run, names, prefix)
-    if found := _committed(disk, run, names, PREFIX):
+        return _committed(store, run, names, prefix)
+    if found := _committed(store, run, names, PREFIX):
         return found
-    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(disk, run, name)}
+    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(store, run, name)}
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
             f"{few(tuple(sorted(others)))}; open a step by its own path, or give Checkpointer the prefix"
         )
-    return _committed(disk, run, names, others.pop()) if others else []
+    return _committed(store, run, names, others.pop()) if others else []
 
 
-def _committed(disk: Disk, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
+def _committed(store: Store, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
     found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
-    return sorted((step, name) for step, name in found if _is_committed(disk, run, name))
+    return sorted((step, name) for step, name in found if _is_committed(store, run, name))
 
 
-def _is_committed(disk: Disk, run: str, name: str) -> bool:
+def _is_committed(store: Store, run: str, name: str) -> bool:
     """Whether there is a manifest. A directory that cannot be read is no step, which is logged once."""
     path = os.path.join(run, name)
     try:
         with reading(path):
-            found = summary.look(disk, path)
+            found = summary.look(store, path)
     except UnreadableError:
         return True  # a damaged step, which is found when it is opened
     except PermissionError as error:
         nfs.warn_of_closed(path, error.strerror)
         return False
-    return found is not None and stat.S_ISREG(found.st_mode)
+    return found is not None and found.is_file
 
 
-def committed(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
+def committed(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
     """The committed steps and the names of their directories. Raises `MismatchError` when two claim one step."""
-    found = directories(disk, run, prefix)
+    found = directories(store, run, prefix)
     steps = dict(found)
     if len(steps) != len(found):
         step, name = next((step, name) for step, name in found if steps[step] != name)
@@ -91,14 +91,14 @@ def committed(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]
     return steps
 
 
-def all_steps(disk: Disk, run: str, prefix: str | None = None) -> dict[int, str]:
+def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
     """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
 
     Where both have a step, Treering's counts.
     """
-    names = committed(disk, run, prefix)
+    names = committed(store, run, prefix)
     own = {step: os.path.join(run, name) for step, name in names.items()}
-    return dict(sorted({**formats.foreign_steps(disk, run, set(names.values())), **own}.items()))
+    return dict(sorted({**formats.foreign_steps(store, run, set(names.values())), **own}.items()))
 
 
 @at_the_caller
@@ -108,17 +108,17 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     >>> tr.steps("runs/gpt")
     [1000, 2000]
     """
-    place = absolute(run)
-    disk = stores.of(place)
-    own = directories(disk, place)
-    foreign = formats.foreign_steps(disk, place, {name for _, name in own})
+    place = stores.absolute(run)
+    store = stores.of(place)
+    own = directories(store, place)
+    foreign = formats.foreign_steps(store, place, {name for _, name in own})
     return sorted({step for step, _ in own} | set(foreign))
 
 
-def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
+def check_open(store: Store, path: str, kind: type[TreeringError]) -> None:
     """Raises an error of `kind` for a directory that has a step's name and cannot be read."""
     try:
-        summary.look(disk, path)
+        summary.look(store, path)
     except PermissionError as error:
         raise kind(
             f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
@@ -126,65 +126,65 @@ def check_open(disk: Disk, path: str, kind: type[TreeringError]) -> None:
         ) from error
 
 
-def check_new(disk: Disk, run: str, prefix: str) -> None:
+def check_new(store: Store, run: str, prefix: str) -> None:
     """Checks a directory without steps: raises `MismatchError` when it is a checkpoint itself, and so no run.
 
     Raises `UnsupportedError` when there are directories of steps that this process cannot read.
 
     Checkpoints of other libraries with a number in their name may be meant as steps, and are logged.
     """
-    for name in disk.list(run):
+    for name in store.list(run):
         if parse(name, prefix) is not None:
-            check_open(disk, os.path.join(run, name), UnsupportedError)
-    format = formats.detect(disk, run).name if formats.is_known(disk, run) else None
-    weights = format == "safetensors" or (format == "flax" and os.path.isdir(run))  # to begin with, beside the steps
+            check_open(store, os.path.join(run, name), UnsupportedError)
+    format = formats.detect(store, run).name if formats.is_known(store, run) else None
+    weights = format == "safetensors" or (format == "flax" and is_folder(store, run))  # to begin with, beside the steps
     if format is not None and not weights:
         raise MismatchError(
             f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
             "directory, and restore this one with treering.restore where the run begins"
         )
-    numbered = [name for name in disk.list(run) if re.search("[0-9]", name)]
-    foreign = tuple([name for name in numbered if formats.is_foreign(disk, os.path.join(run, name))])
+    numbered = [name for name in store.list(run) if re.search("[0-9]", name)]
+    foreign = tuple([name for name in numbered if formats.is_foreign(store, os.path.join(run, name))])
     if foreign:
         _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
 
 
-def set_aside(disk: Disk, run: str, paths: Sequence[str]) -> str:
+def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     """Moves step directories into a new directory within the run, and returns that.
 
     Given the newest first, the steps that remain are at every moment those that the run had at some time.
     """
-    taken = (int(match[1]) for name in disk.list(run) if (match := _REWOUND.fullmatch(name)))
+    taken = (int(match[1]) for name in store.list(run) if (match := _REWOUND.fullmatch(name)))
     place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
-    disk.make_dir(place)
-    disk.sync_dir(run)
+    store.make_folder(place)
+    store.settle(run)
     for path in paths:
-        disk.rename_new(path, os.path.join(place, os.path.basename(path)))
-    disk.sync_dir(place)
-    disk.sync_dir(run)
+        store.move(path, os.path.join(place, os.path.basename(path)))
+    store.settle(place)
+    store.settle(run)
     return place
 
 
-def aside(disk: Disk, run: str) -> list[str]:
+def aside(store: Store, run: str) -> list[str]:
     """The directories of steps that were set aside; a file or a link of such a name is not Treering's."""
-    places = [os.path.join(run, name) for name in disk.list(run) if _REWOUND.fullmatch(name)]
-    return [place for place in places if os.path.isdir(place) and not os.path.islink(place)]
+    places = [os.path.join(run, name) for name in store.list(run) if _REWOUND.fullmatch(name)]
+    return [place for place in places if is_folder(store, place)]
 
 
-def settle_aside(disk: Disk, run: str) -> None:
+def settle_aside(store: Store, run: str) -> None:
     """Makes durable the steps that a killed job has set aside, and removes directories that are still empty."""
-    places = aside(disk, run)
+    places = aside(store, run)
     for place in places:
-        if disk.list(place):
-            disk.sync_dir(place)
+        if store.list(place):
+            store.settle(place)
         else:
-            disk.remove_dir(place)
+            store.remove_folder(place)
     if places:
-        disk.sync_dir(run)
+        store.settle(run)
 
 
-def mark_finished(disk: Disk, run: str) -> None:
+def mark_finished(store: Store, run: str) -> None:
     """Marks the run, durably, as one to which no step is added any more."""
     with contextlib.suppress(FileExistsError):
-        disk.close(disk.create(os.path.join(run, FINISHED)))
-    disk.sync_dir(run)
+        store.create(os.path.join(run, FINISHED)).close()
+    store.settle(run)

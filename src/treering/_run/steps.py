@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 from .. import formats
@@ -13,14 +13,16 @@ from ..errors import CorruptError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved
 from ..stores.nfs import warn_of_closed
-from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
+from ..stores.store import Stat, Store
 from . import latest_good, run
 from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
-_Signature = tuple[int, int, int]  # of a step's directory: it changes when a file is replaced or added
+_Signature = tuple[
+    Hashable, float
+]  # version and time of a step's directory: it changes when a file is replaced or added
 _Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
 
 
@@ -30,8 +32,8 @@ class Steps:
     Metrics that a step was not given are looked up in event files, if there is a directory of them.
     """
 
-    def __init__(self, disk: Disk, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
-        self.disk, self.root, self.prefix = disk, root, prefix
+    def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
+        self.store, self.root, self.prefix = store, root, prefix
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, _Verdict]] = {}
         self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
@@ -40,7 +42,7 @@ class Steps:
 
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
-        names = run.committed(self.disk, self.root, self.prefix)
+        names = run.committed(self.store, self.root, self.prefix)
         return {step: os.path.join(self.root, name) for step, name in names.items()}
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
@@ -53,7 +55,7 @@ class Steps:
         good = [verdict for verdict in found if isinstance(verdict, Saved)]
         if foreign:
             names = {os.path.basename(path) for path in own.values()}
-            others = formats.foreign_steps(self.disk, self.root, names)
+            others = formats.foreign_steps(self.store, self.root, names)
             good += [saved for step, path in others.items() if step not in own and (saved := self._foreign(step, path))]
             good.sort(key=lambda one: one.step)
         if self._events is None:
@@ -82,7 +84,7 @@ class Steps:
     def _foreign(self, step: int, path: str) -> Saved | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, latest_good.open_one(self.disk, path).metrics)
+                self._others[path] = Saved(step, latest_good.open_one(self.store, path).metrics)
             except TreeringError as error:
                 _log.warning("step %d does not count: %s", step, error)
                 self._others[path] = None
@@ -99,35 +101,35 @@ class Steps:
             if step in self._damaged and self._damaged[step] == self._signature_of_manifest(path):
                 return "damaged"  # whatever was put beside it since
         read = self._signature_of_manifest(path)  # asked before: it may be replaced while it is read
-        verdict = _read(self.disk, step, path)
+        verdict = _read(self.store, step, path)
         if verdict == "damaged":
             with self._lock:
                 self._known[step] = signature, verdict
                 self._damaged[step] = read
-        elif verdict != "closed" and time.time() - signature[1] / 1e9 > _SETTLED:  # or it is looked at again
+        elif verdict != "closed" and time.time() - signature[1] > _SETTLED:  # or it is looked at again
             with self._lock:
                 self._known[step] = signature, verdict
         return verdict
 
     def _signature(self, path: str) -> _Signature | None:
-        return _seen(path, lambda: self.disk.stat(path))
+        return _seen(path, lambda: self.store.stat(path))
 
     def _signature_of_manifest(self, path: str) -> _Signature | None:
-        return _seen(path, lambda: summary.look(self.disk, path))
+        return _seen(path, lambda: summary.look(self.store, path))
 
 
-def _seen(path: str, look: Callable[[], os.stat_result | None]) -> _Signature | None:
+def _seen(path: str, look: Callable[[], Stat | None]) -> _Signature | None:
     try:
         with reading(path):
             found = look()
     except UnreadableError:
-        return 0, 0, 0  # for as long as it is unreadable
-    return found and (found.st_ino, found.st_mtime_ns, found.st_size)
+        return "unreadable", 0
+    return found and (found.version, found.modified)
 
 
-def _read(disk: Disk, step: int, path: str) -> _Verdict:
+def _read(store: Store, step: int, path: str) -> _Verdict:
     try:
-        return Saved(step, *summary.read(disk, path))
+        return Saved(step, *summary.read(store, path))
     except CorruptError as error:
         _log.warning("step %d is damaged and does not count: %s", step, error)
         return "damaged"

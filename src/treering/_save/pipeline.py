@@ -33,7 +33,6 @@ from .._threads.reentry import alone
 from ..errors import UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
-from ..stores.atomic import scratch_directory
 from . import inputs
 from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
@@ -181,7 +180,7 @@ def _prepare_by_way_of_native(target: Target, live: LiveTree, change: Callable[[
 
             def begin() -> str:
                 check_free_for_all(target)
-                return scratch.enter_context(scratch_directory(target.store, target.path))
+                return scratch.enter_context(target.store.scratch_folder(target.path))
 
             beside = call.broadcast(begin)
             try:
@@ -189,7 +188,7 @@ def _prepare_by_way_of_native(target: Target, live: LiveTree, change: Callable[[
             except BaseException:
                 if call.index:  # whose files may have been the last in it, after process 0 has removed its own
                     with contextlib.suppress(OSError):
-                        target.store.remove_dir(beside)
+                        target.store.remove_folder(beside)
                 raise
             call.doing("writing in process 0")
             return Written(*call.broadcast(lambda: list(_copy(target, change, beside, pool, staging.check))))

@@ -15,7 +15,6 @@ import numpy as np
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.leaf_paths import absolute
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._processes.coordinator import Call
@@ -155,7 +154,7 @@ def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | Non
 
 
 def _what(path: str | os.PathLike[str], step: int | None) -> str:
-    return f"save({absolute(path)!r}{'' if step is None else f', step={step}'})"
+    return f"save({stores.absolute(path)!r}{'' if step is None else f', step={step}'})"
 
 
 @contextlib.contextmanager
@@ -189,7 +188,7 @@ def start(
     call.doing("copying the state")
     if hooks is None:
         _raise_failed(call)
-    place = absolute(path)
+    place = stores.absolute(path)
     format = formats.for_path(place, options.format)
     if format.name == "treering" and options.of_format:
         raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")

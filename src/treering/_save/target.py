@@ -1,7 +1,6 @@
 """Where a save goes, and what is refused before anything is written there."""
 
 import logging
-import os
 from typing import NamedTuple
 
 from .. import formats
@@ -12,7 +11,8 @@ from ..errors import ExistsError, UnsupportedError
 from ..formats import Format
 from ..formats.treering import write as native
 from ..formats.treering.commit import check_free
-from ..stores.posix import Disk
+from ..stores.store import Store
+from ..stores.whole_files import is_folder
 from .options import SaveOptions
 
 _log = logging.getLogger("treering")
@@ -22,7 +22,7 @@ class Target(NamedTuple):
     """The place, format and options of a save."""
 
     call: Call
-    store: Disk
+    store: Store
     path: str
     format: Format
     info: native.Info
@@ -51,7 +51,7 @@ def check_free_for_all(target: Target) -> None:
         return
     joins = bool(target.options.of_format)  # shards of safetensors may join others
     if not (target.options.overwrite or joins) and target.store.stat(target.path) is not None:
-        what = "directory" if os.path.isdir(target.path) else "file"
+        what = "directory" if is_folder(target.store, target.path, links=True) else "file"
         raise ExistsError(f"{target.path}: expected a free path, found a {what}; pass overwrite=True to replace it")
     check_replaceable(target)
 
@@ -59,7 +59,7 @@ def check_free_for_all(target: Target) -> None:
 def check_replaceable(target: Target) -> None:
     """Raises `ExistsError` when `overwrite` would replace a directory that is no checkpoint of the format."""
     store, place = target.store, target.path
-    if target.options.overwrite and os.path.isdir(place):
+    if target.options.overwrite and is_folder(store, place, links=True):
         found = formats.detect(store, place).name if formats.is_known(store, place) else None
         if found != target.format.name:
             what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"

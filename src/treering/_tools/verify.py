@@ -5,7 +5,6 @@ import errno
 import os
 
 from .. import formats, stores
-from .._core.leaf_paths import absolute
 from .._core.source import Problem
 from .._core.tracebacks import at_the_caller
 from .._run.latest_good import check_known
@@ -14,8 +13,8 @@ from ..errors import CorruptError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..formats.treering.read import ReplacedError
 from ..stores.nfs import look_anew
-from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
+from ..stores.store import Store
 
 _CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -55,7 +54,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
     what a later release wrote, when all else is checked: the message says what damage there is.
     """
-    place = absolute(path)
+    place = stores.absolute(path)
     try:
         with reading(place):
             return _verify(place)
@@ -64,19 +63,19 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 
 def _verify(place: str) -> VerifyReport:
-    disk = stores.of(place)
-    single = summary.look(disk, place) is not None
-    names = [] if single else [name for _, name in directories(disk, place)]
-    others = [] if single else formats.foreign_steps(disk, place, set(names)).values()
+    store = stores.of(place)
+    single = summary.look(store, place) is not None
+    names = [] if single else [name for _, name in directories(store, place)]
+    others = [] if single else formats.foreign_steps(store, place, set(names)).values()
     parts = [os.path.join(place, name) for name in names] + sorted(others)
-    if not parts or formats.is_known(disk, place):  # such as the weights that a run began with, beside its steps
+    if not parts or formats.is_known(store, place):  # such as the weights that a run began with, beside its steps
         parts.insert(0, place)
     total = 0
     found: list[Problem] = []
     unsupported: list[UnsupportedError] = []
     for part in parts:
         try:
-            total += _verify_one(disk, part, "" if part == place else os.path.relpath(part, place), found)
+            total += _verify_one(store, part, "" if part == place else os.path.relpath(part, place), found)
         except NotFoundError:
             if part == place:
                 raise
@@ -95,16 +94,16 @@ def _verify(place: str) -> VerifyReport:
     return report
 
 
-def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
+def _verify_one(store: Store, path: str, below: str, found: list[Problem]) -> int:
     """Adds the damage to `found` and returns the number of bytes. Raises `UnsupportedError` when that is done."""
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
-            check_known(disk, path)
-            format = formats.detect(disk, path)
+            check_known(store, path)
+            format = formats.detect(store, path)
             file = summary.file(below) if format.name == "treering" else path
             with reading(path):
-                reader = format.open(disk, path)
+                reader = format.open(store, path)
         except CorruptError as error:
             found.append(Problem(file, (), None, str(error)))
             return 0
@@ -114,7 +113,7 @@ def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
             problems.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
         except UnsupportedError as error:
             unsupported = error
-        if not problems or format.name != "treering" or _is_current(disk, path, reader.identity):
+        if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
             found.extend(problems)
             if unsupported:
                 raise unsupported
@@ -122,14 +121,14 @@ def _verify_one(disk: Disk, path: str, below: str, found: list[Problem]) -> int:
     raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
 
 
-def _is_current(disk: Disk, path: str, identity: str) -> bool:
+def _is_current(store: Store, path: str, identity: str) -> bool:
     """Whether the checkpoint at a path is still the one that was opened, so that what its files lack is damage.
 
     Another host may have replaced it. Raises `ReplacedError` when it was deleted.
     """
-    look_anew(disk, path)
+    look_anew(store, path)
     try:
-        return summary.identity(disk, path) == identity
+        return summary.identity(store, path) == identity
     except (CorruptError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _GONE:
             raise ReplacedError(f"{path}: it was deleted while it was checked") from None

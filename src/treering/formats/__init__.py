@@ -6,7 +6,6 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 
 import importlib
 import os
-import stat
 from collections.abc import Collection, Container, Sequence
 from typing import Any, Protocol
 
@@ -17,8 +16,8 @@ from .._core.source import Problem, Source
 from ..errors import MismatchError, UnsupportedError
 from ..stores import git_lfs
 from ..stores.nfs import warn_of_closed
-from ..stores.posix import Disk
 from ..stores.read_errors import UnreadableError, reading
+from ..stores.store import Store
 from ._shared import kinds
 
 # The names that a format of another package needs.
@@ -57,15 +56,15 @@ class Format(Protocol):
         """Kinds of boxes around leaves that its library shows as levels: "variable" (NNX), "axis-metadata" (Linen)."""
         ...
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         """The reason why a path is not of this format; None when it is. Reads no more than a header."""
         ...
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         """Opens a checkpoint that is of this format. Raises `CorruptError` and `UnsupportedError`."""
         ...
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         """The complete checkpoints of a run by step: their names, of those given in the folder."""
         ...
 
@@ -77,7 +76,7 @@ class Format(Protocol):
         """
         ...
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
         Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold.
@@ -128,7 +127,7 @@ def for_path(path: str, name: str | None) -> Format:
     return next((get(n) for n in names() if path.endswith(get(n).suffixes)), get("treering"))
 
 
-def detect(disk: Disk, path: str) -> Format:
+def detect(store: Store, path: str) -> Format:
     """The format of the checkpoint at a path.
 
     Raises an `UnsupportedError` that says what else it is, and why each format refuses it; `CorruptError` for pointers
@@ -137,75 +136,75 @@ def detect(disk: Disk, path: str) -> Format:
     reasons: list[str] = []
     for name in names():
         with reading(path):
-            reason = get(name).refuses(disk, path)
+            reason = get(name).refuses(store, path)
         if reason is None:
             return get(name)
         reasons.append(f"  {name}: {reason}")
     for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
-        git_lfs.check_all(disk, path + ending, levels=2)
-    what = kinds.described(disk, path)
+        git_lfs.check_all(store, path + ending, levels=2)
+    what = kinds.described(store, path)
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))
 
 
-def is_known(disk: Disk, path: str) -> bool:
+def is_known(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
-    return any(accepts(get(name), disk, path) for name in names())
+    return any(accepts(get(name), store, path) for name in names())
 
 
-def is_foreign(disk: Disk, path: str) -> bool:
+def is_foreign(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint that another library wrote, or unreadable, so that it may be one."""
-    return any(name != "treering" and accepts(get(name), disk, path) for name in names())
+    return any(name != "treering" and accepts(get(name), store, path) for name in names())
 
 
-def accepts(format: Format, disk: Disk, path: str) -> bool:
+def accepts(format: Format, store: Store, path: str) -> bool:
     """Whether a path is of a format, or unreadable: then opening it raises."""
     try:
         with reading(path):
-            return format.refuses(disk, path) is None
+            return format.refuses(store, path) is None
     except UnreadableError:
         return True
 
 
-def is_step(format: Format, disk: Disk, path: str) -> bool:
+def is_step(format: Format, store: Store, path: str) -> bool:
     """Whether a directory with a step's name is of a format. Raises `PermissionError` when it cannot be read."""
-    if accepts(format, disk, path):
+    if accepts(format, store, path):
         return True
-    disk.stat(os.path.join(path, "."))
+    store.stat(os.path.join(path, "."))
     return False
 
 
-def may_be_file(disk: Disk, path: str) -> bool:
+def may_be_file(store: Store, path: str) -> bool:
     """Whether a path is a regular file, or unreadable: then opening it raises."""
     try:
         with reading(path):
-            found = disk.stat(path)
+            found = store.stat(path)
     except UnreadableError:
         return True
-    return found is not None and stat.S_ISREG(found.st_mode)
+    return found is not None and found.is_file
 
 
-def _steps(format: Format, disk: Disk, folder: str, listed: Sequence[str]) -> dict[int, str]:
+def _steps(format: Format, store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
     """The steps of one format, without directories that this process may not read."""
     try:
-        return format.steps(disk, folder, listed)
+        return format.steps(store, folder, listed)
     except PermissionError:
         open_ones: list[str] = []
     for name in listed:
         try:
-            format.steps(disk, folder, [name])
+            format.steps(store, folder, [name])
             open_ones.append(name)
         except PermissionError as error:
             warn_of_closed(os.path.join(folder, name), error.strerror)
-    return format.steps(disk, folder, open_ones)
+    return format.steps(store, folder, open_ones)
 
 
-def foreign_steps(disk: Disk, folder: str, ours: Container[str] = ()) -> dict[int, str]:
+def foreign_steps(store: Store, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
     found: dict[int, str] = {}
     with reading(folder):
-        listed = [name for name in disk.list(folder) if name not in ours]
+        listed = [name for name in store.list(folder) if name not in ours]
         for name in names():
             if name != "treering":
-                found = {**_steps(get(name), disk, folder, listed), **found}
+                found = {**_steps(get(name), store, folder, listed), **found}
     return {step: os.path.join(folder, name) for step, name in found.items()}

@@ -3,10 +3,21 @@
 >>> from treering.formats.foreign import ForeignReader, Runs, new_file
 """
 
-from ..stores.atomic import new_directory, new_file
-from ..stores.posix import Disk
-from ..stores.sequential import SequentialWriter
-from ._shared.extents import File, Runs
+from ..stores.sequential import file_of_new_folder
+from ..stores.store import Blob, Stat, Store, Writer
+from ..stores.whole_files import open_fetched, read_file
+from ._shared.extents import Runs
 from ._shared.reader import ForeignReader, Stored
 
-__all__ = ["Disk", "File", "ForeignReader", "Runs", "SequentialWriter", "Stored", "new_directory", "new_file"]
+__all__ = [
+    "Blob",
+    "ForeignReader",
+    "Runs",
+    "Stat",
+    "Store",
+    "Stored",
+    "Writer",
+    "file_of_new_folder",
+    "open_fetched",
+    "read_file",
+]

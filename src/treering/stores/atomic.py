@@ -9,37 +9,24 @@ import contextlib
 import errno
 import logging
 import os
-import re
-import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator
 
 from ..errors import ExistsError, SaveError
+from .directories import make_dirs
+from .file_sink import FileSink
 from .kept_files import Beside, Owned, Replaced, is_dir, look, survey
 from .posix import Disk
-from .sequential import SequentialWriter, lock
-from .whole_files import make_dirs
+from .sequential import SequentialWriter
+from .temporary_names import place_of, temporary_beside
 
 _CREATE_ATTEMPTS = 50  # at making a file or directory, while others tidy up
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 _log = logging.getLogger("treering")
-
-
-def check_free(disk: Disk, path: str, *, overwrite: bool, directory: bool) -> None:
-    """Raises `ExistsError` when writing a file or directory to a path would touch something it must not."""
-    found = disk.stat(path)
-    if found is not None:
-        what = "directory" if stat.S_ISDIR(found.st_mode) else "file"
-        if what != ("directory" if directory else "file"):
-            raise ExistsError(f"{path}: expected a free path, found a {what}; choose another path or remove it")
-        if not overwrite:
-            raise ExistsError(f"{path}: expected a free path, found a {what}; pass overwrite=True to replace it")
 
 
 @contextlib.contextmanager
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWriter]:
     """Yields a file to write within a `with` block; at its end it is in place, after an error it never was."""
-    check_free(disk, path, overwrite=overwrite, directory=False)
     with _parents(disk, path):
         file = _new_file(disk, path)
         try:
@@ -89,7 +76,6 @@ def new_directory(
     for other directories, which may be anything, and for other files whose `names` the new one needs or that must not
     lie `beside` it.
     """
-    check_free(disk, path, overwrite=overwrite, directory=True)
     if os.path.islink(path) and os.path.isdir(path):
         path = os.path.realpath(path)
     survey(disk, path, owned, names, beside)
@@ -162,8 +148,8 @@ def _set_mode(disk: Disk, path: str, mode: int) -> bool:
 def _new_file(disk: Disk, path: str) -> SequentialWriter:
     """A locked file under a temporary name."""
     for _ in range(_CREATE_ATTEMPTS):
-        file = SequentialWriter(disk, _temporary(path))
-        if file.lock():
+        file = SequentialWriter(FileSink(disk, temporary_beside(path)))
+        if file.sink.protect():
             return file
         file.discard()
     raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
@@ -172,7 +158,7 @@ def _new_file(disk: Disk, path: str) -> SequentialWriter:
 def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
     """A directory under a temporary name, and the descriptor that holds its lock; None where there is none."""
     for _ in range(_CREATE_ATTEMPTS):
-        temporary = _temporary(path)
+        temporary = temporary_beside(path)
         disk.make_dir(temporary)
         try:
             fd = disk.open_dir(temporary)
@@ -183,7 +169,7 @@ def _new_directory(disk: Disk, path: str) -> tuple[str, int | None]:
         except BaseException:
             disk.remove_dir(temporary)
             raise
-        if lock(disk, fd, temporary):
+        if disk.lock(fd) is not False and disk.same_file(fd, temporary):
             return temporary, fd
         disk.close(fd)
     raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", path)
@@ -202,12 +188,6 @@ def _clean(disk: Disk, path: str) -> None:
                 remove_unlocked(disk, left_over)
     except OSError as error:
         _log.warning("%s: tidying up failed: %s", path, error)
-
-
-def place_of(name: str) -> str | None:
-    """The name beside which something with a temporary name is written; None for other names."""
-    found = _TEMPORARY.fullmatch(name)
-    return found and found[1]
 
 
 def remove_unlocked(disk: Disk, path: str) -> None:
@@ -241,7 +221,7 @@ def _publish(path: str, put: Callable[[], None]) -> None:
 def _change_places(disk: Disk, new: str, old: str) -> None:
     if disk.exchange(new, old):
         return
-    aside = _temporary(old)
+    aside = temporary_beside(old)
     disk.rename(old, aside)
     try:
         disk.rename(new, old)
@@ -276,11 +256,6 @@ def _sync_tree(disk: Disk, path: str) -> None:
             finally:
                 disk.close(fd)
     disk.sync_dir(path)
-
-
-def _temporary(path: str) -> str:
-    directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}.{secrets.token_hex(3)}.tmp")
 
 
 @contextlib.contextmanager

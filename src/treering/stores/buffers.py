@@ -3,12 +3,12 @@
 import contextlib
 import math
 import mmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-from .posix import PAGE
-
+PAGE = 4096  # bytes, at multiples of which direct I/O begins and ends
 _HUGE = 2 << 20
 _LINE = 64  # bytes
 
@@ -34,12 +34,14 @@ def aligned(size: int) -> memoryview:
     return memoryview(memory)
 
 
-def adoptable(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
     """An uninitialised array that begins on a cache line: JAX's CPU backend adopts it, and copies any other.
 
     It is NumPy's own memory rather than a mapping: pages that were in use before come back several times as
     fast as new ones.
     """
+    import numpy as np  # what only looks at files needs none
+
     nbytes = dtype.itemsize * math.prod(shape)
     memory = np.empty(nbytes + _LINE, np.uint8)
     begin = -memory.ctypes.data % _LINE

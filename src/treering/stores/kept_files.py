@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 from .._core.leaf_paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
+from .directories import opened
+from .file_sink import FileSink
 from .posix import Disk
 from .sequential import SequentialWriter
-from .whole_files import opened
 
 _BUFFER_BYTES = 4 << 20
 # The files in a directory, by their paths within it, that are part of a checkpoint of some format.
-Owned = Callable[[Disk, str], Collection[str]]
-Beside = Callable[[Disk, str, Sequence[str]], None]  # raises `ExistsError` for files in a directory that are in the way
+Owned = Callable[[str], Collection[str]]
+Beside = Callable[[str, Sequence[str]], None]  # raises `ExistsError` for files in a directory that are in the way
 _log = logging.getLogger("treering")
 
 
@@ -67,7 +68,7 @@ class Replaced:
         Where a file cannot be moved, the old directory stays under another name, which is logged.
         """
         with contextlib.suppress(TreeringError, OSError):  # this may be the checkpoint of a faster writer
-            self._parts |= set(self._owned(disk, old))
+            self._parts |= set(self._owned(old))
         folders = {parent for part in self._parts for parent in _parents_of(part)}
         try:
             self._clear(disk, old, new, "", folders)
@@ -126,7 +127,7 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
     """
     if not os.path.isdir(path):
         return Replaced(owned, (), [])
-    parts = set(owned(disk, path))
+    parts = set(owned(path))
     others: list[str] = []
     folders: list[str] = []
     for name in disk.list(path):
@@ -154,7 +155,7 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
             f"{few(tuple(folders))}; write to another path, or move them out of it"
         )
     if beside:
-        beside(disk, path, others)
+        beside(path, others)
     return Replaced(owned, parts, others)
 
 
@@ -208,7 +209,7 @@ def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
             return None
         if stat.S_ISLNK(found.st_mode):
             return disk.copy_link(old, new)
-        file = SequentialWriter(disk, new)
+        file = SequentialWriter(FileSink(disk, new))
     except FileExistsError:
         raise _taken(old) from None
     try:

@@ -14,8 +14,8 @@ import msgspec
 
 from .._threads.alive import Alive
 from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
+from .directories import make_dirs
 from .posix import Disk
-from .whole_files import make_dirs
 
 NAME = "writer.lock"  # the file of a killed writer stays; only the lock counts
 _VERSION = 1

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .posix import Disk
+from .store import Store
 
 _log = logging.getLogger("treering")
 _MIN_WAIT_SECONDS = 2.5  # seconds, at least, for a file that another process has made
@@ -30,14 +30,14 @@ def wait_until(
     return there
 
 
-def look_anew(disk: Disk, path: str, made: Sequence[str] = ()) -> None:
+def look_anew(store: Store, path: str, made: Sequence[str] = ()) -> None:
     """Makes a network's client refresh its cache of a directory and of those that were made above it.
 
     Over NFS a file that was not there a moment ago may be taken for missing for as long as attributes are cached.
     """
     for directory in (*(os.path.dirname(one) for one in made), os.path.dirname(path), path):
         with contextlib.suppress(OSError):  # a directory that cannot be listed is found to be missing later
-            disk.list(directory)
+            store.list(directory)
 
 
 @functools.lru_cache(maxsize=1000)

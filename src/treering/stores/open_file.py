@@ -1,6 +1,5 @@
 """A file that is open for reading: at offsets, or as memory."""
 
-import bisect
 import contextlib
 import mmap
 import threading
@@ -9,17 +8,15 @@ from collections.abc import Iterable, Sequence
 
 from .._threads.pool import in_parallel
 from ..errors import CorruptError
-from . import git_lfs
 from .posix import Disk
+from .ranges import Range, take
 from .read_errors import reading
 
 _CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
 
-Range = tuple[int, int]  # of bytes: the first, and the one behind the last
-
 
 class File:
-    """A file that stays open, so that it can be read even after it was replaced or deleted."""
+    """A file that stays open, so that it can be read even after it was replaced or deleted. See `stores.store.Blob`."""
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -27,11 +24,18 @@ class File:
         with reading(path):
             self._fd = disk.open(path)
             self._close = weakref.finalize(self, _let_go, disk, self._fd)
-            self.size = disk.size(self._fd)
-            self.local = disk.is_local(self._fd)
-            git_lfs.check_open(disk, self._fd, path)
+            try:
+                self.size = disk.size(self._fd)
+                self.local = disk.is_local(self._fd)
+            except BaseException:  # which may keep this object alive
+                self._close()
+                raise
         self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # its taken ranges, ascending
         self._taking, self._busy = threading.RLock(), False
+
+    @property
+    def has_holes(self) -> bool:
+        return self._disk.has_holes(self._fd)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` when the file ends before, or cannot be read."""
@@ -46,6 +50,15 @@ class File:
         data = bytearray(nbytes)
         self.read_into(memoryview(data), offset)
         return bytes(data)
+
+    def read_up_to(self, nbytes: int) -> bytes:
+        """The first bytes, or all where there are fewer."""
+        buffer = bytearray(min(nbytes, self._disk.size(self._fd)))
+        return bytes(buffer[: self._disk.read(self._fd, memoryview(buffer), 0)])
+
+    def close(self) -> None:
+        """Closes it; an object that is collected is closed, too."""
+        self._close()
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         """Private memory with the whole file, of which the caller gets these merged ranges; None where that is refused.
@@ -77,7 +90,7 @@ class File:
         mapping, taken = self._shared or (None, [])
         found = mapping and mapping()
         taken = list(taken)
-        if found is None or not all(_take(taken, begin, end) for begin, end in ranges):
+        if found is None or not all(take(taken, begin, end) for begin, end in ranges):
             return None
         self._shared = mapping, taken  # at once, for an interrupt must not leave half of it
         return found
@@ -95,31 +108,6 @@ class File:
 
     def _cut_short(self, expected: int) -> CorruptError:
         return CorruptError(f"{self.path}: expected {expected} bytes, found fewer; it was cut short while open")
-
-
-def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted, with touching and overlapping ranges joined."""
-    out: list[Range] = []
-    for begin, end in sorted(ranges):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
-
-
-def _take(taken: list[Range], begin: int, end: int) -> bool:
-    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is taken."""
-    n = bisect.bisect_left(taken, (end, end))  # the first that begins behind it
-    if n and taken[n - 1][1] > begin:
-        return False
-    if n and taken[n - 1][1] == begin:
-        n -= 1
-        begin = taken.pop(n)[0]
-    if n < len(taken) and taken[n][0] == end:
-        end = taken.pop(n)[1]
-    taken.insert(n, (begin, end))
-    return True
 
 
 def _let_go(disk: Disk, fd: int) -> None:

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import CorruptError
+from .buffers import PAGE
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-PAGE = 4096
 # File systems that keep a mapping's pages as they were read unless the file is written, and preallocate cheaply:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}

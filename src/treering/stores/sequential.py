@@ -1,18 +1,31 @@
 """A file that is written from one end to the other, durable when it is closed."""
 
+import contextlib
+from collections.abc import Iterator
+
 from .buffers import aligned, round_up
-from .posix import Disk
+from .store import Sink, Store, Writer
 
 _BUFFER_BYTES = 4 << 20
+
+
+@contextlib.contextmanager
+def file_of_new_folder(store: Store, path: str) -> Iterator[Writer]:
+    """Yields a file to write in a folder that is not in place yet; it is durable after the `with` block."""
+    file = SequentialWriter(store.create(path))
+    try:
+        yield file
+        file.close()
+    finally:
+        file.discard()
 
 
 class SequentialWriter:
     """A file that is written from one end to the other."""
 
-    def __init__(self, disk: Disk, path: str):
-        self.path, self.size = path, 0
-        self._disk = disk
-        self._fd = disk.create(path)
+    def __init__(self, sink: Sink):
+        self.path, self.size = sink.path, 0
+        self.sink = sink
         self._buffer = aligned(_BUFFER_BYTES)
         self._filled = self._flushed = 0
 
@@ -31,31 +44,19 @@ class SequentialWriter:
     def sync(self) -> None:
         """Makes the file durable; nothing can be written any more."""
         self._flush()
-        self._disk.truncate(self._fd, self.size)
-        self._disk.sync(self._fd)
+        self.sink.finish(self.size)
 
     def close(self) -> None:
         """Makes the file durable and closes it."""
         self.sync()
         self.discard()
 
-    def lock(self) -> bool:
-        """Keeps other writers from removing the file before it is closed; False when they have begun to."""
-        return lock(self._disk, self._fd, self.path)
-
     def discard(self) -> None:
         """Closes the file as it is."""
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
+        self.sink.close()
 
     def _flush(self) -> None:
         if self._filled:
-            self._disk.write(self._fd, self._buffer[: round_up(self._filled)], self._flushed)
+            self.sink.write(self._buffer[: round_up(self._filled)], self._flushed)
             self._flushed += self._filled
             self._filled = 0
-
-
-def lock(disk: Disk, fd: int, path: str) -> bool:
-    """Locks an open file, where there are locks; False when a process that removes leftovers was faster."""
-    return disk.lock(fd) is not False and disk.same_file(fd, path)

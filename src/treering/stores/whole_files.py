@@ -1,72 +1,83 @@
-"""Several operations of a disk in one: reading whole files, making directories with their parents."""
+"""Several operations of a store in one: reading whole files, opening them with a look at what they are."""
 
 import contextlib
-import errno
 import os
-import stat
 from collections.abc import Iterator
 
-from ..errors import UnsafeError
+from ..errors import ExistsError, UnsafeError
 from . import git_lfs
-from .posix import UNSUPPORTED, Disk, looked_up_again
+from .posix import looked_up_again
 from .read_errors import reading
+from .store import Blob, Store
 
 _MAX_FILE_BYTES = 2 << 30
 _MAX_SPARSE_BYTES = 16 << 20  # bytes; larger files are not read if they have holes
 
 
-def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
-    """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
-
-    The name of the one that is there already is made durable, too: its maker may have been killed before that.
-    """
-    parent = os.path.dirname(path)
-    if there := disk.stat(path):
-        above = disk.stat(parent)
-        if above and above.st_dev == there.st_dev:  # or else something is mounted here, and needs no sync
-            try:
-                disk.sync_dir(parent)
-            except OSError as error:  # where names cannot be synced, or not by this user, this user has made none
-                if error.errno not in {*UNSUPPORTED, errno.EACCES, errno.EPERM}:
-                    raise
-        return
-    make_dirs(disk, parent, made)
-    with contextlib.suppress(FileExistsError):
-        disk.make_dir(path)
-        made.append(path)
-    disk.sync_dir(parent)
-
-
-def read_file(disk: Disk, path: str) -> bytes:
+def read_file(store: Store, path: str) -> bytes:
     """Reads a whole file of text, of at most 2 GiB, which no manifest comes near, and without holes if it is large.
 
     Raises `CorruptError` for a file that cannot be read any more, and for pointers of git-lfs.
     """
     with reading(path):
-        return looked_up_again(lambda: _read_file(disk, path))  # it may also be replaced while it is open
+        return looked_up_again(lambda: _read_file(store, path))  # it may also be replaced while it is open
 
 
-def _read_file(disk: Disk, path: str) -> bytes:
-    with opened(disk, path) as fd:
-        if disk.size(fd) > _MAX_FILE_BYTES or (disk.size(fd) > _MAX_SPARSE_BYTES and disk.has_holes(fd)):
-            raise UnsafeError(f"{path}: {disk.size(fd)} bytes, which cannot be meant to be read at once")
-        buffer = bytearray(disk.size(fd))
-        data = bytes(memoryview(buffer)[: disk.read(fd, memoryview(buffer), 0)])
+def _read_file(store: Store, path: str) -> bytes:
+    with opened(store, path) as blob:
+        if blob.size > _MAX_FILE_BYTES or (blob.size > _MAX_SPARSE_BYTES and blob.has_holes):
+            raise UnsafeError(f"{path}: {blob.size} bytes, which cannot be meant to be read at once")
+        data = blob.read_up_to(blob.size)
         git_lfs.check(path, data)
         return data
 
 
-def is_file(disk: Disk, path: str) -> bool:
+def is_file(store: Store, path: str) -> bool:
     """Whether there is a file at a path."""
-    there = disk.stat(path)
-    return there is not None and stat.S_ISREG(there.st_mode)
+    there = store.stat(path)
+    return there is not None and there.is_file
+
+
+def check_free(store: Store, path: str, *, overwrite: bool, folder: bool) -> None:
+    """Raises `ExistsError` when writing a file or folder to a path would touch something it must not."""
+    found = store.stat(path)
+    if found is not None:
+        what = "directory" if found.is_folder else "file"
+        if found.is_folder != folder:
+            raise ExistsError(f"{path}: expected a free path, found a {what}; choose another path or remove it")
+        if not overwrite:
+            raise ExistsError(f"{path}: expected a free path, found a {what}; pass overwrite=True to replace it")
+
+
+def is_folder(store: Store, path: str, *, links: bool = False) -> bool:
+    """Whether there is a folder at a path; one that a link leads to counts with `links`."""
+    there = store.stat(path)
+    return there is not None and there.is_folder and (links or not store.is_link(path))
+
+
+def files_in(store: Store, path: str) -> Iterator[str]:
+    """The files below a folder, by their paths within it. Links count as files, wherever they lead."""
+    for name in store.list(path):
+        inner = os.path.join(path, name)
+        if is_folder(store, inner):
+            yield from (f"{name}/{file}" for file in files_in(store, inner))
+        else:
+            yield name
 
 
 @contextlib.contextmanager
-def opened(disk: Disk, path: str) -> Iterator[int]:
+def opened(store: Store, path: str) -> Iterator[Blob]:
     """Opens a file for reading within a `with` block."""
-    fd = disk.open(path)
+    blob = store.open(path)
     try:
-        yield fd
+        yield blob
     finally:
-        disk.close(fd)
+        blob.close()
+
+
+def open_fetched(store: Store, path: str) -> Blob:
+    """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
+    blob = store.open(path)
+    with reading(path):
+        git_lfs.check_open(blob)
+    return blob

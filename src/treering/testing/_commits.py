@@ -71,7 +71,7 @@ class Commits(Subject):
         for overwrite in (False, True):
             target = path if overwrite else self.place(tmp_path / "new", "x")
             counted = FailingDisk()
-            with stores.using(counted):
+            with stores.using(stores.Filesystem(counted)):
                 self.make(target, new, overwrite=overwrite)
             for at in spread(counted.count, _POINTS):
                 remove(tmp_path / "old" if overwrite else tmp_path / "new")
@@ -98,7 +98,7 @@ class Commits(Subject):
         path = self.place(tmp_path, "x")
         for overwrite in (False, True):
             disk = LedgerDisk(str(path))
-            stores.register(disk)
+            stores.register(stores.Filesystem(disk))
             self.make(path, {"large": sample("float32", (300, 400)), **self.small()}, overwrite=overwrite)
             assert disk.placed, "it came into being bit by bit"
             assert not disk.early, "it was seen too early"
@@ -122,7 +122,7 @@ class Commits(Subject):
     def _fails(
         self, disk: FailingDisk, path: Path, tree: Any, overwrite: bool, monkeypatch: pytest.MonkeyPatch
     ) -> bool:
-        with stores.using(disk):
+        with stores.using(stores.Filesystem(disk)):
             try:
                 self.make(path, tree, overwrite=overwrite)
             except (TreeringError, OSError):

@@ -75,9 +75,9 @@ class Detection(Subject):
     def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
         """An error of the file system is a reason like others, so that other formats get their turn."""
         own = self.made(tmp_path, self.small(), "own")
-        reason = self.subject.refuses(ForbiddenDisk(), str(own))
+        reason = self.subject.refuses(stores.Filesystem(ForbiddenDisk()), str(own))
         assert reason is None or _reason(reason)
-        assert _reason(self.subject.refuses(ForbiddenDisk(), str(tmp_path)))
+        assert _reason(self.subject.refuses(stores.Filesystem(ForbiddenDisk()), str(tmp_path)))
 
     def test_a_look_is_cheap(self, tmp_path: Path) -> None:
         """However large the files are, no more is read than a header."""
@@ -91,7 +91,7 @@ class Detection(Subject):
             os.truncate(path, 32 << 20)
         for path in (own, *junk):
             disk = CountingDisk()
-            self.subject.refuses(disk, str(path))
+            self.subject.refuses(stores.Filesystem(disk), str(path))
             assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes of {path} were read"
 
     def test_opening_reads_no_arrays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ class Detection(Subject):
         path = self.made(tmp_path, tree)
         before = str(open_checkpoint(path))
         disk = CountingDisk()
-        with stores.using(disk):
+        with stores.using(stores.Filesystem(disk)):
             ckpt = open_checkpoint(path)
             assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes were read"
             assert len(repr(ckpt)) and disk.nbytes < _LOOK

@@ -111,7 +111,7 @@ class Subject:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Prepares each test."""
-        stores.register(QuickDisk())
+        stores.register(stores.Filesystem(QuickDisk()))
         if not isinstance(self.format, str):
             monkeypatch.setitem(formats._registered, self.name, self.format)
 

@@ -144,7 +144,7 @@ class Writing(Subject):
                 self.make(path, {"w": np.ones(shape, np.float32)})
             lazy = next(iter(open_checkpoint(path).values()))
             assert lazy.shape == shape and all((lazy[n, ::97] == 1).all() for n in (0, shape[0] - 1))
-            stores.register(BottomlessDisk())
+            stores.register(stores.Filesystem(BottomlessDisk()))
             with memory_bounded(self.most_memory) as known:
                 convert(path, tmp_path / "back", memory_limit=64 << 20)
         finally:

@@ -11,7 +11,8 @@ import numpy as np
 from ..._core.boxes import Box, box_shape, rows_apart, slices, whole
 from ...errors import CorruptError, UnsafeError
 from ...stores.buffers import adoptable
-from ...stores.open_file import File, Range, merge
+from ...stores.ranges import Range, merge
+from ...stores.store import Blob
 
 _MAX_ELEMENTS = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
 _GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call
@@ -55,11 +56,11 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
 class Runs(msgspec.Struct, frozen=True, gc=False):
     """An array whose C-ordered bytes are these runs, in order: file, offset and size of each. `of` makes one."""
 
-    runs: tuple[tuple[File, int, int], ...]
+    runs: tuple[tuple[Blob, int, int], ...]
     layout: Layout
 
     @staticmethod
-    def of(runs: Sequence[tuple[File, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None) -> "Runs":
+    def of(runs: Sequence[tuple[Blob, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None) -> "Runs":
         """Raises `CorruptError` and `UnsafeError` unless the runs lie in their files and make up the array."""
         name = runs[0][0].path if runs else ""
         found = layout(shape, stored, dtype, name)
@@ -163,7 +164,7 @@ def mapped(wanted: Iterable[tuple[int, Runs, Box]]) -> Iterator[tuple[int, np.nd
 
     Raises `CorruptError` for files that cannot be read.
     """
-    by_file: dict[File, list[tuple[int, Runs, Box]]] = {}
+    by_file: dict[Blob, list[tuple[int, Runs, Box]]] = {}
     for one in wanted:
         if one[1].layout.nbytes and one[1].is_array():
             by_file.setdefault(one[1].runs[0][0], []).append(one)
@@ -179,7 +180,7 @@ class Small:
     """Whole arrays that are so small that they are read together, and copied: none keeps the memory of others alive."""
 
     def __init__(self) -> None:
-        self._wanted: dict[File, list[tuple[int, int, Layout]]] = {}  # offsets, and the numbers that were given
+        self._wanted: dict[Blob, list[tuple[int, int, Layout]]] = {}  # offsets, and the numbers that were given
 
     def take(self, array: Any, box: Box, number: int) -> bool:
         """Whether a box is such an array; if so, `read` will read it."""

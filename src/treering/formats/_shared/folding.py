@@ -4,15 +4,14 @@ import os
 import unicodedata
 
 from ...errors import UnsupportedError
-from ...stores.posix import Disk
-from ...stores.whole_files import make_dirs
+from ...stores.store import Store
 
 
 class Folders:
     """The names of arrays that get folders below a folder, which becomes the checkpoint at a path."""
 
-    def __init__(self, disk: Disk, folder: str, path: str):
-        self._disk, self._folder, self._path = disk, folder, path
+    def __init__(self, store: Store, folder: str, path: str):
+        self._store, self._folder, self._path = store, folder, path
         self._known: dict[str, str] = {}  # each as it came first, by what the coarsest file system makes of it
 
     def add(self, name: str) -> None:
@@ -29,5 +28,5 @@ class Folders:
                 )
 
     def _is_one(self, a: str, b: str) -> bool:
-        make_dirs(self._disk, os.path.join(self._folder, a), [])
-        return self._disk.stat(os.path.join(self._folder, b)) is not None
+        self._store.make_folders(os.path.join(self._folder, a), [])
+        return self._store.stat(os.path.join(self._folder, b)) is not None

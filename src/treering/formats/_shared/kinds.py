@@ -1,9 +1,8 @@
 """Recognizes files that are no checkpoints, and says what to do with them."""
 
 import os
-import stat
 
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import opened
 
 _TORCH = (
@@ -32,31 +31,30 @@ _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHERS = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
 
-def described(disk: Disk, path: str) -> str | None:
+def described(store: Store, path: str) -> str | None:
     """Describes the file at a path, or one in a folder, and what to do with it; None where that is not known."""
     try:
-        found = disk.stat(path)
+        found = store.stat(path)
         if found is None:
             return None
-        if stat.S_ISREG(found.st_mode):
-            what = _file(disk, path)
+        if found.is_file:
+            what = _file(store, path)
             return f"it is {what}" if what else None
-        if not stat.S_ISDIR(found.st_mode):
+        if not found.is_folder:
             return None
-        for name in sorted(name for name in disk.list(path) if name.endswith(_OTHERS))[:_MOST_NAMES]:
+        for name in sorted(name for name in store.list(path) if name.endswith(_OTHERS))[:_MOST_NAMES]:
             inner = os.path.join(path, name)
-            there = disk.stat(inner)
-            if there is not None and stat.S_ISREG(there.st_mode) and (what := _file(disk, inner)):
+            there = store.stat(inner)
+            if there is not None and there.is_file and (what := _file(store, inner)):
                 return f"{name} in it is {what}"
     except (OSError, ValueError):
         pass  # the formats have raised these
     return None
 
 
-def _file(disk: Disk, path: str) -> str | None:
-    buffer = bytearray(_LONGEST)
-    with opened(disk, path) as fd:
-        begin = bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+def _file(store: Store, path: str) -> str | None:
+    with opened(store, path) as blob:
+        begin = blob.read_up_to(_LONGEST)
     if not begin:
         return "empty; fetch it again"
     if begin.startswith(b"PK\x03\x04"):

@@ -4,7 +4,6 @@ The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The conten
 that the structure of a file of any size is known after a few reads of a few kilobytes.
 """
 
-import stat
 import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from ...stores.whole_files import opened
 
 if TYPE_CHECKING:
-    from .extents import File
+    from ...stores.store import Blob
 
 _HEAD = 9  # bytes, at most, before the contents of a value
 _WINDOW = 1 << 10  # bytes that are read at a time where they lie apart
@@ -85,7 +84,7 @@ class Scanner:
     to the bin with which they end. These are not taken apart again.
     """
 
-    def __init__(self, file: "File", nested: tuple[int, ...] = ()):
+    def __init__(self, file: "Blob", nested: tuple[int, ...] = ()):
         self.file = file
         self._nested = nested
         self._window, self._base, self._ahead = b"", 0, _WINDOW
@@ -321,14 +320,13 @@ def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
     return bytes([first]) + size.to_bytes((limit.bit_length() - 1) // 8, "big")
 
 
-def beginning(disk: Disk, path: str, size: int = 4096) -> bytes:
+def beginning(store: Store, path: str, size: int = 4096) -> bytes:
     """The first bytes of a file, fewer where it is shorter; b"" where there is no file."""
-    found = disk.stat(path)
-    if found is None or not stat.S_ISREG(found.st_mode):
+    found = store.stat(path)
+    if found is None or not found.is_file:
         return b""
-    with reading(path), opened(disk, path) as fd:
-        buffer = bytearray(size)
-        return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+    with reading(path), opened(store, path) as blob:
+        return blob.read_up_to(size)
 
 
 def tokens(data: bytes) -> Iterator[tuple[int, Any]]:

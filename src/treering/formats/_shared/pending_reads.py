@@ -9,7 +9,8 @@ from typing import Any
 
 from ...errors import CorruptError
 from ...stores import git_lfs
-from ...stores.posix import Disk
+from ...stores.store import Store
+from ...stores.whole_files import is_folder
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
@@ -19,7 +20,8 @@ _CODE = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 class PendingReads:
     """Futures under way, and the bytes they take."""
 
-    def __init__(self, limit: int):
+    def __init__(self, store: Store, limit: int):
+        self._store = store
         self._limit, self._held = limit, 0
         self._futures: deque[tuple[Any, int, str]] = deque()
 
@@ -50,13 +52,13 @@ class PendingReads:
 
     def _end_one(self) -> None:
         future, nbytes, path = self._futures.popleft()
-        with errors(path):
+        with errors(self._store, path):
             future.result()
         self._held -= nbytes
 
 
 @contextlib.contextmanager
-def errors(path: str) -> Iterator[None]:
+def errors(store: Store, path: str) -> Iterator[None]:
     """Raises TensorStore's errors as `OSError` if they are of the file system, and as `CorruptError` if not."""
     try:
         yield
@@ -65,6 +67,6 @@ def errors(path: str) -> Iterator[None]:
         if text.startswith(_FAILURES):
             code = _CODE.search(text)
             raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
-        place = path if os.path.isdir(path) else os.path.dirname(path)  # in a database, arrays are no folders
-        git_lfs.check_all(Disk(), place)  # which is where TensorStore has read
+        place = path if is_folder(store, path, links=True) else os.path.dirname(path)  # no folders in a database
+        git_lfs.check_all(store, place)  # which is where TensorStore has read
         raise CorruptError(f"{path}: {text}") from None

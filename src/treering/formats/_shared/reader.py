@@ -3,7 +3,6 @@
 import datetime
 import functools
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -16,8 +15,8 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import Problem
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from .extents import Runs, Small, mapped
 
 _CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
@@ -49,10 +48,10 @@ def attempt(read: Callable[[], T]) -> T | CorruptError:
         return error
 
 
-def check_file(disk: Disk, path: str, index: str) -> str:
+def check_file(store: Store, path: str, index: str) -> str:
     """The path of a file that an index names. Raises `CorruptError` unless there is one."""
-    there = disk.stat(path)
-    if there is None or not stat.S_ISREG(there.st_mode):
+    there = store.stat(path)
+    if there is None or not there.is_file:
         raise CorruptError(f"{path}: expected the file that {os.path.basename(index)} names, found nothing")
     return path
 

@@ -17,7 +17,7 @@ from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from .extents import File, Layout, Runs, layout
+from .extents import Blob, Layout, Runs, layout
 from .msgpack import Ext, Extension, Raw, Scanner, named
 from .reader import Stored, attempt
 
@@ -56,7 +56,7 @@ class StateDict:
 
     def __init__(
         self,
-        file: File,
+        file: Blob,
         *,
         find: Callable[[str, Any], Elsewhere | CorruptError | None] = lambda path, value: None,
         seen_as: Mapping[str, str] | None = None,

@@ -13,7 +13,7 @@ from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import build, nest
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import SequentialWriter
+from ...stores.store import Writer
 from .msgpack import bin_head, ext_head, list_head, map_head, pack
 from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
 
@@ -60,7 +60,7 @@ def _refused(path: str, entry: Entry) -> str | None:
     return "Flax takes such text for an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
 
 
-def write(out: SequentialWriter, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
+def write(out: Writer, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
     """Writes a tree of paths as a state dict, of the leaves that `contents` has there.
 
     What is `bytes` in the tree, or instead of a leaf, is MessagePack already.

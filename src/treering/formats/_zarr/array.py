@@ -9,8 +9,7 @@ import itertools
 import math
 import os
 import re
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,9 +20,9 @@ from ..._core.boxes import Box, box_shape, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
-from ...stores.whole_files import opened, read_file
+from ...stores.store import Stat, Store
+from ...stores.whole_files import files_in, is_folder, opened, read_file
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 
@@ -53,37 +52,35 @@ _GZIP = {"id": "gzip", "level": 1}
 class Folder:
     """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
 
-    def __init__(self, disk: Disk, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
+    def __init__(self, store: Store, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
         import tensorstore as ts
 
-        self.disk, self.path, self.ocdbt = disk, path, ocdbt
+        self.store, self.path, self.ocdbt = store, path, ocdbt
         if ocdbt and options is None:
             self._check_database()
         self.context = ts.Context(_CONTEXT)
-        spec: dict[str, Any] = {"driver": "file", "path": os.path.join(path, "")}
+        spec = store.tensorstore(path, self.context)
         if ocdbt:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
-        with errors(path):
+        with errors(store, path):
             self.keys = ts.KvStore.open(spec, context=self.context).result()
         self.kept: tuple[Array, Any] | None = None  # the array of which parts of chunks were read last
 
     def _check_database(self) -> None:
         """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
-        if (size := _check_file(self.disk, manifest).st_size) > _MAX_METADATA_BYTES:
+        if (size := _check_file(self.store, manifest).nbytes) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
-        for place, folders, names in os.walk(self.path):
-            if place == self.path:  # where other things may lie beside it
-                folders[:] = filter(DATABASE_PARTS.fullmatch, folders)
-                names = filter(DATABASE_PARTS.fullmatch, names)
-            for name in names:
-                _check_file(self.disk, os.path.join(place, name))
+        for name in filter(DATABASE_PARTS.fullmatch, self.store.list(self.path)):  # other things may lie beside it
+            place = os.path.join(self.path, name)
+            for file in files_in(self.store, place) if is_folder(self.store, place) else ("",):
+                _check_file(self.store, os.path.join(place, file) if file else place)
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
         import tensorstore as ts
 
-        with errors(self.path):
+        with errors(self.store, self.path):
             start = prefix.encode()
             between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
             found = self.keys.list(between).result()
@@ -120,22 +117,22 @@ class Folder:
         path = os.path.join(self.path, key)
         if not self.ocdbt:
             return self._file(path)
-        with errors(self.path):
+        with errors(self.store, self.path):
             found = (future or self.keys.read(key)).result()
         if found.state != "value":
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         return found.value
 
     def _file(self, path: str) -> bytes:
-        there = self.disk.stat(path)
+        there = self.store.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
-        if there.st_size > _MAX_METADATA_BYTES:
-            raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be meant as an array's metadata")
-        folder = os.path.realpath(self.path)
-        if os.path.commonpath([folder, os.path.realpath(os.path.dirname(path))]) != folder:
+        if there.nbytes > _MAX_METADATA_BYTES:
+            raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be meant as an array's metadata")
+        folder, within = map(self.store.real_path, (self.path, os.path.dirname(path)))
+        if not os.path.join(within, "").startswith(os.path.join(folder, "")):
             raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
-        return read_file(self.disk, path)
+        return read_file(self.store, path)
 
 
 class Array:
@@ -194,7 +191,7 @@ class Array:
                 spec["recheck_cached_data"] = "open"
                 most = max(_MAX_KEPT_BYTES, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
-            with errors(self.path):
+            with errors(self.folder.store, self.path):
                 kvstore = folder.keys / _below(self.name)
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
             if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
@@ -237,26 +234,25 @@ class Array:
                 self._check_file(os.path.join(self.folder.path, key))
         elif self._layout.blosc:
             for key in keys:
-                with errors(self.path):
+                with errors(self.folder.store, self.path):
                     found = self.folder.keys.read(key).result()
                 if found.state == "value":
                     self._check_blosc(found.value, key)
 
     def _check_file(self, path: str) -> None:
         nbytes = self._layout.chunk_bytes
-        if self.filled and self.folder.disk.stat(path) is None:
+        if self.filled and self.folder.store.stat(path) is None:
             return
-        there = _check_file(self.folder.disk, path)
-        if self._layout.plain and there.st_size != nbytes:
-            git_lfs.check_all(self.folder.disk, path)
-            raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.st_size}")
-        if there.st_size > 2 * nbytes + _MAX_METADATA_BYTES:
-            raise UnsafeError(f"{path}: {there.st_size} bytes, which cannot be a chunk of {nbytes}")
+        there = _check_file(self.folder.store, path)
+        if self._layout.plain and there.nbytes != nbytes:
+            git_lfs.check_all(self.folder.store, path)
+            raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
+        if there.nbytes > 2 * nbytes + _MAX_METADATA_BYTES:
+            raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be a chunk of {nbytes}")
         if self._layout.blosc:
-            head = bytearray(16)
-            with reading(path), opened(self.folder.disk, path) as fd:
-                self.folder.disk.read(fd, memoryview(head), 0)
-                git_lfs.check_open(self.folder.disk, fd, path)
+            with reading(path), opened(self.folder.store, path) as blob:
+                head = blob.read_up_to(16)
+                git_lfs.check_open(blob)
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:
@@ -271,18 +267,20 @@ class ZarrArray(Array):
     `path` is its folder or, with `base`, its name in the OCDBT database in that folder.
     """
 
-    def __init__(self, disk: Disk, path: str, *, driver: Driver = "zarr", base: str | None = None):
+    def __init__(self, store: Store, path: str, *, driver: Driver = "zarr", base: str | None = None):
         parent, name = _place(path, base)
-        folder = Folder(disk, parent, ocdbt=base is not None)
+        folder = Folder(store, parent, ocdbt=base is not None)
         super().__init__(folder, name, driver, folder.metadata(name, driver))
 
 
-def read(wanted: Iterable[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
-    """Boxes of arrays, read at once as far as the limit of bytes in flight allows."""
+def read(wanted: Sequence[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
+    """Boxes of arrays of one store, read at once as far as the limit of bytes in flight allows."""
     import tensorstore as ts
 
     found: list[np.ndarray] = []
-    waiting = PendingReads(limit)
+    if not wanted:
+        return found
+    waiting = PendingReads(wanted[0][0].folder.store, limit)
     for array, box in wanted:
         out = array.room(box)
         found.append(out)
@@ -302,9 +300,9 @@ class Writer:
     Nothing is synced: the code that publishes the folder does that.
     """
 
-    def __init__(self, disk: Disk, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
-        self._folder, self._driver = Folder(disk, path, ocdbt=ocdbt, options=_DATABASE), driver
-        self._waiting = PendingReads(limit)
+    def __init__(self, store: Store, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
+        self._folder, self._driver = Folder(store, path, ocdbt=ocdbt, options=_DATABASE), driver
+        self._waiting = PendingReads(store, limit)
 
     def add(
         self,
@@ -327,6 +325,7 @@ class Writer:
         """Waits until everything is written."""
         with self._waiting.ended_on_errors():
             self._waiting.end()
+        self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context)
 
     def _add(
         self,
@@ -344,7 +343,7 @@ class Writer:
         text = msgspec.json.encode(metadata)
         self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
-        with errors(path):
+        with errors(self._folder.store, path):
             context = self._folder.context
             array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
         nbytes = math.prod(chunks) * dtypes.itemsize(dtype)
@@ -356,7 +355,7 @@ class Writer:
 
 
 def write(
-    disk: Disk,
+    store: Store,
     path: str,
     shape: Sequence[int],
     dtype: str,
@@ -372,7 +371,7 @@ def write(
     Raises `UnsupportedError` for dtypes that zarr does not have, see `zarr_metadata.can_hold`.
     """
     folder, name = _place(path, base)
-    writer = Writer(disk, folder, driver=driver, ocdbt=base is not None)
+    writer = Writer(store, folder, driver=driver, ocdbt=base is not None)
     writer.add(name, shape, dtype, read_box, chunks=chunks, compressor=compressor)
     writer.close()
 
@@ -387,12 +386,12 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _check_file(disk: Disk, path: str) -> os.stat_result:
+def _check_file(store: Store, path: str) -> Stat:
     with reading(path):
-        there = disk.stat(path)
+        there = store.stat(path)
     if there is None:
         raise CorruptError(f"{path}: expected a chunk, found nothing")
-    if not stat.S_ISREG(there.st_mode):
+    if not there.is_file:
         raise CorruptError(f"{path}: expected a file, found a folder, a pipe or a device")
     return there
 

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
-from ...stores.kept_files import files_in, is_dir
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
-from ...stores.whole_files import read_file
+from ...stores.store import Store
+from ...stores.whole_files import files_in, is_folder, read_file
 from .._shared.msgpack import beginning
 from .._shared.reader import ForeignReader, Stored
 from . import array as zarr
@@ -116,39 +114,39 @@ def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
     writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
 
 
-def parts_of(disk: Disk, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
+def parts_of(store: Store, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
     """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
 
     The files of an array whose metadata cannot be read are unknown.
     """
     path, about = os.path.join(folder, name), metadata.FILES[driver]
     try:
-        layout = metadata.parse(read_file(disk, os.path.join(path, about)), driver, path)
+        layout = metadata.parse(read_file(store, os.path.join(path, about)), driver, path)
     except (TreeringError, OSError):
         return
-    for file in files_in(disk, path):
+    for file in files_in(store, path):
         if file in (about, ".zattrs") or layout.has_chunk(file):
             yield f"{name}/{file}" if name else file
 
 
-def database_parts(disk: Disk, folder: str) -> Iterator[str]:
+def database_parts(store: Store, folder: str) -> Iterator[str]:
     """The files of an OCDBT database in a folder, by their paths within the folder; none where there is no database.
 
     Those of the databases that several processes wrote, and from which it was merged, are included.
     """
-    if beginning(disk, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
+    if beginning(store, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
         return
-    for name in filter(zarr.DATABASE_PARTS.fullmatch, disk.list(folder)):
+    for name in filter(zarr.DATABASE_PARTS.fullmatch, store.list(folder)):
         place = os.path.join(folder, name)
         if name == zarr.DATABASE:
             yield name
-        elif name == _DATA and is_dir(place):
-            yield from (f"{name}/{file}" for file in filter(_DATA_FILE.fullmatch, disk.list(place)))
-        elif is_dir(place):
-            yield from (f"{name}/{part}" for part in database_parts(disk, place))
+        elif name == _DATA and is_folder(store, place):
+            yield from (f"{name}/{file}" for file in filter(_DATA_FILE.fullmatch, store.list(place)))
+        elif is_folder(store, place):
+            yield from (f"{name}/{part}" for part in database_parts(store, place))
 
 
-def parts_of_arrays(disk: Disk, path: str, open_reader: Callable[[], ForeignReader]) -> set[str]:
+def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignReader]) -> set[str]:
     """The files of all zarr arrays that the reader of a folder has, by their paths within the folder.
 
     Raises `ExistsError` for folders in it when it cannot be opened: it is unknown then what they are.
@@ -158,7 +156,7 @@ def parts_of_arrays(disk: Disk, path: str, open_reader: Callable[[], ForeignRead
     try:
         arrays = [array for array in open_reader().stored() if isinstance(array, zarr.Array)]
     except (TreeringError, OSError) as error:
-        if any(is_dir(os.path.join(path, name)) for name in disk.list(path)):
+        if any(is_folder(store, os.path.join(path, name)) for name in store.list(path)):
             raise ExistsError(
                 f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "
                 f"is part of it: {error}; write to another path, or remove it yourself"
@@ -168,21 +166,21 @@ def parts_of_arrays(disk: Disk, path: str, open_reader: Callable[[], ForeignRead
         folder = os.path.relpath(array.folder.path, path)
         prefix = "" if folder == "." else f"{folder}/"
         if not array.folder.ocdbt:
-            found.update(prefix + part for part in parts_of(disk, array.folder.path, array.name, array.driver))
+            found.update(prefix + part for part in parts_of(store, array.folder.path, array.name, array.driver))
         elif folder not in databases:
             databases.add(folder)
-            found.update(prefix + part for part in database_parts(disk, array.folder.path))
+            found.update(prefix + part for part in database_parts(store, array.folder.path))
     return found
 
 
-def folder_size(disk: Disk, path: str) -> int:
+def folder_size(store: Store, path: str) -> int:
     """The bytes of all files in a folder."""
     total = 0
-    for name in disk.list(path):
+    for name in store.list(path):
         inner = os.path.join(path, name)
-        there = disk.stat(inner)
-        if there is not None and stat.S_ISDIR(there.st_mode):
-            total += 0 if os.path.islink(inner) else folder_size(disk, inner)
+        there = store.stat(inner)
+        if there is not None and there.is_folder:
+            total += 0 if store.is_link(inner) else folder_size(store, inner)
         elif there is not None:
-            total += there.st_size
+            total += there.nbytes
     return total

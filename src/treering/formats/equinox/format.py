@@ -3,14 +3,13 @@
 Only a template says which record is which leaf. The records are named by their numbers.
 """
 
-import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.source import Source
 from ...errors import MismatchError
-from ...stores.posix import Disk
 from ...stores.read_errors import refusal
+from ...stores.store import Store
 from .schema import NAME, SUFFIX, line_before
 
 
@@ -26,35 +25,35 @@ class Equinox:
     suffixes = (SUFFIX,)
     boxes: tuple[str, ...] = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            found = disk.stat(path)
-            if found is None or not stat.S_ISREG(found.st_mode):
+            found = store.stat(path)
+            if found is None or not found.is_file:
                 return "there is nothing" if found is None else "not a file"
-            line_before(disk, path)
+            line_before(store, path)
         except ValueError as error:
             return str(error)
         except OSError as error:
             return refusal(error, path)
         return None
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import EquinoxReader
 
-        return EquinoxReader(disk, path)
+        return EquinoxReader(store, path)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("metadata",)
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
         if options:
             raise MismatchError(f"equinox: expected no options, found {', '.join(options)}")
-        return write(disk, path, contents, overwrite=overwrite)
+        return write(store, path, contents, overwrite=overwrite)
 
 
 FORMAT = Equinox()

@@ -12,8 +12,9 @@ from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
 from ...errors import CorruptError, UnsafeError, UnsupportedError
-from ...stores.posix import Disk
-from .._shared.extents import File, Runs
+from ...stores.store import Blob, Store
+from ...stores.whole_files import open_fetched
+from .._shared.extents import Runs
 from .._shared.reader import ForeignReader, Stored
 from .schema import MAGIC, NAME, line_before
 
@@ -50,12 +51,12 @@ class EquinoxReader(ForeignReader):
 
     positional = True
 
-    def __init__(self, disk: Disk, path: str):
+    def __init__(self, store: Store, path: str):
         try:
-            metadata, begin = line_before(disk, path)
+            metadata, begin = line_before(store, path)
         except ValueError as error:
             raise CorruptError(f"{path}: expected a file of Equinox: {error}") from None
-        file = File(disk, path)
+        file = open_fetched(store, path)
         entries: list[ArrayEntry] = []
         arrays: dict[str, Stored] = {}
         untold: list[str] = []
@@ -87,7 +88,7 @@ class _Columns:
         return np.ascontiguousarray(self._transposed.read(box[::-1], False).transpose())
 
 
-def _records(file: File, position: int) -> Iterator[tuple[int, _Record]]:
+def _records(file: Blob, position: int) -> Iterator[tuple[int, _Record]]:
     """The offset of the bytes of each array, and its header."""
     window, start = b"", 0
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from ...stores.whole_files import opened
 
 NAME = "equinox"
@@ -13,14 +13,14 @@ SUFFIX = ".eqx"
 MAX_LINE_BYTES = 1 << 20  # bytes; longer lines are not looked for
 
 
-def line_before(disk: Disk, path: str) -> tuple[Any, int]:
+def line_before(store: Store, path: str) -> tuple[Any, int]:
     """The value of the line of JSON, and the offset of the records. Raises `ValueError` for a file of another kind."""
-    begin = _begin(disk, path, len(MAGIC))
+    begin = _begin(store, path, len(MAGIC))
     if begin.startswith(MAGIC):
         return None, 0
     if begin[:1] not in b'{["0123456789-tfnNI':
         raise ValueError("it begins neither with an .npy record nor with a line of JSON")
-    begin = _begin(disk, path, MAX_LINE_BYTES)
+    begin = _begin(store, path, MAX_LINE_BYTES)
     line, end, rest = begin.partition(b"\n")
     if not rest and not path.endswith(SUFFIX):
         raise ValueError(f"it has no .npy record, and is not called *{SUFFIX}")
@@ -34,7 +34,6 @@ def line_before(disk: Disk, path: str) -> tuple[Any, int]:
         raise ValueError("its first line is not JSON") from None
 
 
-def _begin(disk: Disk, path: str, size: int) -> bytes:
-    buffer = bytearray(size)
-    with reading(path), opened(disk, path) as fd:
-        return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+def _begin(store: Store, path: str, size: int) -> bytes:
+    with reading(path), opened(store, path) as blob:
+        return blob.read_up_to(size)

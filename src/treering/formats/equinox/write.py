@@ -12,15 +12,14 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.leaf_paths import few
 from ..._core.source import Source
 from ...errors import UnsupportedError
-from ...stores.atomic import SequentialWriter, new_file
-from ...stores.posix import Disk
+from ...stores.store import Store, Writer
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 
 
-def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
+def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
     """See `Equinox`. Returns the size in bytes."""
     problems = [f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(entry))]
     if problems:
@@ -33,7 +32,7 @@ def write(disk: Disk, path: str, contents: Source, *, overwrite: bool) -> int:
             path,
             few(guessed),
         )
-    with new_file(disk, path, overwrite=overwrite) as file:
+    with store.new_file(path, overwrite=overwrite) as file:
         if contents.metadata is not None:
             file.write(json.dumps(contents.metadata).encode() + b"\n")
         for entry in contents.entries.values():
@@ -70,6 +69,6 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     return text.getvalue()
 
 
-def _append(file: SequentialWriter, array: np.ndarray) -> None:
+def _append(file: Writer, array: np.ndarray) -> None:
     if array.size:
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import re
-import stat
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,9 @@ from ..._core.skeleton import assemble, inferred
 from ..._core.source import Source
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.atomic import new_file
-from ...stores.posix import Disk
 from ...stores.read_errors import refusal
+from ...stores.store import Store
+from ...stores.whole_files import open_fetched
 from .. import accepts
 from .._shared.msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
 
@@ -43,14 +42,14 @@ class FJFormer:
     suffixes = ()
     boxes = ("axis-metadata",)
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            found = disk.stat(path)
+            found = store.stat(path)
             if found is None:
                 return "there is nothing"
-            if stat.S_ISDIR(found.st_mode):
-                return None if _main(disk, path) else f"it is a folder without {', '.join(_USUAL)}"
-            data = beginning(disk, path)
+            if found.is_folder:
+                return None if _main(store, path) else f"it is a folder without {', '.join(_USUAL)}"
+            data = beginning(store, path)
         except OSError as error:
             return refusal(error, path)
         if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
@@ -62,14 +61,14 @@ class FJFormer:
             return None
         return "it does not begin like a stream, with the key and the bytes of a leaf"
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .._shared.reader import ForeignReader
         from .._shared.state_dict import own_step
 
         found = _NAME.fullmatch(os.path.basename(path))
-        main = _main(disk, path) or path
+        main = _main(store, path) or path
         with gc_paused():
-            leaves, nbytes = _read(disk, main)
+            leaves, nbytes = _read(store, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         by_path = {entry.path: entry for entry in leaves.entries}
         state_dict = functools.partial(inferred, lists=False, sort=False)  # as Flax has it
@@ -77,14 +76,14 @@ class FJFormer:
         entries = [by_path[path] for path in order]
         return ForeignReader(self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
         matches = [found for name in names if (found := _NAME.fullmatch(name))]
         # What has its step in its name comes first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
             path = os.path.join(folder, found[0])
-            if accepts(self, disk, path):
-                step = int(found[2]) if found[2] else _step_of(disk, path)
+            if accepts(self, store, path):
+                step = int(found[2]) if found[2] else _step_of(store, path)
                 if step is not None:
                     steps.setdefault(step, found[0])
         return steps
@@ -93,7 +92,7 @@ class FJFormer:
         found = _NAME.fullmatch(os.path.basename(path))
         return ("step",) if found and found[2] and int(found[2]) == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
 
         def refused(leaf: str, entry: Entry) -> str | None:
@@ -104,7 +103,7 @@ class FJFormer:
         writing.check(self.name, contents, options, refused)
         if not contents.entries:
             raise UnsupportedError(f"{path}: a tree without leaves, of which nothing would be left in a stream")
-        with new_file(disk, path, overwrite=overwrite) as file:
+        with store.new_file(path, overwrite=overwrite) as file:
             for leaf, entry in contents.entries.items():
                 keys = split(leaf)
                 file.write(list_head(2) + list_head(len(keys)) + b"".join(map(pack, keys)))
@@ -114,18 +113,17 @@ class FJFormer:
         return file.size
 
 
-def _main(disk: Disk, folder: str) -> str | None:
+def _main(store: Store, folder: str) -> str | None:
     """The stream without a step in a folder that is opened as a checkpoint; None where there is none."""
     paths = [os.path.join(folder, name) for name in _USUAL]
-    return next((path for path in paths if (found := disk.stat(path)) and stat.S_ISREG(found.st_mode)), None)
+    return next((path for path in paths if (found := store.stat(path)) and found.is_file), None)
 
 
-def _read(disk: Disk, path: str) -> "tuple[Leaves, int]":
+def _read(store: Store, path: str) -> "tuple[Leaves, int]":
     """The leaves of a stream, and its size."""
-    from .._shared.extents import File
     from .._shared.state_dict import Leaves, StateDict, check_apart
 
-    file = File(disk, path)
+    file = open_fetched(store, path)
     scanned = StateDict(file)
     found = Leaves([], {}, ())
     at = 0
@@ -148,11 +146,11 @@ def _read(disk: Disk, path: str) -> "tuple[Leaves, int]":
     return found, file.size
 
 
-def _step_of(disk: Disk, path: str) -> int | None:
+def _step_of(store: Store, path: str) -> int | None:
     from .._shared.state_dict import own_step
 
     try:
-        return own_step(_read(disk, path)[0], "step")
+        return own_step(_read(store, path)[0], "step")
     except (TreeringError, OSError):
         return None  # opening it raises the reason
 

@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,9 @@ from ..._core.leaf_paths import few, key_text, split
 from ..._core.source import Source
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
-from ...stores.atomic import new_file
-from ...stores.posix import Disk
 from ...stores.read_errors import refusal
-from ...stores.whole_files import is_file, read_file
+from ...stores.store import Store
+from ...stores.whole_files import is_file, open_fetched, read_file
 from .. import accepts, may_be_file
 from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
 
@@ -72,36 +70,36 @@ class Flax:
     suffixes = (".msgpack",)
     boxes = ("axis-metadata",)
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            path = _main(disk, path) if disk.stat(path) is None else path
-            found = disk.stat(path)
+            path = _main(store, path) if store.stat(path) is None else path
+            found = store.stat(path)
             if found is None:
                 return "there is nothing"
-            if stat.S_ISDIR(found.st_mode):
+            if found.is_folder:
                 if path.endswith(_ARRAYS):
                     return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
-                if _main(disk, path) != path:
+                if _main(store, path) != path:
                     return None
-                runs = self._runs(disk, path, disk.list(path))
+                runs = self._runs(store, path, store.list(path))
                 if (run := _meant(runs)) and isinstance(max(run), float):
                     return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
                 return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
             if os.path.basename(path) == _INDEX:
-                return None if stat.S_ISREG(found.st_mode) else "not a file"
-            data = beginning(disk, path)
+                return None if found.is_file else "not a file"
+            data = beginning(store, path)
         except OSError as error:
             return refusal(error, path)
-        return None if _plausible(data, found.st_size, path) else "it does not begin like a state dict in MessagePack"
+        return None if _plausible(data, found.nbytes, path) else "it does not begin like a state dict in MessagePack"
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .._shared.reader import ForeignReader
         from .._zarr import array as zarr
         from .._zarr.leaves import ZarrReader
 
-        main = _main(disk, path)
+        main = _main(store, path)
         with gc_paused():
-            leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(disk, main)
+            leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(store, main)
         named = step_of(os.path.basename(main)) if main in (path, path + _OF_CLU) else None
         beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
         return (ZarrReader if beside else ForeignReader)(
@@ -114,13 +112,13 @@ class Flax:
             nbytes=nbytes,
         )
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
-        run = _meant(self._runs(disk, folder, names))
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        run = _meant(self._runs(store, folder, names))
         if run and isinstance(max(run), float):  # a caller that takes the latest must not get an earlier one
             return {}
         return {step: name for step, name in run.items() if isinstance(step, int)}
 
-    def _runs(self, disk: Disk, folder: str, names: Sequence[str]) -> "_Runs":
+    def _runs(self, store: Store, folder: str, names: Sequence[str]) -> "_Runs":
         """The names of checkpoints in a folder by their prefixes and steps."""
         runs: dict[str, dict[int | float, str]] = {}
         there = set(names)
@@ -130,7 +128,7 @@ class Flax:
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = os.path.join(folder, name)
-                if may_be_file(disk, path) and accepts(self, disk, path):
+                if may_be_file(store, path) and accepts(self, store, path):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
@@ -140,23 +138,23 @@ class Flax:
         named = step_of(os.path.basename(path))
         return ("step",) if named and named[1] == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
 
         writing.check(self.name, contents, options)
-        with new_file(disk, path, overwrite=overwrite) as file:
+        with store.new_file(path, overwrite=overwrite) as file:
             writing.write(file, writing.tree_of(contents), contents)
         return file.size
 
 
-def _main(disk: Disk, path: str) -> str:
+def _main(store: Store, path: str) -> str:
     """The file by which a path is opened: of a folder, Hugging Face's model; of clu's checkpoints, Flax's file."""
-    found = disk.stat(path)
-    if found is None and all(is_file(disk, path + ending) for ending in (_OF_CLU, _COMMIT)):
+    found = store.stat(path)
+    if found is None and all(is_file(store, path + ending) for ending in (_OF_CLU, _COMMIT)):
         return path + _OF_CLU
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    if found is not None and found.is_folder:
         for file in (os.path.join(path, _INDEX), os.path.join(path, _WEIGHTS)):
-            if is_file(disk, file):
+            if is_file(store, file):
                 return file
     return path
 
@@ -187,13 +185,12 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
     return (first[0] == EXT and first[1] in (1, 2, 3)) or (first[0] == MAP and first[1] and second[0] == STR)
 
 
-def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
+def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
     """The leaves of a file, and the number of bytes that it and the arrays beside it take."""
-    from .._shared.extents import File
     from .._shared.reader import attempt
     from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict, check_inside
 
-    file = File(disk, path)
+    file = open_fetched(store, path)
     beside = 0
 
     def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
@@ -207,24 +204,24 @@ def _open_file(disk: Disk, path: str) -> "tuple[Leaves, int]":
         if name:  # or else the whole tree is one array
             check_inside(place, name)
             place = os.path.join(place, name)
-        array = attempt(lambda: ZarrArray(disk, place))
+        array = attempt(lambda: ZarrArray(store, place))
         if isinstance(array, CorruptError):
             return array
-        beside += folder_size(disk, place)
+        beside += folder_size(store, place)
         return Elsewhere(array.dtype, array.shape, array)
 
     scanned = StateDict(file, find=find)
     return scanned.leaves(scanned.whole(0, file.size)), file.size + beside
 
 
-def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
+def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     """The leaves of a state dict in several files, which an index names, and the number of their bytes."""
     from .._shared.reader import attempt, check_file
     from .._shared.state_dict import Leaves, check_apart, check_inside
 
     folder = os.path.dirname(index)
     try:
-        places = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+        places = msgspec.json.decode(read_file(store, index), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{index}: it is not the index of a checkpoint in several files: {error}") from None
     found = Leaves([], {}, ())
@@ -233,7 +230,7 @@ def _open_shards(disk: Disk, index: str) -> "tuple[Leaves, int]":
     for name in sorted(set(places.values())):
         check_inside(folder, name)
         path = os.path.join(folder, name)
-        opened = attempt(lambda path=path: _open_file(disk, check_file(disk, path, index)))
+        opened = attempt(lambda path=path: _open_file(store, check_file(store, path, index)))
         if isinstance(opened, CorruptError):
             damage[name] = str(opened)
             continue

@@ -8,14 +8,13 @@ containers leave no trace. Folders of zarr 2 are written, which all releases rea
 import datetime
 import logging
 import os
-import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError
-from ...stores.posix import Disk
 from ...stores.read_errors import UnreadableError, refusal
+from ...stores.store import Store
 from ..orbax.schema import CHECKPOINT, TREE
 from .schema import FILE, own_metadata, read_metadata
 
@@ -29,37 +28,37 @@ class Levanter:
     suffixes = ()
     boxes: tuple[str, ...] = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            there = disk.stat(path)
+            there = store.stat(path)
             if there is None:
                 return "there is nothing"
-            if not stat.S_ISDIR(there.st_mode):
+            if not there.is_folder:
                 return "it is a file"
-            if any(disk.stat(os.path.join(path, name)) for name in (CHECKPOINT, TREE)):
+            if any(store.stat(os.path.join(path, name)) for name in (CHECKPOINT, TREE)):
                 return "it was written with Orbax"
-            if disk.stat(os.path.join(path, FILE)) is None:
+            if store.stat(os.path.join(path, FILE)) is None:
                 return f"it is a folder without {FILE}"
-            read_metadata(disk, path)
+            read_metadata(store, path)
         except (CorruptError, OSError) as error:
             return refusal(error, path)
         return None
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import open_checkpoint
 
-        return open_checkpoint(disk, path)
+        return open_checkpoint(store, path)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # In the order in which Levanter has looked for the latest one since May 2026: by step, time and path. Before
         # that, the time came first, which only shows in folders in which a user went back to an earlier step.
         found: dict[int, tuple[datetime.datetime, str]] = {}
         for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
             path = os.path.join(folder, name)
             try:
-                if self.refuses(disk, path) is not None:  # or this process may not read it
+                if self.refuses(store, path) is not None:  # or this process may not read it
                     continue
-                about = read_metadata(disk, path)
+                about = read_metadata(store, path)
             except UnreadableError as error:  # and it is unknown which step it is
                 _log.warning("left out of the steps of %s: %s", folder, error)
                 continue
@@ -69,10 +68,10 @@ class Levanter:
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("step",) if own_metadata(contents) is None else ("step", "metadata")
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
-        return write(disk, path, contents, options, overwrite=overwrite)
+        return write(store, path, contents, options, overwrite=overwrite)
 
 
 FORMAT = Levanter()

@@ -3,13 +3,12 @@
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 
 from ..._core.entries import ArrayEntry, Entry, lost
 from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from .._shared.state_dict import check_apart
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
@@ -23,12 +22,12 @@ _OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL
 _log = logging.getLogger("treering")
 
 
-def open_checkpoint(disk: Disk, path: str) -> ZarrReader:
+def open_checkpoint(store: Store, path: str) -> ZarrReader:
     """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
-    about = read_metadata(disk, path)
+    about = read_metadata(store, path)
     entries: dict[str, Entry] = {}
     arrays: dict[str, zarr.Array] = {}
-    for folder, prefix, names in _folders(disk, path):
+    for folder, prefix, names in _folders(store, path):
         for file, driver in _DRIVERS.items():
             own = [name.removesuffix(f"/{file}") for name in names if name.endswith(f"/{file}")]
             filled = folder.ocdbt and driver == "zarr3"
@@ -51,28 +50,28 @@ def open_checkpoint(disk: Disk, path: str) -> ZarrReader:
         arrays,
         step=about.step,
         metadata={"timestamp": about.timestamp, "is_temporary": about.is_temporary},
-        nbytes=folder_size(disk, path),
+        nbytes=folder_size(store, path),
         numbers_are_arrays=True,
     )
 
 
-def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str]]]:
+def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[str]]]:
     """Folders of arrays, what precedes the arrays' names there, and the files that describe them or are chunks."""
     files: list[str] = []
     stack = [""]
     while stack:
         prefix = stack.pop()
         place = os.path.join(path, prefix)
-        names = disk.list(place)
+        names = store.list(place)
         if zarr.DATABASE in names:
-            folder = zarr.Folder(disk, place, ocdbt=True)
+            folder = zarr.Folder(store, place, ocdbt=True)
             yield folder, prefix, folder.list()
             continue
         described = [name for name in names if name in _DRIVERS]
         if described:
             files.append(prefix + described[0])
             continue
-        folders = [name for name in names if _is_folder(disk, os.path.join(place, name))]
+        folders = [name for name in names if _is_folder(store, os.path.join(place, name))]
         files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
             _log.warning("%s: passed over, for it is empty; if it was an array, that is lost", place.rstrip("/"))
@@ -80,7 +79,7 @@ def _folders(disk: Disk, path: str) -> Iterator[tuple[zarr.Folder, str, list[str
             raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
         stack += [f"{prefix}{name}/" for name in reversed(folders)]
     if files:
-        yield zarr.Folder(disk, path, ocdbt=False), "", files
+        yield zarr.Folder(store, path, ocdbt=False), "", files
 
 
 def _undescribed(names: Iterable[str]) -> Iterator[str]:
@@ -98,10 +97,10 @@ def _path(name: str) -> str:
     return "/".join(key_text(key) for key in name.split("/"))
 
 
-def _is_folder(disk: Disk, path: str) -> bool:
-    there = disk.stat(path)
-    if there is None or not stat.S_ISDIR(there.st_mode):
+def _is_folder(store: Store, path: str) -> bool:
+    there = store.stat(path)
+    if there is None or not there.is_folder:
         return False
-    if os.path.islink(path):
+    if store.is_link(path):
         raise UnsafeError(f"{path}: expected a folder, found a link, which may lead out of the checkpoint")
     return True

@@ -8,8 +8,8 @@ import msgspec
 
 from ..._core.source import Source
 from ...errors import CorruptError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from ...stores.whole_files import opened
 
 FILE = "metadata.json"
@@ -42,12 +42,11 @@ def own_metadata(contents: Source) -> tuple[str, bool] | None:
     return (timestamp, temporary) if type(timestamp) is str and type(temporary) is bool else None
 
 
-def read_metadata(disk: Disk, path: str) -> Metadata:
+def read_metadata(store: Store, path: str) -> Metadata:
     """Reads ``metadata.json``. Raises `CorruptError`."""
     file = os.path.join(path, FILE)
-    with reading(file), opened(disk, file) as fd:
-        buffer = bytearray(min(disk.size(fd), MAX_METADATA_BYTES))
-        data = bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
+    with reading(file), opened(store, file) as blob:
+        data = blob.read_up_to(MAX_METADATA_BYTES)
     try:
         about = msgspec.json.decode(data, type=Metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

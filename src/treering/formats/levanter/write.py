@@ -11,8 +11,9 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.leaf_paths import split
 from ..._core.source import Source
 from ...errors import ExistsError, MismatchError, UnsupportedError
-from ...stores.atomic import SequentialWriter, new_directory
-from ...stores.posix import Disk
+from ...stores.sequential import file_of_new_folder
+from ...stores.store import Store
+from ...stores.whole_files import is_folder
 from .._shared.folding import Folders
 from .._zarr import array, metadata
 from .._zarr.leaves import add_array, add_number, folder_size, parts_of_arrays
@@ -23,7 +24,7 @@ from .schema import FILE, NAME, Metadata, own_metadata
 _LONGEST = 255  # bytes of the name of a folder
 
 
-def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(store: Store, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
     if options:
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
@@ -31,11 +32,11 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
     _check(entries)
     names = {FILE, CHECKPOINT, TREE, array.DATABASE, *metadata.FILES.values()}
     names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
-    with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
-        folders = Folders(disk, folder, path)
+    with store.new_folder(path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
+        folders = Folders(store, folder, path)
         for entry in entries:
             folders.add("/".join(split(entry.path)))
-        writer = array.Writer(disk, folder, driver="zarr", ocdbt=False)
+        writer = array.Writer(store, folder, driver="zarr", ocdbt=False)
         for entry in entries:
             name = "/".join(split(entry.path))
             if isinstance(entry, ArrayEntry):
@@ -45,26 +46,22 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
         writer.close()
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
-        file = SequentialWriter(disk, os.path.join(folder, FILE))
-        try:
-            timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
+        timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
+        with file_of_new_folder(store, os.path.join(folder, FILE)) as file:
             file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))
-            file.close()
-        finally:
-            file.discard()
-        return folder_size(disk, folder)
+        return folder_size(store, folder)
 
 
-def _owned(disk: Disk, folder: str) -> set[str]:
+def _owned(store: Store, folder: str) -> set[str]:
     """The files that Levanter has written for a step: those of all arrays in its folder."""
-    return {FILE, *parts_of_arrays(disk, folder, lambda: open_checkpoint(disk, folder))}
+    return {FILE, *parts_of_arrays(store, folder, lambda: open_checkpoint(store, folder))}
 
 
-def _check_others(disk: Disk, folder: str, others: Sequence[str]) -> None:
+def _check_others(store: Store, folder: str, others: Sequence[str]) -> None:
     """Raises `ExistsError` for other files that a reader would take for parts of the checkpoint."""
     for name in others:
         place = os.path.join(folder, name)
-        if CHUNK.fullmatch(name) or (os.path.islink(place) and os.path.isdir(place)):
+        if CHUNK.fullmatch(name) or (store.is_link(place) and is_folder(store, place, links=True)):
             raise ExistsError(
                 f"{place}: expected nothing beside a checkpoint of Levanter that would be taken for an array of it, "
                 "found a link to a folder, or a file with a chunk's name; write to another path, or move it"

@@ -13,14 +13,13 @@ Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardC
 """
 
 import os
-import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError
-from ...stores.posix import Disk
 from ...stores.read_errors import refusal
+from ...stores.store import Store
 from .. import is_step
 from .schema import (
     ABOUT_ARRAYS,
@@ -43,23 +42,23 @@ class Orbax:
     suffixes = ()
     boxes = ("variable", "axis-metadata")
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            there = disk.stat(path)
+            there = store.stat(path)
             if there is None:
                 return "there is nothing"
-            if not stat.S_ISDIR(there.st_mode):
+            if not there.is_folder:
                 return "it is a file"
             if UNFINISHED in os.path.basename(path):
                 return "it was never finished"
-            if disk.stat(os.path.join(path, CHECKPOINT)) is not None:
-                return None if _is_committed(disk, path) else "it was never committed"
-            if _is_tree(disk, path):
+            if store.stat(os.path.join(path, CHECKPOINT)) is not None:
+                return None if _is_committed(store, path) else "it was never committed"
+            if _is_tree(store, path):
                 return None
             # Until 2024 there was no file about the checkpoint as a whole.
-            names = disk.list(path)
-            checkpoints = [name for name in names if disk.stat(os.path.join(path, name, CHECKPOINT)) is not None]
-            items = [name for name in names if _is_tree(disk, os.path.join(path, name))]
+            names = store.list(path)
+            checkpoints = [name for name in names if store.stat(os.path.join(path, name, CHECKPOINT)) is not None]
+            items = [name for name in names if _is_tree(store, os.path.join(path, name))]
         except OSError as error:
             return refusal(error, path)
         if any(map(STEP.fullmatch, [*checkpoints, *items])):
@@ -68,19 +67,19 @@ class Orbax:
             return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
         return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import open_checkpoint
 
         found = STEP.fullmatch(os.path.basename(path))
-        return open_checkpoint(disk, path, int(found[2]) if found else None)
+        return open_checkpoint(store, path, int(found[2]) if found else None)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         if CHECKPOINT in names or TREE in names:  # the folder is a checkpoint itself
             return {}
         runs: dict[str, dict[int, str]] = {}
         for name in names:
             found = STEP.fullmatch(name)
-            if found and is_step(self, disk, os.path.join(folder, name)):
+            if found and is_step(self, store, os.path.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
@@ -94,18 +93,18 @@ class Orbax:
             kept.append("step")
         return kept
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
-        return write(disk, path, contents, options, overwrite=overwrite)
+        return write(store, path, contents, options, overwrite=overwrite)
 
 
-def _is_committed(disk: Disk, path: str) -> bool:
+def _is_committed(store: Store, path: str) -> bool:
     """Whether a checkpoint is complete: where folders cannot be renamed, it has its name from the beginning on."""
-    if disk.stat(os.path.join(path, COMMITTED)) is not None:
+    if store.stat(os.path.join(path, COMMITTED)) is not None:
         return True
     try:
-        about = read_about(disk, path)
+        about = read_about(store, path)
     except CorruptError:
         return True  # opening it raises
     # The time of the commit is null until then. It may be left out altogether, for Orbax goes by the folder's name.
@@ -113,10 +112,10 @@ def _is_committed(disk: Disk, path: str) -> bool:
     return not begun_only or bool(about[COMMIT_TIME])
 
 
-def _is_tree(disk: Disk, folder: str) -> bool:
+def _is_tree(store: Store, folder: str) -> bool:
     """Whether a tree lies in a folder, even if the list of its leaves is gone."""
-    return tree_file(disk, folder) is not None or any(
-        disk.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
+    return tree_file(store, folder) is not None or any(
+        store.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
     )
 
 

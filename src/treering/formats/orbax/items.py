@@ -2,7 +2,6 @@
 
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from ..._core.leaf_paths import join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import is_file
 from .schema import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
 from .state import read_state
@@ -45,24 +44,24 @@ class Items(NamedTuple):
     level: str = ""
 
 
-def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
+def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
     """Reads the items of a folder: those that are listed with their handlers, or found there.
 
     Damaged items are leaves that cannot be read. Raises `CorruptError` when that is all there is.
     """
-    names = [name for name in _folders(disk, path) if name != deleted]
+    names = [name for name in _folders(store, path) if name != deleted]
     expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL]
-    metrics, damage = _read_metrics(disk, path, handlers) if _METRICS in (*names, *expected) else (None, None)
+    metrics, damage = _read_metrics(store, path, handlers) if _METRICS in (*names, *expected) else (None, None)
     if metrics is not None or damage:
         names = [name for name in names if name != _METRICS]
         expected = [name for name in expected if name != _METRICS]
     if damage:
         _log.warning("%s: opened without metrics: %s", path, damage)
-    if not names and not expected and (file := _value_file(disk, path)):  # right in the folder, as trees may lie
-        return Items(_tree_of_values(read_json(disk, file), None, file), metrics or {}, damage)
+    if not names and not expected and (file := _value_file(store, path)):  # right in the folder, as trees may lie
+        return Items(_tree_of_values(read_json(store, file), None, file), metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
-        tree = _read_item(disk, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
+        tree = _read_item(store, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0])
     trees: dict[str, Tree] = {}
@@ -70,7 +69,7 @@ def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any,
     for name in names:
         at = key_text(name)
         try:
-            tree = _read_item(disk, os.path.join(path, name), at, handlers.get(name), _NESTED)
+            tree = _read_item(store, os.path.join(path, name), at, handlers.get(name), _NESTED)
         except UnsafeError:
             raise
         except CorruptError as error:
@@ -92,19 +91,19 @@ def read_items(disk: Disk, path: str, handlers: Mapping[str, str], deleted: Any,
     return Items(made, metrics or {}, damage)
 
 
-def read_tree_of(disk: Disk, path: str, at: str | None) -> Tree | None:
+def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
     """The tree of arrays in a folder, as it lies at a path or (None) as the root; None where there is none."""
-    file = tree_file(disk, path)
+    file = tree_file(store, path)
     if file == TREE:
-        return read_tree(disk, path, at)
+        return read_tree(store, path, at)
     if file == STATE:
-        leaves = read_state(disk, path, at)
+        leaves = read_state(store, path, at)
         return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
-    if not has_arrays(disk, path):
+    if not has_arrays(store, path):
         return None
-    lacks = "" if disk.list(os.path.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
+    lacks = "" if store.list(os.path.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
     _log.warning("%s: its file %s is gone; leaves are called as their arrays are%s", path, TREE, lacks)
-    return read_remnant(disk, path, at)
+    return read_remnant(store, path, at)
 
 
 def numbers(value: Any) -> dict[str, float] | None:
@@ -117,13 +116,15 @@ def numbers(value: Any) -> dict[str, float] | None:
         return None
 
 
-def _read_metrics(disk: Disk, path: str, handlers: Mapping[str, str]) -> tuple[Mapping[str, float] | None, str | None]:
+def _read_metrics(
+    store: Store, path: str, handlers: Mapping[str, str]
+) -> tuple[Mapping[str, float] | None, str | None]:
     """The metrics, None for an item that only has their name; and why they cannot be read."""
     folder = os.path.join(path, _METRICS)
-    file = _value_file(disk, folder)
+    file = _value_file(store, folder)
     try:
         if file is not None:
-            return numbers(read_json(disk, file)), None
+            return numbers(read_json(store, file)), None
         if handlers.get(_METRICS) in _JSON:
             raise CorruptError(f"{folder}: expected the metrics in JSON, found nothing")
     except UnsafeError:
@@ -133,19 +134,19 @@ def _read_metrics(disk: Disk, path: str, handlers: Mapping[str, str]) -> tuple[M
     return None, None
 
 
-def _read_item(disk: Disk, path: str, at: str | None, handler: str | None, levels: int) -> Tree | None:
+def _read_item(store: Store, path: str, at: str | None, handler: str | None, levels: int) -> Tree | None:
     """An item as the tree at a path, None when it is of a kind that is not known here. Raises `CorruptError`."""
-    tree = read_tree_of(disk, path, at)
+    tree = read_tree_of(store, path, at)
     if tree is not None:
         return _as_saved(tree, path, at, handler)
-    file = _value_file(disk, path)
+    file = _value_file(store, path)
     if file is not None:
-        return _tree_of_values(read_json(disk, file), at, file)
+        return _tree_of_values(read_json(store, file), at, file)
     found: dict[str, Tree] = {}
     unknown: list[str] = []
-    for name in _folders(disk, path) if levels else ():
+    for name in _folders(store, path) if levels else ():
         below = join(at or "", key_text(name), root=at is None)
-        tree = _read_item(disk, os.path.join(path, name), below, None, levels - 1)
+        tree = _read_item(store, os.path.join(path, name), below, None, levels - 1)
         if tree is None:
             unknown.append(name)
         else:
@@ -197,19 +198,19 @@ def _together(trees: Mapping[str, Tree]) -> Tree:
     )
 
 
-def _folders(disk: Disk, path: str) -> list[str]:
+def _folders(store: Store, path: str) -> list[str]:
     """The names of the finished folders in a folder."""
     found: list[str] = []
-    for name in disk.list(path):
-        there = disk.stat(os.path.join(path, name))
-        if there is not None and stat.S_ISDIR(there.st_mode) and UNFINISHED not in name:
+    for name in store.list(path):
+        there = store.stat(os.path.join(path, name))
+        if there is not None and there.is_folder and UNFINISHED not in name:
             found.append(name)
     return found
 
 
-def _value_file(disk: Disk, path: str) -> str | None:
+def _value_file(store: Store, path: str) -> str | None:
     for name in VALUES:
-        if is_file(disk, os.path.join(path, name)):
+        if is_file(store, os.path.join(path, name)):
             return os.path.join(path, name)
     return None
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ...errors import CorruptError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from .._zarr import array, metadata
 from .schema import TREE, read_json
 
@@ -42,26 +42,26 @@ class TreeMetadata(msgspec.Struct):
     custom_metadata: Any = None
 
 
-def read_metadata(disk: Disk, folder: str) -> TreeMetadata:
+def read_metadata(store: Store, folder: str) -> TreeMetadata:
     """Reads the file in a folder. Raises `CorruptError`."""
     file = os.path.join(folder, TREE)
     try:
-        return msgspec.convert(read_json(disk, file), TreeMetadata)
+        return msgspec.convert(read_json(store, file), TreeMetadata)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptError(f"{file}: {error}") from None
 
 
-def guess_metadata(disk: Disk, folder: str) -> TreeMetadata:
+def guess_metadata(store: Store, folder: str) -> TreeMetadata:
     """A tree of dicts with the arrays and texts in a folder, whose names consist of their keys.
 
     Raises `CorruptError` when there are none.
     """
-    ocdbt = disk.stat(os.path.join(folder, array.DATABASE)) is not None
+    ocdbt = store.stat(os.path.join(folder, array.DATABASE)) is not None
     if ocdbt:
-        keys = array.Folder(disk, folder, ocdbt=True).list()
+        keys = array.Folder(store, folder, ocdbt=True).list()
     else:
-        files = [os.path.join(name, file) for name in disk.list(folder) for file in metadata.FILES.values()]
-        keys = [file for file in files if disk.stat(os.path.join(folder, file)) is not None]
+        files = [os.path.join(name, file) for name in store.list(folder) for file in metadata.FILES.values()]
+        keys = [file for file in files if store.stat(os.path.join(folder, file)) is not None]
     by_driver = {
         driver: [name for key in keys if (name := key.removesuffix(f"/{file}")) != key]
         for driver, file in metadata.FILES.items()
@@ -69,17 +69,17 @@ def guess_metadata(disk: Disk, folder: str) -> TreeMetadata:
     if all(by_driver.values()) or not any(by_driver.values()):
         raise CorruptError(f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing")
     kinds = {name: "np.ndarray" for names in by_driver.values() for name in names}
-    kinds |= dict.fromkeys(read_texts(disk, folder), "string")
+    kinds |= dict.fromkeys(read_texts(store, folder), "string")
     leaves = {
         name: Leaf([_Key(key, DICT) for key in name.split(".")], _Kind(kind)) for name, kind in sorted(kinds.items())
     }
     return TreeMetadata(leaves, ocdbt, bool(by_driver["zarr3"]))
 
 
-def read_texts(disk: Disk, folder: str) -> Mapping[str, Any]:
+def read_texts(store: Store, folder: str) -> Mapping[str, Any]:
     """The leaves of a tree that are text, by name. Raises `CorruptError`."""
     file = os.path.join(folder, STRINGS)
-    found = read_json(disk, file) if disk.stat(file) is not None else {}
+    found = read_json(store, file) if store.stat(file) is not None else {}
     if not isinstance(found, dict):
         raise CorruptError(f"{file}: expected a map of texts")
     return found

@@ -6,9 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import TreeringError
-from ...stores.kept_files import files_in, is_dir
-from ...stores.posix import Disk
-from ...stores.whole_files import is_file
+from ...stores.store import Store
+from ...stores.whole_files import files_in, is_file, is_folder
 from .._shared.msgpack import MAP, beginning, tokens
 from .._zarr.array import DATABASE
 from .._zarr.leaves import database_parts, parts_of
@@ -26,22 +25,22 @@ _ITERATOR = re.compile(r"process_\d+-of-\d+\.json")  # of Grain
 _MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the mark of completion begins
 
 
-def parts(disk: Disk, folder: str) -> Collection[str]:
+def parts(store: Store, folder: str) -> Collection[str]:
     """The files of a checkpoint, by their paths within its folder."""
-    found = {CHECKPOINT, *_marks(disk, folder), *_json(disk, folder, _DELETED)}
-    if is_file(disk, os.path.join(folder, _VERSION_1)) and not os.path.getsize(os.path.join(folder, _VERSION_1)):
+    found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, _DELETED)}
+    if is_file(store, os.path.join(folder, _VERSION_1)) and not os.path.getsize(os.path.join(folder, _VERSION_1)):
         found.add(_VERSION_1)
-    if is_dir(os.path.join(folder, "descriptor")):
+    if is_folder(store, os.path.join(folder, "descriptor")):
         found.add("descriptor/descriptor.pbtxt")
-    tree = set(_tree(disk, folder))
+    tree = set(_tree(store, folder))
     if tree:  # right in the folder: then there are no items
         return found | tree
-    for name in _items(disk, folder):
-        found.update(f"{name}/{part}" for part in _item(disk, os.path.join(folder, name), _NESTED))
+    for name in _items(store, folder):
+        found.update(f"{name}/{part}" for part in _item(store, os.path.join(folder, name), _NESTED))
     return found
 
 
-def _items(disk: Disk, folder: str) -> list[str]:
+def _items(store: Store, folder: str) -> list[str]:
     """The names of the items: those that are listed.
 
     Before there was a list, a manager had steps of items, whose folders are called by their numbers; other folders may
@@ -49,46 +48,48 @@ def _items(disk: Disk, folder: str) -> list[str]:
     """
     listed = None
     with contextlib.suppress(TreeringError, OSError):
-        about = read_about(disk, folder) if is_file(disk, os.path.join(folder, CHECKPOINT)) else {}
+        about = read_about(store, folder) if is_file(store, os.path.join(folder, CHECKPOINT)) else {}
         listed = about.get("item_handlers") if isinstance(about, Mapping) else ()
-    folders = [name for name in disk.list(folder) if is_dir(os.path.join(folder, name))]
+    folders = [name for name in store.list(folder) if is_folder(store, os.path.join(folder, name))]
     if isinstance(listed, Mapping):
         return [name for name in folders if name in listed]
     steps = listed is None and STEP.fullmatch(os.path.basename(folder))
-    nested = [name for name in folders if is_file(disk, os.path.join(folder, name, CHECKPOINT))]
+    nested = [name for name in folders if is_file(store, os.path.join(folder, name, CHECKPOINT))]
     return folders if steps and not nested else []
 
 
-def _item(disk: Disk, folder: str, levels: int) -> Iterator[str]:
-    yield from _marks(disk, folder)
-    tree = list(_tree(disk, folder))
+def _item(store: Store, folder: str, levels: int) -> Iterator[str]:
+    yield from _marks(store, folder)
+    tree = list(_tree(store, folder))
     if tree:
         yield from tree
         return
-    for name in disk.list(folder):
+    for name in store.list(folder):
         place = os.path.join(folder, name)
         if name in VALUES or _ITERATOR.fullmatch(name):
-            yield from _json(disk, folder, name)
-        elif levels and is_dir(place):
-            yield from (f"{name}/{part}" for part in _item(disk, place, levels - 1))
+            yield from _json(store, folder, name)
+        elif levels and is_folder(store, place):
+            yield from (f"{name}/{part}" for part in _item(store, place, levels - 1))
 
 
-def _tree(disk: Disk, folder: str) -> Iterator[str]:
+def _tree(store: Store, folder: str) -> Iterator[str]:
     """The files of a tree, where there is a list of its leaves that can be read."""
     named: set[str] = set()
     zarr3 = None
     found: list[str] = []
     try:
-        if is_file(disk, os.path.join(folder, TREE)):
-            about = read_metadata(disk, folder)
+        if is_file(store, os.path.join(folder, TREE)):
+            about = read_metadata(store, folder)
             zarr3 = about.use_zarr3
             named |= {".".join(key.key for key in leaf.key_metadata) for leaf in about.tree_metadata.values()}
             found.append(TREE)
         data = (
-            beginning(disk, os.path.join(folder, STATE), 1 << 16) if is_file(disk, os.path.join(folder, STATE)) else b""
+            beginning(store, os.path.join(folder, STATE), 1 << 16)
+            if is_file(store, os.path.join(folder, STATE))
+            else b""
         )
         if next((kind for kind, _ in tokens(data)), None) == MAP:
-            aggregated = read_aggregated(disk, folder, None).entries
+            aggregated = read_aggregated(store, folder, None).entries
             named |= {name for entry in aggregated if (name := placeholder(entry)) is not None}
             found.append(STATE)
     except (TreeringError, OSError):
@@ -97,24 +98,24 @@ def _tree(disk: Disk, folder: str) -> Iterator[str]:
         return
     yield from found
     for name in (SHARDINGS, STRINGS):
-        yield from _json(disk, folder, name)
-    about_arrays = files_in(disk, os.path.join(folder, ABOUT_ARRAYS))
+        yield from _json(store, folder, name)
+    about_arrays = files_in(store, os.path.join(folder, ABOUT_ARRAYS))
     yield from (f"{ABOUT_ARRAYS}/{name}" for name in about_arrays if _ABOUT_ARRAY.fullmatch(name))
-    yield from database_parts(disk, folder)
+    yield from database_parts(store, folder)
     for name in named:
         if not os.path.isabs(name) and ".." not in name.split("/"):
-            yield from parts_of(disk, folder, name, "zarr3" if zarr3 else "zarr")
+            yield from parts_of(store, folder, name, "zarr3" if zarr3 else "zarr")
 
 
-def _marks(disk: Disk, folder: str) -> Iterator[str]:
-    if beginning(disk, os.path.join(folder, COMMITTED), 64).startswith(_MARKS):
+def _marks(store: Store, folder: str) -> Iterator[str]:
+    if beginning(store, os.path.join(folder, COMMITTED), 64).startswith(_MARKS):
         yield COMMITTED
 
 
-def _json(disk: Disk, folder: str, name: str) -> Iterator[str]:
+def _json(store: Store, folder: str, name: str) -> Iterator[str]:
     """A file, if it is in JSON."""
     path = os.path.join(folder, name)
     with contextlib.suppress(TreeringError, OSError):
-        if is_file(disk, path):
-            read_json(disk, path)
+        if is_file(store, path):
+            read_json(store, path)
             yield name

@@ -12,7 +12,7 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import Problem
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import is_file
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
@@ -28,11 +28,11 @@ _log = logging.getLogger("treering")
 class OrbaxReader(ZarrReader):
     """See `treering.formats.Source`."""
 
-    def __init__(self, disk: Disk, path: str, items: Items, *, nbytes: int, **about: Any):
+    def __init__(self, store: Store, path: str, items: Items, *, nbytes: int, **about: Any):
         tree, level, damage = items.tree, items.level, items.damage
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
-        self._disk, self._damage = disk, damage
+        self._store, self._damage = store, damage
         self.level = level  # the name of an only item, which a template may have and the paths here lack
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
@@ -42,7 +42,7 @@ class OrbaxReader(ZarrReader):
             return None
         folder = array.folder.path
         if folder not in self._shardings:
-            self._shardings[folder] = _read_shardings(self._disk, folder)
+            self._shardings[folder] = _read_shardings(self._store, folder)
         return self._shardings[folder].get(array.name)
 
     def problems(self) -> Iterator[Problem]:
@@ -62,29 +62,29 @@ class _About(NamedTuple):
     created: datetime.datetime | None
 
 
-def open_checkpoint(disk: Disk, path: str, step: int | None) -> OrbaxReader:
+def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
     """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
     with gc_paused():
-        about = _read_about(disk, path)
-        direct = read_tree_of(disk, path, None)
+        about = _read_about(store, path)
+        direct = read_tree_of(store, path, None)
         if direct is not None:
             found = Items(direct, {})
         else:
-            found = read_items(disk, path, about.items, about.deleted, version_1=about.version_1)
+            found = read_items(store, path, about.items, about.deleted, version_1=about.version_1)
     metadata = about.metadata or found.tree.metadata
-    if step is not None and disk.stat(os.path.join(os.path.dirname(path), CHECKPOINT)) is None:
-        of_run = _read_root_metadata(disk, os.path.dirname(path))
+    if step is not None and store.stat(os.path.join(os.path.dirname(path), CHECKPOINT)) is None:
+        of_run = _read_root_metadata(store, os.path.dirname(path))
         both = isinstance(of_run, dict) and isinstance(metadata, dict)
         metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
     metrics = {**about.metrics, **found.metrics}
     about_all = {"step": step, "metrics": metrics, "metadata": metadata, "created": about.created}
-    return OrbaxReader(disk, path, found, nbytes=folder_size(disk, path), **about_all)
+    return OrbaxReader(store, path, found, nbytes=folder_size(store, path), **about_all)
 
 
-def _read_about(disk: Disk, path: str) -> _About:
-    names = disk.list(path)
-    found = read_about(disk, path) if CHECKPOINT in names else {}
-    deletion = read_json(disk, os.path.join(path, _DELETED)) if _DELETED in names else {}
+def _read_about(store: Store, path: str) -> _About:
+    names = store.list(path)
+    found = read_about(store, path) if CHECKPOINT in names else {}
+    deletion = read_json(store, os.path.join(path, _DELETED)) if _DELETED in names else {}
     if not isinstance(found, dict) or not isinstance(deletion, dict):
         raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")
     handlers = found.get("item_handlers")
@@ -96,13 +96,13 @@ def _read_about(disk: Disk, path: str) -> _About:
     return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
 
 
-def _read_root_metadata(disk: Disk, run: str) -> Any:
+def _read_root_metadata(store: Store, run: str) -> Any:
     """The metadata that a `CheckpointManager` was given for all its steps; None where there is none."""
     for name in _ROOT_METADATA:
         file = os.path.join(run, "metadata", name)
-        if is_file(disk, file):
+        if is_file(store, file):
             try:
-                found = read_json(disk, file)
+                found = read_json(store, file)
             except UnsafeError:
                 raise
             except CorruptError as error:
@@ -124,11 +124,11 @@ def _time(nanoseconds: Any) -> datetime.datetime | None:
         return None
 
 
-def _read_shardings(disk: Disk, folder: str) -> dict[str, Any]:
+def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
     """The shardings of arrays, by their names in a folder; those that are not understood are left out."""
     found: dict[str, Any] = {}
     try:
-        listed = read_json(disk, os.path.join(folder, SHARDINGS))
+        listed = read_json(store, os.path.join(folder, SHARDINGS))
         for name, text in listed.items():
             about = json.loads(text)
             if about["sharding_type"] == "NamedSharding":

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import read_file
 from .. import get
 from .._shared.msgpack import MAP, STR, beginning, tokens
@@ -27,39 +27,39 @@ MAX_METADATA_BYTES = 16 << 20  # bytes of the file about the checkpoint, which i
 STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 
-def tree_file(disk: Disk, folder: str) -> str | None:
+def tree_file(store: Store, folder: str) -> str | None:
     """The file in a folder that says which tree lies there, None where there is none."""
-    if disk.stat(os.path.join(folder, TREE)) is not None:
+    if store.stat(os.path.join(folder, TREE)) is not None:
         return TREE
-    data = beginning(disk, os.path.join(folder, STATE), 1 << 16)
+    data = beginning(store, os.path.join(folder, STATE), 1 << 16)
     if any(prefix.encode() in data for prefix in PLACEHOLDERS):
         return STATE
     first = [kind for kind, _ in itertools.islice(tokens(data), 2)]
-    return STATE if first == [MAP, STR] and get("t5x").refuses(disk, folder) is not None else None
+    return STATE if first == [MAP, STR] and get("t5x").refuses(store, folder) is not None else None
 
 
-def has_arrays(disk: Disk, folder: str) -> bool:
+def has_arrays(store: Store, folder: str) -> bool:
     """Whether arrays of a tree lie in a folder, in a database or in files."""
-    return any(disk.stat(os.path.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
-        disk.stat(os.path.join(folder, name, file)) is not None
-        for name in disk.list(folder)
+    return any(store.stat(os.path.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
+        store.stat(os.path.join(folder, name, file)) is not None
+        for name in store.list(folder)
         for file in _METADATA_OF_ARRAYS
     )
 
 
-def read_about(disk: Disk, path: str) -> Any:
+def read_about(store: Store, path: str) -> Any:
     """The contents of the file about the checkpoint as a whole. Raises `CorruptError`."""
     file = os.path.join(path, CHECKPOINT)
-    there = disk.stat(file)
-    if there is not None and there.st_size > MAX_METADATA_BYTES:
-        raise UnsafeError(f"{file}: {there.st_size} bytes, which cannot be meant as a description of a checkpoint")
-    return read_json(disk, file)
+    there = store.stat(file)
+    if there is not None and there.nbytes > MAX_METADATA_BYTES:
+        raise UnsafeError(f"{file}: {there.nbytes} bytes, which cannot be meant as a description of a checkpoint")
+    return read_json(store, file)
 
 
-def read_json(disk: Disk, path: str) -> Any:
+def read_json(store: Store, path: str) -> Any:
     """The contents of a JSON file, in which there may be NaN. Raises `CorruptError`."""
     try:
-        return json.loads(read_file(disk, path))
+        return json.loads(read_file(store, path))
     except FileNotFoundError:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing") from None
     except RecursionError:

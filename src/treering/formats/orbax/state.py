@@ -7,32 +7,32 @@ import os
 
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ...errors import CorruptError
-from ...stores.posix import Disk
-from .._shared.extents import File
+from ...stores.store import Store
+from ...stores.whole_files import open_fetched
 from .._shared.reader import Stored
 from .._shared.state_dict import Leaves, StateDict, check_inside
 from .._zarr import array as zarr
 from .schema import PLACEHOLDERS, STATE
 
 
-def read_aggregated(disk: Disk, folder: str, at: str | None) -> Leaves:
+def read_aggregated(store: Store, folder: str, at: str | None) -> Leaves:
     """The leaves of the file in a folder, placed at a path or (None) as the root. Raises `CorruptError`.
 
     Text that stands for an array is left as it is, see `placeholder`.
     """
-    file = File(disk, os.path.join(folder, STATE))
+    file = open_fetched(store, os.path.join(folder, STATE))
     scanned = StateDict(file)
     return scanned.leaves(scanned.whole(0, file.size), at)
 
 
-def read_state(disk: Disk, folder: str, at: str | None) -> Leaves:
+def read_state(store: Store, folder: str, at: str | None) -> Leaves:
     """The leaves of the file in a folder, with the arrays that text in it stands for. Raises `CorruptError`."""
-    leaves = read_aggregated(disk, folder, at)
+    leaves = read_aggregated(store, folder, at)
     names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
-    ocdbt = disk.stat(os.path.join(folder, zarr.DATABASE)) is not None
+    ocdbt = store.stat(os.path.join(folder, zarr.DATABASE)) is not None
     for name in () if ocdbt else names.values():
         check_inside(folder, name)
-    arrays = zarr.Folder(disk, folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
+    arrays = zarr.Folder(store, folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
     entries: dict[str, Entry] = {entry.path: entry for entry in leaves.entries}
     stored: dict[str, Stored] = {**leaves.arrays}
     for path, array in zip(names, arrays, strict=True):

@@ -15,7 +15,7 @@ from ..._core.leaf_paths import few, join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import is_file
 from .._shared.reader import Stored
 from .._shared.state_dict import Leaves, check_inside
@@ -92,22 +92,22 @@ class _Branch:
         return numbers + [key for key, kind in self.kinds.items() if kind == DICT]
 
 
-def read_tree(disk: Disk, folder: str, at: str | None) -> Tree:
+def read_tree(store: Store, folder: str, at: str | None) -> Tree:
     """The tree in a folder, as it lies at a path or (None) as the root.
 
     Numbers that were no arrays are read, arrays are not. Raises `CorruptError` and `UnsupportedError`.
     """
-    return _tree(disk, folder, at, read_metadata(disk, folder))
+    return _tree(store, folder, at, read_metadata(store, folder))
 
 
-def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
+def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
     """The rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
 
     It is not known any more which names were keys with dots in them, which containers were lists, and which leaves were
     no arrays. So a leaf that cannot be read stands for the list.
     """
     why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
-    tree = _tree(disk, folder, at, guess_metadata(disk, folder))
+    tree = _tree(store, folder, at, guess_metadata(store, folder))
     top = tree.skeleton[0]
     if not isinstance(top, Node):
         return Tree.lost(at or "", why)
@@ -123,8 +123,8 @@ def read_remnant(disk: Disk, folder: str, at: str | None) -> Tree:
     )
 
 
-def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
-    inline = read_aggregated(disk, folder, at) if is_file(disk, os.path.join(folder, STATE)) else Leaves([], {}, ())
+def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tree:
+    inline = read_aggregated(store, folder, at) if is_file(store, os.path.join(folder, STATE)) else Leaves([], {}, ())
     aggregated = {entry.path: entry for entry in inline.entries if placeholder(entry) is None}
     try:
         places, skeleton = _places(_branches(about.tree_metadata.values()), at)
@@ -132,13 +132,13 @@ def _tree(disk: Disk, folder: str, at: str | None, about: TreeMetadata) -> Tree:
     except TreeringError as error:
         raise type(error)(f"{os.path.join(folder, TREE)}: {error}") from None
     listed = [p for p in places if p.kind in _ARRAYS and p.path not in aggregated and not p.aggregated]
-    found = dict(zip((place.path for place in listed), _open(disk, folder, listed, about), strict=True))
+    found = dict(zip((place.path for place in listed), _open(store, folder, listed, about), strict=True))
     arrays: dict[str, zarr.Array] = {path: one for path, one in found.items() if isinstance(one, zarr.Array)}
     reasons = {path: str(one) for path, one in found.items() if isinstance(one, CorruptError)}
     values: dict[str, Any] = _read_numbers(arrays, listed, reasons)
-    texts = read_texts(disk, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
+    texts = read_texts(store, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
     uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
-    keys, rest = _read_keys(disk, folder, uints)
+    keys, rest = _read_keys(store, folder, uints)
     for place in listed:
         if place.described and place.name in rest and arrays[place.path].shape:
             reasons[place.path] = (
@@ -236,18 +236,18 @@ def _check(places: Sequence[_Place]) -> None:
             raise CorruptError(f"{path} and {names[name]} were stored under one name, {name!r}; one of them is lost")
 
 
-def _open(disk: Disk, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
+def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
     if not places:
         return []
     manifest = os.path.join(folder, zarr.DATABASE)
-    there = disk.stat(manifest) is not None
+    there = store.stat(manifest) is not None
     ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
     if ocdbt and not there:
         raise CorruptError(f"{manifest}: expected a database, found nothing; was the checkpoint copied as a whole?")
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
-    return zarr.Folder(disk, folder, ocdbt=ocdbt).find(
+    return zarr.Folder(store, folder, ocdbt=ocdbt).find(
         [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
     )
 
@@ -275,15 +275,15 @@ def _read_numbers(
     return found
 
 
-def _read_keys(disk: Disk, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+def _read_keys(store: Store, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """The implementations of the named arrays that are typed keys, and the names that are missing."""
     left, found = set(names), dict[str, str]()
     place = os.path.join(folder, ABOUT_ARRAYS)
-    for file in disk.list(place):
+    for file in store.list(place):
         if not left:
             break
         try:
-            about = msgspec.convert(read_json(disk, os.path.join(place, file)), _ArraysAbout)
+            about = msgspec.convert(read_json(store, os.path.join(place, file)), _ArraysAbout)
         except (msgspec.ValidationError, RecursionError) as error:
             raise CorruptError(f"{os.path.join(place, file)}: {error}") from None
         for one in about.array_metadatas:

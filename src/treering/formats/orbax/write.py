@@ -12,8 +12,8 @@ from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import SequentialWriter, new_directory
-from ...stores.posix import Disk
+from ...stores.sequential import file_of_new_folder
+from ...stores.store import Store
 from .._zarr import array, metadata
 from .._zarr.leaves import add_array, add_number, folder_size
 from .metadata import DICT, SEQUENCE, STRINGS
@@ -46,29 +46,29 @@ class _Leaf(NamedTuple):
         return ".".join(key for key, _ in self.keys)
 
 
-def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(store: Store, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
     if options:
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     leaves = list(_leaves(contents))
     _check(leaves)
-    with new_directory(disk, path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
+    with store.new_folder(path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
         begun = time.time_ns()
-        chunks = _write_arrays(disk, folder, contents, leaves)
-        _put(disk, os.path.join(folder, TREE), _tree(leaves))
+        chunks = _write_arrays(store, folder, contents, leaves)
+        _put(store, os.path.join(folder, TREE), _tree(leaves))
         texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
         if texts:
-            _put(disk, os.path.join(folder, STRINGS), texts)
+            _put(store, os.path.join(folder, STRINGS), texts)
         on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
         if on_device:
             names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
-            _put(disk, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
-            disk.make_dir(os.path.join(folder, ABOUT_ARRAYS))
+            _put(store, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
+            store.make_folder(os.path.join(folder, ABOUT_ARRAYS))
             about = {"array_metadatas": [_array(leaf, chunks[leaf.name]) for leaf in on_device]}
-            _put(disk, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
-        _put(disk, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
-        _put(disk, os.path.join(folder, COMMITTED), "committed")
-        return folder_size(disk, folder)
+            _put(store, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
+        _put(store, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
+        _put(store, os.path.join(folder, COMMITTED), "committed")
+        return folder_size(store, folder)
 
 
 def _leaves(contents: Source) -> Iterator[_Leaf]:
@@ -129,9 +129,9 @@ def _value(leaf: _Leaf) -> Any:
     return leaf.entry.decode()
 
 
-def _write_arrays(disk: Disk, folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
+def _write_arrays(store: Store, folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
     """Writes arrays and numbers; returns the shapes of the chunks by name."""
-    writer = array.Writer(disk, folder, driver="zarr", ocdbt=True)
+    writer = array.Writer(store, folder, driver="zarr", ocdbt=True)
     chunks: dict[str, Sequence[int]] = {}
     for leaf in leaves:
         if isinstance(leaf.entry, ArrayEntry):
@@ -179,10 +179,6 @@ def _checkpoint(contents: Source, begun: int) -> Any:
     }
 
 
-def _put(disk: Disk, path: str, value: Any) -> None:
-    file = SequentialWriter(disk, path)
-    try:
+def _put(store: Store, path: str, value: Any) -> None:
+    with file_of_new_folder(store, path) as file:
         file.write((value if isinstance(value, str) else json.dumps(value)).encode())
-        file.close()
-    finally:
-        file.discard()

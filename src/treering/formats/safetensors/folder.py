@@ -10,7 +10,7 @@ import msgspec
 
 from ..._core.leaf_paths import few
 from ...errors import CorruptError, UnsafeError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from ...stores.whole_files import read_file
 
 SUFFIX = ".safetensors"
@@ -72,10 +72,10 @@ def _set(files: Sequence[str]) -> Chosen | None:
     return Chosen(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
 
 
-def weights_of(disk: Disk, index: str) -> dict[str, str]:
+def weights_of(store: Store, index: str) -> dict[str, str]:
     """The names of files by the keys of tensors, as an index has them. Raises `CorruptError`."""
     try:
-        weights = msgspec.json.decode(read_file(disk, index), type=_Index).weight_map
+        weights = msgspec.json.decode(read_file(store, index), type=_Index).weight_map
     except FileNotFoundError:
         raise CorruptError(f"{index}: expected an index of safetensors files, found nothing") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -86,12 +86,12 @@ def weights_of(disk: Disk, index: str) -> dict[str, str]:
     return weights
 
 
-def written_names(disk: Disk, folder: str) -> set[str]:
+def written_names(store: Store, folder: str) -> set[str]:
     """The names in a folder that are its checkpoint: the index and the files it names, or what is opened without one.
 
     None where it is unknown which of several is meant. Of an index that cannot be read: those that are called like its.
     """
-    names = disk.list(folder)
+    names = store.list(folder)
     main = chosen(names)
     if isinstance(main, str):
         return set()
@@ -99,7 +99,7 @@ def written_names(disk: Disk, folder: str) -> set[str]:
     if not index.endswith(INDEX):
         return set(main.names)
     try:
-        shards = set(weights_of(disk, os.path.join(folder, index)).values())
+        shards = set(weights_of(store, os.path.join(folder, index)).values())
     except (CorruptError, OSError):
         stem = index.removesuffix(INDEX)
         shards = {name for name in names if (part := _PART.fullmatch(name)) and (part[1], part[4]) == (stem, "")}

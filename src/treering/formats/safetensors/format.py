@@ -5,15 +5,14 @@ A key is the path as it is, slashes being levels; only ``~`` that escapes nothin
 
 import logging
 import os
-import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.leaf_paths import few
 from ..._core.source import ABOUT, Source
 from ...errors import CorruptError, UnsupportedError
-from ...stores.posix import Disk
 from ...stores.read_errors import UnreadableError, reading, refusal
+from ...stores.store import Store
 from ...stores.whole_files import opened
 from .folder import INDEX, SUFFIX, candidates, chosen
 from .header import header_size
@@ -38,22 +37,21 @@ class Safetensors:
     suffixes = (SUFFIX,)
     boxes: tuple[str, ...] = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            found = disk.stat(path)
+            found = store.stat(path)
             if found is None:
                 return "there is nothing"
-            if stat.S_ISDIR(found.st_mode):
-                main = chosen(disk.list(path))
+            if found.is_folder:
+                main = chosen(store.list(path))
                 return main if isinstance(main, str) else None
-            if not stat.S_ISREG(found.st_mode):
+            if not found.is_file:
                 return "not a file"
             if path.endswith(INDEX):
                 return None
-            begin = bytearray(9)
-            with reading(path), opened(disk, path) as fd:
-                disk.read(fd, memoryview(begin), 0)
-            header_size(bytes(begin[:8]), found.st_size, path)
+            with reading(path), opened(store, path) as blob:
+                begin = blob.read_up_to(9)
+            header_size(begin[:8], found.nbytes, path)
             return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
         except UnreadableError:
             raise
@@ -62,12 +60,12 @@ class Safetensors:
         except OSError as error:
             return refusal(error, path)
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import open_files, open_shards
 
-        found, files = disk.stat(path), [path]
-        if found is not None and stat.S_ISDIR(found.st_mode):
-            names = disk.list(path)
+        found, files = store.stat(path), [path]
+        if found is not None and found.is_folder:
+            names = store.list(path)
             main = chosen(names)
             if isinstance(main, str):
                 raise UnsupportedError(f"{path}: {main}")
@@ -78,18 +76,18 @@ class Safetensors:
                 )
             files = [os.path.join(path, name) for name in main.names]
             _log_others(path, main.names, names)
-        return open_shards(disk, path, files[0]) if files[0].endswith(INDEX) else open_files(disk, path, files)
+        return open_shards(store, path, files[0]) if files[0].endswith(INDEX) else open_files(store, path, files)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ABOUT
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
-        return write(disk, path, contents, overwrite=overwrite, **options)
+        return write(store, path, contents, overwrite=overwrite, **options)
 
 
 FORMAT = Safetensors()

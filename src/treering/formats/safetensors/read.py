@@ -13,8 +13,9 @@ from ..._core.source import Source
 from ..._core.values import decode_float
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
-from ...stores.posix import Disk
-from .._shared.extents import File, Layout, Runs, layout
+from ...stores.store import Blob, Store
+from ...stores.whole_files import open_fetched
+from .._shared.extents import Layout, Runs, layout
 from .._shared.reader import ForeignReader, Stored, attempt, check_file
 from .folder import weights_of
 from .header import Header, check_side_by_side, decode_header, header_size
@@ -26,27 +27,27 @@ _NAMES["F4"] = _NIBBLES
 
 
 class _Opened(NamedTuple):
-    file: File
+    file: Blob
     header: Header
 
 
-def open_files(disk: Disk, path: str, files: Sequence[str]) -> Source:
+def open_files(store: Store, path: str, files: Sequence[str]) -> Source:
     """A single file, or several that are one checkpoint."""
     with gc_paused():
-        found = [_open(disk, file) for file in files]
+        found = [_open(store, file) for file in files]
         return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
-def open_shards(disk: Disk, path: str, index: str) -> Source:
+def open_shards(store: Store, path: str, index: str) -> Source:
     """The files beside an index."""
-    weights = weights_of(disk, index)
-    there = disk.stat(index)
-    size = 0 if there is None else there.st_size
+    weights = weights_of(store, index)
+    there = store.stat(index)
+    size = 0 if there is None else there.nbytes
     files: dict[str, _Opened] = {}
     damage: dict[str, str] = {}
     for name in dict.fromkeys(weights.values()):
         place = os.path.join(os.path.dirname(index), name)
-        found = attempt(lambda place=place: _open(disk, check_file(disk, place, index)))
+        found = attempt(lambda place=place: _open(store, check_file(store, place, index)))
         if isinstance(found, CorruptError):
             damage[name] = str(found)
         else:
@@ -64,8 +65,8 @@ def open_shards(disk: Disk, path: str, index: str) -> Source:
         return _reader(path, list(files.values()), tensors, size)
 
 
-def _open(disk: Disk, path: str) -> _Opened:
-    file = File(disk, path)
+def _open(store: Store, path: str) -> _Opened:
+    file = open_fetched(store, path)
     size = header_size(file.read(0, min(8, file.size)), file.size, path)
     header = decode_header(file.read(0, size), path)
     check_side_by_side(header, file.size, path)

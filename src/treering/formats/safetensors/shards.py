@@ -5,15 +5,14 @@ import decimal
 import functools
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._core.entries import ArrayEntry
 from ..._core.leaf_paths import few
 from ...errors import ExistsError, MismatchError
-from ...stores.atomic import SequentialWriter, new_directory, new_file
-from ...stores.posix import Disk
+from ...stores.sequential import file_of_new_folder
+from ...stores.store import Store, Writer
 from .. import get
 from .. import names as format_names
 from .folder import INDEX, SUFFIX, candidates, chosen, written_names
@@ -22,7 +21,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 _PLACE = "{suffix}"  # in a pattern of names
-Create = Callable[[str], contextlib.AbstractContextManager[SequentialWriter]]
+Create = Callable[[str], contextlib.AbstractContextManager[Writer]]
 
 
 def limit_of(size: Any) -> int | None:
@@ -72,25 +71,25 @@ def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntr
 
 
 @contextlib.contextmanager
-def created(disk: Disk, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
+def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
     """Yields the function that makes the files of a folder, within a `with` block; after an error none is left.
 
     A new folder appears with all of them. In one that is there each appears as a whole, when it is made.
     """
-    found = disk.stat(folder)
-    if found is not None and stat.S_ISDIR(found.st_mode) and not overwrite:
-        _check_beside(disk, folder, names)
-        with _added(disk, folder) as create:
+    found = store.stat(folder)
+    if found is not None and found.is_folder and not overwrite:
+        _check_beside(store, folder, names)
+        with _added(store, folder) as create:
             yield create
     else:
         beside = functools.partial(_check_others, names=names)
-        with new_directory(
-            disk, folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
+        with store.new_folder(
+            folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
         ) as temporary:
-            yield lambda name: _appended(disk, os.path.join(temporary, name))
+            yield lambda name: file_of_new_folder(store, os.path.join(temporary, name))
 
 
-def _check_others(disk: Disk, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
+def _check_others(store: Store, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
     """Raises `ExistsError` for files that would be opened in place of new ones of these names, or with them."""
     if chosen([*others, *names]) != chosen(names):
         raise ExistsError(
@@ -99,28 +98,28 @@ def _check_others(disk: Disk, folder: str, others: Sequence[str], *, names: Sequ
         )
 
 
-def _check_beside(disk: Disk, folder: str, names: Sequence[str]) -> None:
+def _check_beside(store: Store, folder: str, names: Sequence[str]) -> None:
     """Raises `ExistsError` unless files of these names make a folder that is there a checkpoint, and replace none."""
-    there = disk.list(folder)
+    there = store.list(folder)
     if taken := [name for name in names if name in there] or candidates(there):
         raise ExistsError(
             f"{folder}: expected a folder without safetensors files, found {few(tuple(taken))}; choose another one, or "
             "pass overwrite=True to replace them"
         )
-    known = next((name for name in format_names() if get(name).refuses(disk, folder) is None), "flax")
+    known = next((name for name in format_names() if get(name).refuses(store, folder) is None), "flax")
     if known != "flax":  # of which there may be both in a folder, as Hugging Face has them
         raise ExistsError(f"{folder}: expected a folder to write into, found a checkpoint of the format {known!r}")
 
 
 @contextlib.contextmanager
-def _added(disk: Disk, folder: str) -> Iterator[Create]:
+def _added(store: Store, folder: str) -> Iterator[Create]:
     """Yields the function that makes files in an existing folder; each appears whole, and after an error none stays."""
     added: list[str] = []
 
     @contextlib.contextmanager
-    def create(name: str) -> Iterator[SequentialWriter]:
+    def create(name: str) -> Iterator[Writer]:
         place = os.path.join(folder, name)
-        with new_file(disk, place, overwrite=False) as file:
+        with store.new_file(place, overwrite=False) as file:
             yield file
         added.append(place)
 
@@ -129,16 +128,6 @@ def _added(disk: Disk, folder: str) -> Iterator[Create]:
     except BaseException:
         with contextlib.suppress(OSError):
             for place in reversed(added):
-                disk.unlink(place)
-            disk.sync_dir(folder)
+                store.delete(place)
+            store.settle(folder)
         raise
-
-
-@contextlib.contextmanager
-def _appended(disk: Disk, path: str) -> Iterator[SequentialWriter]:
-    file = SequentialWriter(disk, path)
-    try:
-        yield file
-        file.close()
-    finally:
-        file.discard()

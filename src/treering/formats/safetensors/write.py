@@ -14,8 +14,7 @@ from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._processes.assignment import alignment
 from ...errors import MismatchError, UnsupportedError
-from ...stores.atomic import SequentialWriter, new_file
-from ...stores.posix import Disk
+from ...stores.store import Store, Writer
 from .header import Tensor, encode_header
 from .schema import OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
@@ -32,7 +31,7 @@ _HINTS = {
 
 
 def write(
-    disk: Disk,
+    store: Store,
     path: str,
     contents: Source,
     *,
@@ -50,13 +49,13 @@ def write(
     limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
     entries, metadata = _holdable(contents), _metadata(contents)
     if not folder:
-        with new_file(disk, path, overwrite=overwrite) as file:
+        with store.new_file(path, overwrite=overwrite) as file:
             _write_tensors(file, *_laid_out(entries, metadata), contents)
         return file.size
     shards = cut(entries, limit)
     names = names_of(pattern, len(shards))
     plans = [_laid_out(shard, metadata) for shard in shards]
-    with created(disk, path, names, overwrite=overwrite) as create:
+    with created(store, path, names, overwrite=overwrite) as create:
         total = 0
         for name, plan in zip(names, plans, strict=False):
             with create(name) as file:
@@ -123,7 +122,7 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
         ) from None
 
 
-def _write_tensors(file: SequentialWriter, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
+def _write_tensors(file: Writer, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
     file.write(header)
     for entry in order:
         for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):

@@ -7,13 +7,12 @@ uint16) and 3 are read; 3 is written.
 import itertools
 import os
 import re
-import stat
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..._core.source import Source
-from ...stores.posix import Disk
 from ...stores.read_errors import refusal
+from ...stores.store import Store
 from .. import is_step, may_be_file
 from .._shared.msgpack import MAP, STR, beginning, tokens
 from .schema import FILE, OF_ORBAX
@@ -29,17 +28,17 @@ class T5X:
     suffixes = ()
     boxes = ("axis-metadata",)
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            found = disk.stat(path)
+            found = store.stat(path)
             if found is None:
                 return "there is nothing"
-            file = os.path.join(path, FILE) if stat.S_ISDIR(found.st_mode) else path
-            if disk.stat(file) is None:
+            file = os.path.join(path, FILE) if found.is_folder else path
+            if store.stat(file) is None:
                 return f"it is a folder without a file {FILE}"
-            if file != path and any(disk.stat(os.path.join(path, name)) for name in OF_ORBAX):
+            if file != path and any(store.stat(os.path.join(path, name)) for name in OF_ORBAX):
                 return "it is a folder of Orbax"
-            data = beginning(disk, file, 1 << 16)
+            data = beginning(store, file, 1 << 16)
         except OSError as error:
             return refusal(error, path)
         if b"PLACEHOLDER://" in data:
@@ -59,20 +58,20 @@ class T5X:
             return None
         return f"it begins with {key!r:.100} and not with a version, as T5X's state dicts do"
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import open_state
 
-        there = disk.stat(path)
-        folder = there is not None and stat.S_ISDIR(there.st_mode)
+        there = store.stat(path)
+        folder = there is not None and there.is_folder
         name = os.path.basename(path)
         found = _STEP.fullmatch(os.path.basename(os.path.dirname(path)) if name == FILE and not folder else name)
-        return open_state(disk, path, os.path.join(path, FILE) if folder else path, int(found[1]) if found else None)
+        return open_state(store, path, os.path.join(path, FILE) if folder else path, int(found[1]) if found else None)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), os.path.join(folder, name)
-            if found and is_step(self, disk, path) and may_be_file(disk, os.path.join(path, FILE)):
+            if found and is_step(self, store, path) and may_be_file(store, os.path.join(path, FILE)):
                 steps.setdefault(int(found[1]), name)
         return steps
 
@@ -80,10 +79,10 @@ class T5X:
         found = _STEP.fullmatch(os.path.basename(path))
         return ("step",) if found and int(found[1]) == contents.step else ()
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
 
-        return write(disk, path, contents, options, overwrite=overwrite)
+        return write(store, path, contents, options, overwrite=overwrite)
 
 
 FORMAT = T5X()

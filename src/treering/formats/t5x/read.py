@@ -12,8 +12,8 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.posix import Disk
-from .._shared.extents import File
+from ...stores.store import Store
+from ...stores.whole_files import open_fetched
 from .._shared.msgpack import named
 from .._shared.state_dict import Elsewhere, StateDict, check_inside, numbered, own_step
 from .._zarr import array as zarr
@@ -25,10 +25,10 @@ _STORES = ("file", "gfile", "gcs")  # different names of one place; the folder m
 _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 
 
-def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader:
+def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrReader:
     """Opens the state dict in the file `checkpoint`, or one of another name. `step` comes from the names around it."""
-    opened, folder = File(disk, file), os.path.dirname(file)
-    arrays = functools.cache(lambda: zarr.Folder(disk, folder, ocdbt=False))
+    opened, folder = open_fetched(store, file), os.path.dirname(file)
+    arrays = functools.cache(lambda: zarr.Folder(store, folder, ocdbt=False))
     seen_as: dict[str, str] = {}
     beside = 0
 
@@ -43,7 +43,7 @@ def open_state(disk: Disk, path: str, file: str, step: int | None) -> ZarrReader
             return array
         if difference := _difference(value, array, seen_as):
             return CorruptError(difference)
-        beside += folder_size(disk, array.path)
+        beside += folder_size(store, array.path)
         return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
 
     scanned = StateDict(opened, find=find, seen_as=seen_as)

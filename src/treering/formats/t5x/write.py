@@ -19,8 +19,8 @@ from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.leaf_paths import split
 from ..._core.source import Source
 from ...errors import TreeringError
-from ...stores.atomic import SequentialWriter, new_directory
-from ...stores.posix import Disk
+from ...stores.sequential import file_of_new_folder
+from ...stores.store import Store
 from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
 from .._zarr import array, metadata
@@ -38,14 +38,14 @@ _LONGEST = 200  # bytes of a file's name
 _DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
 
 
-def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(store: Store, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
     """Writes a step's folder and returns its size in bytes."""
     writing.check("t5x", contents, options)
     large = [entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry) and _is_large(entry)]
     named = list(_names(large))
     names = {FILE, *OF_ORBAX, *(name for _, name in named)}
-    with new_directory(disk, path, overwrite=overwrite, owned=_owned, names=names) as folder:
-        arrays = array.Writer(disk, folder, driver="zarr", ocdbt=False)
+    with store.new_folder(path, overwrite=overwrite, owned=_owned, names=names) as folder:
+        arrays = array.Writer(store, folder, driver="zarr", ocdbt=False)
         try:
             instead = {entry.path: _add(arrays, contents, entry, name) for entry, name in named}
             arrays.close()
@@ -55,19 +55,15 @@ def write(disk: Disk, path: str, contents: Source, options: Mapping[str, Any], *
         for entry in contents.entries.values():
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
-        file = SequentialWriter(disk, os.path.join(folder, FILE))
-        try:
+        with file_of_new_folder(store, os.path.join(folder, FILE)) as file:
             writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
-            file.close()
-        finally:
-            file.discard()
-        return folder_size(disk, folder)
+        return folder_size(store, folder)
 
 
-def _owned(disk: Disk, folder: str) -> set[str]:
+def _owned(store: Store, folder: str) -> set[str]:
     """The files that T5X has written for a step, the state of its data included, which belongs to that step alone."""
-    arrays = parts_of_arrays(disk, folder, lambda: open_state(disk, folder, os.path.join(folder, FILE), None))
-    return {FILE, *filter(_DATA.fullmatch, disk.list(folder)), *arrays}
+    arrays = parts_of_arrays(store, folder, lambda: open_state(store, folder, os.path.join(folder, FILE), None))
+    return {FILE, *filter(_DATA.fullmatch, store.list(folder)), *arrays}
 
 
 def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError, UnsupportedError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading, refusal
+from ...stores.store import Store
 from ...stores.whole_files import opened
 from .. import accepts
 from .schema import NAME, index_of
@@ -36,32 +36,31 @@ class TensorFlow:
     suffixes: tuple[str, ...] = ()
     boxes: tuple[str, ...] = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
+    def refuses(self, store: Store, path: str) -> str | None:
         try:
-            index = index_of(disk, path)
-            with reading(index), opened(disk, index) as fd:
-                end = bytearray(8)
-                disk.read(fd, memoryview(end), max(disk.size(fd) - 8, 0))
+            index = index_of(store, path)
+            with reading(index), opened(store, index) as blob:
+                end = blob.read(max(blob.size - 8, 0), min(blob.size, 8))
             return None if end == _MAGIC else f"{os.path.basename(index)} does not end as a table does"
         except (OSError, CorruptError) as error:
             return refusal(error, path)
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import TensorFlowReader
 
-        index = index_of(disk, path)
+        index = index_of(store, path)
         step = _STEP.fullmatch(os.path.basename(index))
-        return TensorFlowReader(disk, path, index, int(step[2]) if step else None)
+        return TensorFlowReader(store, path, index, int(step[2]) if step else None)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
-        return {int(step[2]): step[0] for step in steps if accepts(self, disk, os.path.join(folder, step[0]))}
+        return {int(step[2]): step[0] for step in steps if accepts(self, store, os.path.join(folder, step[0]))}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError(f"{path}: checkpoints of TensorFlow are only read; choose another format")
 
 

@@ -12,8 +12,9 @@ from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import adoptable
-from ...stores.posix import Disk
-from .._shared.extents import File, Runs, check_shape
+from ...stores.store import Blob, Store
+from ...stores.whole_files import open_fetched
+from .._shared.extents import Runs, check_shape
 from .._shared.reader import ForeignReader, Stored, attempt, check_file
 from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
 from .schema import INDEX, NAME
@@ -26,14 +27,14 @@ _MOST_TEXT = 64 << 20  # bytes of all tensors of text together, which are read w
 class _Bundle:
     """An index, and the files of data, which are opened when they are needed."""
 
-    def __init__(self, disk: Disk, index: str):
-        file = File(disk, index)
+    def __init__(self, store: Store, index: str):
+        file = open_fetched(store, index)
         self.index, self.nbytes = index, file.size
         self.tensors = dict(items(file))
         if b"" not in self.tensors:
             raise CorruptError(f"{index}: expected an index with a header, found none")
         self.header = read_header(self.tensors.pop(b""), index)
-        self._disk, self._files = disk, dict[int, File]()
+        self._store, self._files = store, dict[int, Blob]()
 
     def tensor(self, key: bytes) -> Tensor:
         """An entry of the index."""
@@ -41,7 +42,7 @@ class _Bundle:
             raise CorruptError(f"{self.index}: expected an entry {key!r:.100}, found none")
         return read_tensor(self.tensors[key], self.index)
 
-    def file(self, tensor: Tensor) -> File:
+    def file(self, tensor: Tensor) -> Blob:
         """The file with the bytes of a tensor."""
         shard = tensor.shard
         if shard not in self._files:
@@ -50,7 +51,7 @@ class _Bundle:
                     f"{self.index}: expected one of {self.header.shards} files of data, found number {shard}"
                 )
             path = f"{self.index.removesuffix(INDEX)}.data-{shard:05}-of-{self.header.shards:05}"
-            self._files[shard] = File(self._disk, check_file(self._disk, path, self.index))
+            self._files[shard] = open_fetched(self._store, check_file(self._store, path, self.index))
             self.nbytes += self._files[shard].size
         return self._files[shard]
 
@@ -58,8 +59,8 @@ class _Bundle:
 class TensorFlowReader(ForeignReader):
     """Tests the checksum of an array once, when a part of it is first read with `verify`."""
 
-    def __init__(self, disk: Disk, path: str, index: str, step: int | None):
-        self._bundle = _Bundle(disk, index)
+    def __init__(self, store: Store, path: str, index: str, step: int | None):
+        self._bundle = _Bundle(store, index)
         self._parts: dict[str, list[Tensor]] = {}
         self._good: set[str] = set()
         entries: list[Entry] = []

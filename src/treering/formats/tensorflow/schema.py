@@ -2,11 +2,10 @@
 
 import os
 import re
-import stat
 
 from ...errors import CorruptError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from ...stores.whole_files import opened
 
 NAME = "tensorflow"
@@ -15,24 +14,23 @@ _LATEST = re.compile(rb'\s*model_checkpoint_path:\s*"([^"\\\0]+)"')
 MAX_LATEST_BYTES = 64 << 10  # bytes of the file that names the latest checkpoint
 
 
-def index_of(disk: Disk, path: str) -> str:
+def index_of(store: Store, path: str) -> str:
     """The index of the checkpoint that a path means. Raises `CorruptError` when it means none."""
-    found = disk.stat(path)
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    found = store.stat(path)
+    if found is not None and found.is_folder:
         latest = os.path.join(path, "checkpoint")
-        there = disk.stat(latest)
-        if there is None or not stat.S_ISREG(there.st_mode):
+        there = store.stat(latest)
+        if there is None or not there.is_file:
             raise CorruptError("a folder without a file called checkpoint")
-        text = bytearray(min(there.st_size, MAX_LATEST_BYTES))
-        with reading(latest), opened(disk, latest) as fd:
-            match = _LATEST.match(text[: disk.read(fd, memoryview(text), 0)])
+        with reading(latest), opened(store, latest) as blob:
+            match = _LATEST.match(blob.read_up_to(MAX_LATEST_BYTES))
         if match is None:
             raise CorruptError("its file called checkpoint does not begin with model_checkpoint_path")
         # The folder may have moved since: what counts is the name.
-        index = os.path.join(path, os.path.basename(os.fsdecode(bytes(match[1]))) + INDEX)
+        index = os.path.join(path, os.path.basename(os.fsdecode(match[1])) + INDEX)
     else:
         index = path if path.endswith(INDEX) else path + INDEX
-    there = disk.stat(index)
-    if there is None or not stat.S_ISREG(there.st_mode):
+    there = store.stat(index)
+    if there is None or not there.is_file:
         raise CorruptError(f"there is no {os.path.basename(index)}")
     return index

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CorruptError, UnsafeError, UnsupportedError
-from .._shared.extents import File
+from ...stores.store import Blob
 
 FOOTER = 48
 MAGIC = bytes.fromhex("57fb808b247547db")
@@ -22,7 +22,7 @@ _GROWTH = 64  # bytes that keys may take for each byte of the blocks, once what 
 _STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
 
 
-def items(file: File) -> Iterator[tuple[bytes, bytes]]:
+def items(file: Blob) -> Iterator[tuple[bytes, bytes]]:
     """The keys and values of a table, ascending. Raises `CorruptError`; every checksum is tested."""
     if file.size < FOOTER or file.read(file.size - len(MAGIC), len(MAGIC)) != MAGIC:
         raise CorruptError(f"{file.path}: expected a table that ends in its magic number; it is cut short or no table")
@@ -48,7 +48,7 @@ def items(file: File) -> Iterator[tuple[bytes, bytes]]:
             yield key, value
 
 
-def _block(file: File, offset: int, size: int) -> bytes:
+def _block(file: Blob, offset: int, size: int) -> bytes:
     """The contents of a block."""
     if size > _MAX_BLOCK_BYTES:
         raise UnsafeError(f"{file.path}: a block of {size} bytes, which cannot be meant")

@@ -17,10 +17,10 @@ from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import aligned
-from ...stores.open_file import File, merge
-from ...stores.posix import Disk
+from ...stores.ranges import merge
 from ...stores.read_errors import reading
-from ...stores.whole_files import opened
+from ...stores.store import Store
+from ...stores.whole_files import open_fetched, opened
 from ..safetensors import header as safetensors
 from . import manifest
 from .manifest import BLOCK
@@ -100,28 +100,28 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
         )
 
 
-def check_version(disk: Disk, path: str, listed: manifest.File) -> None:
+def check_version(store: Store, path: str, listed: manifest.File) -> None:
     """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
     try:
-        with reading(path), opened(disk, path) as fd:
-            header = bytearray(min(listed.header, disk.size(fd), safetensors.MAX_HEADER + 8))
-            disk.read(fd, memoryview(header), 0)
+        with reading(path), opened(store, path) as blob:
+            header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return  # that header cannot be checked
     if manifest.xxh3(header) == listed.xxh3:
         _check_version(header, path)
 
 
-class ArrayFile(File):
+class ArrayFile:
     """An open array file whose size and header have been checked."""
 
-    def __init__(self, disk: Disk, directory: str, listed: manifest.File):
-        super().__init__(disk, os.path.join(directory, listed.name))
+    def __init__(self, store: Store, directory: str, listed: manifest.File):
+        self._blob = blob = open_fetched(store, os.path.join(directory, listed.name))
+        self.path, self.size = blob.path, blob.size
         size = self.size
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
         data = bytearray(listed.header)
-        self.read_into(memoryview(data), 0)
+        self._blob.read_into(memoryview(data), 0)
         if manifest.xxh3(data) != listed.xxh3:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         _check_version(data, self.path)
@@ -146,14 +146,14 @@ class ArrayFile(File):
 
     def can_mmap(self, requested: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""
-        return self.local if requested is None else requested
+        return self._blob.local if requested is None else requested
 
     def memory(self, ranges: list[tuple[int, int]], verify: bool, requested: bool | None) -> Memory:
         """Memory that holds the byte ranges of the buffer, checked with `verify`. Raises `CorruptError` for damage."""
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
-        if self.can_mmap(requested) and (mapped := self.mapped(within)) is not None:
+        if self.can_mmap(requested) and (mapped := self._blob.mapped(within)) is not None:
             if not verify:
-                self.bring_all_in(mapped, within)
+                self._blob.bring_all_in(mapped, within)
                 return Memory([(-self.header.size, mapped)])
             if not (odd := self.bad_blocks(ranges, mapped)):
                 return Memory([(-self.header.size, mapped)])
@@ -207,7 +207,7 @@ class ArrayFile(File):
             length = self._length(*job)
             if mapped is not None:
                 begin = self.header.size + job[0] * BLOCK
-                self.bring_in(mapped, begin, begin + length)
+                self._blob.bring_in(mapped, begin, begin + length)
                 if all(self._good[slice(*job)]):
                     return
                 target = memoryview(mapped)[begin : begin + length]
@@ -232,7 +232,7 @@ class ArrayFile(File):
         return tuple(inside)
 
     def _read(self, first: int, target: memoryview) -> None:
-        self.read_into(target, self.header.size + first * BLOCK)
+        self._blob.read_into(target, self.header.size + first * BLOCK)
 
     def _compare(self, first: int, last: int, data: memoryview) -> list[int]:
         """The blocks whose bytes are not those that were saved."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._core.source import ABOUT, Source
 from ...errors import UnsupportedError
-from ...stores.posix import Disk
+from ...stores.store import Store
 from .schema import MANIFEST
 
 
@@ -17,21 +17,21 @@ class Native:
     suffixes: tuple[str, ...] = ()
     boxes: tuple[str, ...] = ()
 
-    def refuses(self, disk: Disk, path: str) -> str | None:
-        return None if disk.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
+    def refuses(self, store: Store, path: str) -> str | None:
+        return None if store.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
 
-    def open(self, disk: Disk, path: str) -> Source:
+    def open(self, store: Store, path: str) -> Source:
         from .read import Reader as NativeReader
 
-        return NativeReader(disk, path)
+        return NativeReader(store, path)
 
-    def steps(self, disk: Disk, folder: str, names: Sequence[str]) -> dict[int, str]:
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}  # `treering._run` knows those, damaged ones and all
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ABOUT
 
-    def write(self, disk: Disk, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError("treering._save writes this format, from many threads and processes")
 
 

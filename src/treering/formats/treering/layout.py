@@ -11,7 +11,7 @@ from ..._core.boxes import Box, Cells, box_shape, describe, whole
 from ..._core.entries import Entry, ValueEntry
 from ..._processes.assignment import Piece, Share
 from ..._pytree.leaves import Catalogue
-from ...stores.posix import PAGE
+from ...stores.buffers import PAGE
 from ..safetensors.header import MAX_HEADER, Tensor, encode_header
 from .manifest import BLOCK, ArrayRow, Layout, piece_key
 

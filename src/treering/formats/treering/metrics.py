@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from ...errors import CorruptError, UnsupportedError
-from ...stores.buffers import aligned
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Store
 from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, validity
-from .new_files import Files
+from .new_files import Files, write_whole
 
 _NAME = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")
 
@@ -32,42 +31,37 @@ class _File(msgspec.Struct, frozen=True):
     version: int = manifest.VERSION
 
 
-def write(disk: Disk, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
+def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
     """Adds metrics, durably, to the checkpoint whose manifest has the checksum `identity`."""
     token = secrets.token_hex(3)
     data = manifest.seal(_File(dict(metrics)))
-    buffer = aligned(len(data))
-    buffer[: len(data)] = data
-    temporary = os.path.join(path, f"metrics.json.{token}.tmp")
-    files = Files(disk, path, token)
+    name = f"metrics-{identity}-{time.time_ns():020}-{token}.json"
+    files = Files(store, path, token)
     try:
-        fd = files.create(os.path.basename(temporary))
-        disk.write(fd, buffer, 0)
-        disk.truncate(fd, len(data))
-        disk.make_read_only(fd)
-        disk.sync(fd)
-        disk.link(temporary, os.path.join(path, f"metrics-{identity}-{time.time_ns():020}-{token}.json"))
+        sink = files.create(f"metrics.json.{token}.tmp")
+        write_whole(sink, data)
+        sink.publish(os.path.join(path, name), overwrite=False)
     finally:
         files.abort()  # of the two names, the temporary one
-    disk.sync_dir(path)
+    store.settle(path)
 
 
-def names(disk: Disk, path: str, identity: str) -> list[str]:
+def names(store: Store, path: str, identity: str) -> list[str]:
     """The files that belong to a checkpoint, the oldest first."""
     with reading(path):
-        listed = disk.list(path)
+        listed = store.list(path)
     found = (match for name in listed if (match := _NAME.fullmatch(name)))
     return [match[0] for match in sorted(found, key=lambda match: (match[2], match[0])) if match[1] == identity]
 
 
 def read(
-    disk: Disk, path: str, identity: str
+    store: Store, path: str, identity: str
 ) -> Iterator[tuple[str, dict[str, float] | CorruptError | UnsupportedError]]:
     """The files and their metrics, or the error in reading them, the oldest first."""
-    for name in names(disk, path, identity):
+    for name in names(store, path, identity):
         file = os.path.join(path, name)
         try:
-            data = read_file(disk, file)
+            data = read_file(store, file)
             manifest.check(data, file)
             manifest.check_envelope(data, file, _FORMAT, default=manifest.VERSION)
             found = msgspec.convert(strict_json.parse(data), _File).metrics

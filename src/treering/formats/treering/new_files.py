@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ..._threads.alive import Alive
 from ...errors import SaveError
+from ...stores.buffers import aligned
 from ...stores.nfs import look_anew, wait_until
-from ...stores.posix import Disk
+from ...stores.store import Sink, Store
 from .schema import MANIFEST
 
 CREATE_ATTEMPTS = 50  # at making a file, while other processes remove leftovers
@@ -20,17 +21,17 @@ _alive: "Alive[Files]" = Alive()
 class Files:
     """The files that one process writes for a save into one directory, locked until they are closed."""
 
-    def __init__(self, disk: Disk, path: str, token: str, made: Sequence[str] = ()):
-        self.disk, self.path, self.token = disk, path, token
+    def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = ()):
+        self.store, self.path, self.token = store, path, token
         self.made = list(made)  # directories that `abort` removes
         self.committed = False
-        self._open: dict[str, int] = {}
+        self._open: dict[str, Sink] = {}
         _alive.add(self)
 
     @classmethod
     def join(
         cls,
-        disk: Disk,
+        store: Store,
         path: str,
         token: str,
         made: Sequence[str],
@@ -43,41 +44,49 @@ class Files:
         Raises `SaveError` when this process cannot see the save after `timeout` seconds.
         """
         marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
-        if wait_until(lambda: disk.stat(marker), lambda: look_anew(disk, path, made), timeout, check):
-            return cls(disk, path, token, made)
+        if wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
+            return cls(store, path, token, made)
         raise SaveError(
             f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
             'system that all processes share; choose one, or save each process\'s own data with processes="this"'
         )
 
-    def create(self, name: str) -> int:
-        """A new file of this save, open for writing and locked. Closed by `close` and `abort`."""
+    def create(self, name: str) -> Sink:
+        """A new file of this save, protected. Closed by `close` and `abort`."""
         path = os.path.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
             with contextlib.suppress(FileExistsError):  # another process took it for a leftover, and removes it soon
-                fd = self._open[path] = self.disk.create(path)
-                if self.disk.lock(fd) is not False and self.disk.same_file(fd, path):
-                    return fd
-                self.disk.close(self._open.pop(path))  # another process locked or removed it first, as a leftover
+                sink = self._open[path] = self.store.create(path)
+                if sink.protect():
+                    return sink
+                self._open.pop(path).close()  # another process locked or removed it first, as a leftover
             time.sleep(0.001 * attempt)
         raise SaveError(f"{path}: taken or removed by another program again and again; do locks work here?")
 
     def close(self) -> None:
         """Closes the files, which releases their locks."""
         while self._open:  # each is forgotten before it is closed: a child forked in between must not close another
-            fd = self._open.pop(next(iter(self._open)))
+            sink = self._open.pop(next(iter(self._open)))
             with contextlib.suppress(OSError):
-                self.disk.close(fd)
+                sink.close()
 
     def abort(self) -> None:
         """Removes the files, and the directories that were made for them unless other files are there."""
         with contextlib.suppress(OSError):
             for path in self._open:
                 with contextlib.suppress(FileNotFoundError):
-                    self.disk.unlink(path)
+                    self.store.delete(path)
             for directory in reversed(self.made):
-                self.disk.remove_dir(directory)
+                self.store.remove_folder(directory)
         self.close()
+
+
+def write_whole(sink: Sink, data: bytes) -> None:
+    """Writes all of a small file, durably and read-only."""
+    buffer = aligned(len(data))
+    buffer[: len(data)] = data
+    sink.write(buffer, 0)
+    sink.finish(len(data), read_only=True)
 
 
 def _let_go_after_fork() -> None:

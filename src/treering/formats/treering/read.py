@@ -20,9 +20,9 @@ from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
-from ...stores.open_file import merge
-from ...stores.posix import Disk
+from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError
+from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, parts_of
@@ -41,12 +41,12 @@ class Reader:
     numbers_are_arrays = False
     ambiguous_dtypes: frozenset[str] = frozenset()
 
-    def __init__(self, disk: Disk, path: str):
+    def __init__(self, store: Store, path: str):
         self.path = path
-        self._disk = disk
+        self._store = store
         name = os.path.join(path, MANIFEST)
         try:
-            self._manifest_bytes = read_file(disk, name)
+            self._manifest_bytes = read_file(store, name)
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(
                 f"{path}: expected a checkpoint, found no {MANIFEST}; was it deleted meanwhile?"
@@ -58,7 +58,7 @@ class Reader:
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metrics = validity.metrics(self._manifest.metrics)
-        for _, found in metrics.read(disk, path, self.identity):
+        for _, found in metrics.read(store, path, self.identity):
             if isinstance(found, dict):  # `problems` yields the damaged ones
                 self.metrics.update(found)
             elif isinstance(found, UnsupportedError):
@@ -78,12 +78,12 @@ class Reader:
         """Raises `CorruptError` unless every array file is there in its full size."""
         for file in self._manifest.files:
             path = os.path.join(self.path, file.name)
-            found = self._disk.stat(path)
+            found = self._store.stat(path)
             if found is None:
                 self._raise_missing(file.name)
-            if found.st_size != file.size:
-                git_lfs.check_all(self._disk, path)
-                raise CorruptError(f"{path}: expected {file.size} bytes, found {found.st_size}; it is cut short")
+            if found.nbytes != file.size:
+                git_lfs.check_all(self._store, path)
+                raise CorruptError(f"{path}: expected {file.size} bytes, found {found.nbytes}; it is cut short")
 
     def hold(self) -> None:
         """Opens all array files, so that they can be read when the checkpoint has been deleted."""
@@ -147,7 +147,7 @@ class Reader:
                 continue
             for block in bad:
                 yield Problem(listed.name, file.leaves(block), block, "the bytes are not those that were saved")
-        for name, found in metrics.read(self._disk, self.path, self.identity):
+        for name, found in metrics.read(self._store, self.path, self.identity):
             if isinstance(found, CorruptError):
                 yield Problem(name, (), None, str(found))
             elif isinstance(found, UnsupportedError):
@@ -234,7 +234,7 @@ class Reader:
                 raise manifest.requiring(os.path.join(self.path, listed.name), listed.requires)
             if number not in self._files:
                 try:
-                    self._files[number] = ArrayFile(self._disk, self.path, listed)
+                    self._files[number] = ArrayFile(self._store, self.path, listed)
                 except ReplacedError:
                     raise
                 except FileNotFoundError:
@@ -243,7 +243,7 @@ class Reader:
 
     def _raise_missing(self, name: str) -> NoReturn:
         try:
-            now = manifest.xxh3(read_file(self._disk, os.path.join(self.path, MANIFEST)))
+            now = manifest.xxh3(read_file(self._store, os.path.join(self.path, MANIFEST)))
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(f"{self.path}: the checkpoint was deleted while it was open") from None
         if now != self.identity:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
-from ...stores.posix import Disk
 from ...stores.read_errors import reading
+from ...stores.store import Stat, Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .schema import MANIFEST
@@ -28,48 +28,48 @@ def file(path: str) -> str:
     return os.path.join(path, MANIFEST)
 
 
-def look(disk: Disk, path: str) -> os.stat_result | None:
+def look(store: Store, path: str) -> Stat | None:
     """The `stat` of the manifest; None where there is no checkpoint."""
-    return disk.stat(file(path))
+    return store.stat(file(path))
 
 
-def identity(disk: Disk, path: str) -> str:
+def identity(store: Store, path: str) -> str:
     """The manifest's checksum, which tells a checkpoint from its successor. Raises `FileNotFoundError` without one."""
-    return manifest.xxh3(read_file(disk, file(path)))
+    return manifest.xxh3(read_file(store, file(path)))
 
 
-def read(disk: Disk, path: str) -> Glance:
+def read(store: Store, path: str) -> Glance:
     """Reads the manifest, and looks for the files that it names.
 
     Raises `CorruptError`, `UnsupportedError` for what a later release wrote, and `FileNotFoundError`.
     """
-    data = read_file(disk, file(path))
+    data = read_file(store, file(path))
     summary = manifest.summarize(data, path)
     for listed in summary.files:
         with reading(path):
-            found = disk.stat(os.path.join(path, listed.name))
-        if found is None or found.st_size != listed.size:
+            found = store.stat(os.path.join(path, listed.name))
+        if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
     numbers = validity.metrics(summary.metrics)
-    numbers.update(_added(disk, path, manifest.xxh3(data)))
+    numbers.update(_added(store, path, manifest.xxh3(data)))
     return Glance(numbers, summary.created_seconds(), len(data) + sum(listed.size for listed in summary.files))
 
 
-def add_metrics(disk: Disk, path: str, numbers: Mapping[str, float | str]) -> None:
+def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
     """Adds metrics, durably. Raises `FileNotFoundError` where there is no checkpoint."""
-    data = read_file(disk, file(path))
+    data = read_file(store, file(path))
     manifest.check(data, path)
     manifest.check_envelope(data, path)
-    metrics.write(disk, path, manifest.xxh3(data), numbers)
+    metrics.write(store, path, manifest.xxh3(data), numbers)
 
 
-def _added(disk: Disk, path: str, identity: str) -> dict[str, float]:
+def _added(store: Store, path: str, identity: str) -> dict[str, float]:
     """The metrics that were added to a checkpoint. A damaged file is logged, and does not count.
 
     Raises `UnsupportedError` for metrics that a later release added: without them the step cannot be judged.
     """
     found: dict[str, float] = {}
-    for _, content in metrics.read(disk, path, identity):
+    for _, content in metrics.read(store, path, identity):
         if isinstance(content, dict):
             found.update(content)
         elif isinstance(content, UnsupportedError):

@@ -25,7 +25,7 @@ from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.nfs import look_anew, wait_until
-from ...stores.posix import Disk
+from ...stores.store import Sink, Store
 from . import layout, manifest
 from .commit import Transaction
 from .layout import ArrayFile
@@ -61,7 +61,7 @@ class Job(NamedTuple):
     info: Info
 
 
-def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
+def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits. A process that fails removes its files, unless it cannot know whether process 0 has
@@ -73,7 +73,7 @@ def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -
 
     def begin() -> list[Any]:
         nonlocal files
-        files = Transaction(disk, job.path, overwrite=job.overwrite)
+        files = Transaction(store, job.path, overwrite=job.overwrite)
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -
         listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
         data = _manifest(job, pieces, listed, [[first for _, first in report] for report in reports])
         try:
-            files.commit(data, lambda: _check_visible(disk, job.path, listed[1:], call.timeout))
+            files.commit(data, lambda: _check_visible(store, job.path, listed[1:], call.timeout))
         except SaveError as error:
             if not files.committed:
                 raise
@@ -93,7 +93,7 @@ def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -
         call.doing("planning")
         token, made = call.broadcast(begin)
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
-        files = files or Files.join(disk, job.path, token, made, timeout=call.timeout, check=call.check)
+        files = files or Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             pieces = assignment.pieces(job.catalogue.entries, staging.shards, job.shares, call.index)
             if job.shares is not None:
@@ -101,9 +101,9 @@ def write(disk: Disk, job: Job, staging: Supply, pool: ThreadPool, call: Call) -
             planned = layout.plan(job.catalogue.entries, pieces, token, call.index, call.count)
         call.doing("writing")
         watch.begin()
-        report = [(_write_file(disk, files, file, pieces, staging, pool, watch), file.first) for file in planned]
+        report = [(_write_file(files, file, pieces, staging, pool, watch), file.first) for file in planned]
         if call.index:
-            disk.sync_dir(job.path)
+            store.settle(job.path)
         watch.lap("sync")
         call.doing("waiting for the commit")
         nbytes, problem = call.gather_and_decide(msgspec.to_builtins(report), commit)
@@ -201,7 +201,7 @@ def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -
     _read_back = structure
 
 
-def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
+def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
     """Waits until process 0 sees the files of the others; over a network that may take a while. Raises `SaveError`."""
     for process, files in enumerate(listed, 1):
         for file in files:
@@ -209,37 +209,35 @@ def _check_visible(disk: Disk, path: str, listed: Sequence[Sequence[manifest.Fil
 
             def whole(name: str = name, size: int = file.size) -> bool:
                 nonlocal found
-                found = disk.stat(name)
-                return found is not None and found.st_size == size
+                found = store.stat(name)
+                return found is not None and found.nbytes == size
 
-            if not wait_until(whole, lambda: look_anew(disk, path), timeout):
+            if not wait_until(whole, lambda: look_anew(store, path), timeout):
                 raise SaveError(
                     f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
-                    f"{'nothing' if found is None else found.st_size}; do all processes see the same file system?"
+                    f"{'nothing' if found is None else found.nbytes}; do all processes see the same file system?"
                 )
 
 
 def _write_file(
-    disk: Disk, files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
+    files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
 ) -> manifest.File:
-    fd = files.create(file.name)
+    sink = files.create(file.name)
     size = len(file.header) + file.nbytes
-    disk.preallocate(fd, round_up(size))
-    checksums = _write_buffer(disk, fd, file, pieces, staging, pool)
+    sink.preallocate(round_up(size))
+    checksums = _write_buffer(sink, file, pieces, staging, pool)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
-    disk.write(fd, buffer, 0)
-    disk.truncate(fd, size)
-    disk.make_read_only(fd)
+    sink.write(buffer, 0)
     watch.lap("write")
-    disk.sync(fd)
+    sink.finish(size, read_only=True)
     watch.lap("sync")
     return manifest.File(file.name, size, len(header), manifest.xxh3(header))
 
 
 def _write_buffer(
-    disk: Disk, fd: int, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
+    sink: Sink, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
     checksums = [""] * file.blocks
@@ -259,7 +257,7 @@ def _write_buffer(
                 _fill(target, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
-                disk.write(fd, buffer[: round_up(end - begin)], len(file.header) + begin)
+                sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
                 staging.moved(end - begin)
         except BaseException as error:
             staging.fail(error)  # the other threads stop at once

@@ -1,0 +1,38 @@
+"""A new file that is being written: see `Sink` in `stores.store`."""
+
+from .posix import Disk
+
+
+class FileSink:
+    """A file that is open for writing, and locked once it is protected."""
+
+    def __init__(self, disk: Disk, path: str):
+        self.path = path
+        self._disk = disk
+        self._fd = disk.create(path)
+
+    def protect(self) -> bool:
+        return self._disk.lock(self._fd) is not False and self._disk.same_file(self._fd, self.path)
+
+    def preallocate(self, nbytes: int) -> None:
+        self._disk.preallocate(self._fd, nbytes)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self._disk.write(self._fd, data, offset)
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        self._disk.truncate(self._fd, nbytes)
+        if read_only:
+            self._disk.make_read_only(self._fd)
+        self._disk.sync(self._fd)
+
+    def publish(self, path: str, *, overwrite: bool) -> None:
+        (self._disk.rename if overwrite else self._disk.link)(self.path, path)
+
+    def is_at(self, path: str) -> bool:
+        return self._disk.same_file(self._fd, path)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1  # forgotten before it is closed: a child forked in between must not close another
+        if fd >= 0:
+            self._disk.close(fd)

@@ -1,0 +1,116 @@
+"""The file system as a `Store`: the system calls of a `Disk`, and what is built of them."""
+
+import os
+import stat
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+from . import atomic
+from .directories import make_dirs, opened
+from .file_sink import FileSink
+from .lease import WriterLock
+from .open_file import File
+from .posix import Disk
+from .store import Beside, Owned, Stat, Writer
+from .whole_files import check_free
+
+
+class Filesystem:
+    """A file system; `disk` has its system calls. See `stores.store.Store` for the methods."""
+
+    def __init__(self, disk: Disk):
+        self.disk = disk
+
+    def stat(self, path: str) -> Stat | None:
+        found = self.disk.stat(path)
+        return found and _stat(found)
+
+    def list(self, path: str) -> "list[str]":
+        return self.disk.list(path)
+
+    def open(self, path: str) -> File:
+        return File(self.disk, path)
+
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(path)
+
+    def real_path(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+        return {"driver": "file", "path": os.path.join(path, "")}
+
+    def written_by_tensorstore(self, path: str, context: Any) -> None: ...
+
+    def create(self, path: str) -> FileSink:
+        return FileSink(self.disk, path)
+
+    def delete(self, path: str) -> None:
+        self.disk.unlink(path)
+
+    def is_in_use(self, path: str) -> bool:
+        with opened(self.disk, path) as fd:
+            return self.disk.lock_shared(fd) is False
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        disk = self.disk
+        with opened(disk, path) as fd:
+            free = disk.lock(fd)
+            if free is None:  # over NFS a file open for reading cannot get it; two cleaners may share the other
+                free = disk.lock_shared(fd)
+            if free and check() and disk.same_file(fd, path):  # not a new one under its name
+                disk.unlink(path)
+            return free is not None
+
+    def remove_leftover(self, path: str) -> None:
+        atomic.remove_unlocked(self.disk, path)
+
+    def make_folder(self, path: str) -> None:
+        self.disk.make_dir(path)
+
+    def make_folders(self, path: str, made: "list[str]") -> None:
+        make_dirs(self.disk, path, made)
+
+    def remove_folder(self, path: str) -> None:
+        self.disk.remove_dir(path)
+
+    def settle(self, path: str) -> None:
+        self.disk.sync_dir(path)
+
+    def move(self, old: str, new: str) -> None:
+        self.disk.rename_new(old, new)
+
+    def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
+        check_free(self, path, overwrite=overwrite, folder=False)
+        return atomic.new_file(self.disk, path, overwrite=overwrite)
+
+    def new_folder(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        owned: Owned,
+        names: Collection[str] = (),
+        beside: Beside | None = None,
+    ) -> AbstractContextManager[str]:
+        check_free(self, path, overwrite=overwrite, folder=True)
+        return atomic.new_directory(
+            self.disk,
+            path,
+            overwrite=overwrite,
+            owned=lambda folder: owned(self, folder),
+            names=names,
+            beside=beside and (lambda folder, others: beside(self, folder, others)),
+        )
+
+    def scratch_folder(self, path: str) -> AbstractContextManager[str]:
+        return atomic.scratch_directory(self.disk, path)
+
+    def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> WriterLock:
+        return WriterLock(self.disk, run, busy)
+
+
+def _stat(found: os.stat_result) -> Stat:
+    kind = "file" if stat.S_ISREG(found.st_mode) else "folder" if stat.S_ISDIR(found.st_mode) else "other"
+    return Stat(kind, found.st_size, found.st_mtime_ns / 1e9, (found.st_ino, found.st_mtime_ns, found.st_size))

@@ -1,0 +1,328 @@
+"""A store in memory, for tests: names and bytes without folders, as a bucket has them.
+
+What begins with a name and a slash is taken for the contents of a folder; a folder without contents does not exist.
+"""
+
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from .._core.leaf_paths import few
+from ..errors import CorruptError, ExistsError, MismatchError
+from .ranges import Range
+from .store import Beside, Owned, Stat, Writer
+from .temporary_names import temporary_beside
+from .whole_files import check_free, is_folder
+
+_log = logging.getLogger("treering")
+_numbers = itertools.count()
+
+
+class _Object:
+    """The bytes of one name. `in_use`: its writer lives, and keeps others from removing it."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.in_use = False
+        self.changed()
+
+    def changed(self) -> None:
+        self.version, self.modified = next(_numbers), time.time()
+
+
+class MemoryStore:
+    """Bytes by name. See `stores.store.Store` for the methods."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, _Object] = {}
+        self.lock = threading.RLock()
+        self.leases: weakref.WeakValueDictionary[str, _MemoryLease] = weakref.WeakValueDictionary()
+
+    # Reading
+
+    def stat(self, path: str) -> Stat | None:
+        with self.lock:
+            if found := self.objects.get(path):
+                return Stat("file", len(found.data), found.modified, found.version)
+            below = [one for name, one in self.objects.items() if name.startswith(_below(path))]
+        last = max(below, key=lambda one: one.version, default=None)
+        return last and Stat("folder", 0, last.modified, (last.version, len(below)))
+
+    def list(self, path: str) -> "list[str]":
+        below = _below(path)
+        with self.lock:
+            return sorted({name[len(below) :].partition("/")[0] for name in self.objects if name.startswith(below)})
+
+    def open(self, path: str) -> "_MemoryBlob":
+        with self.lock:
+            if path not in self.objects and self.stat(path):
+                raise CorruptError(f"{path}: expected a file, found a folder")
+            return _MemoryBlob(path, self._find(path).data)
+
+    def is_link(self, path: str) -> bool:
+        return False
+
+    def real_path(self, path: str) -> str:
+        return path
+
+    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+        spec = {"driver": "memory", "path": _below(path)}
+        keys = _key_values(spec, context)
+        with self.lock:
+            for name, found in self.objects.items():
+                if name.startswith(_below(path)):
+                    keys[name[len(_below(path)) :]] = bytes(found.data)
+        return spec
+
+    def written_by_tensorstore(self, path: str, context: Any) -> None:
+        keys = _key_values({"driver": "memory", "path": _below(path)}, context)
+        for key in keys.list().result():
+            name = _below(path) + key.decode()
+            with self.lock:
+                one = self.objects.setdefault(name, _Object())
+                one.data[:] = keys[key]
+                one.changed()
+
+    # Writing
+
+    def create(self, path: str) -> "_MemorySink":
+        with self.lock:
+            if self.stat(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            one = self.objects[path] = _Object()
+            return _MemorySink(self, path, one)
+
+    def delete(self, path: str) -> None:
+        with self.lock:
+            self._find(path)
+            del self.objects[path]
+
+    def is_in_use(self, path: str) -> bool:
+        with self.lock:
+            return self._find(path).in_use
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        with self.lock:
+            if not self._find(path).in_use and check():
+                del self.objects[path]
+        return True
+
+    def remove_leftover(self, path: str) -> None:
+        """Nothing is left over: what a writer has not finished dies with the process, and so does the store."""
+
+    def make_folder(self, path: str) -> None:
+        if self.stat(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def make_folders(self, path: str, made: "list[str]") -> None: ...
+
+    def remove_folder(self, path: str) -> None: ...
+
+    def settle(self, path: str) -> None: ...
+
+    def move(self, old: str, new: str) -> None:
+        with self.lock:
+            if self.stat(new):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+            for name in [name for name in self.objects if name == old or name.startswith(_below(old))]:
+                self.objects[new + name[len(old) :]] = self.objects.pop(name)
+
+    @contextlib.contextmanager
+    def new_file(self, path: str, *, overwrite: bool) -> "Iterator[Writer]":
+        check_free(self, path, overwrite=overwrite, folder=False)
+        writer = _MemoryWriter()
+        yield writer
+        with self.lock:
+            check_free(self, path, overwrite=overwrite, folder=False)
+            self.objects[path] = writer.object
+
+    @contextlib.contextmanager
+    def new_folder(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        owned: Owned,
+        names: Collection[str] = (),
+        beside: Beside | None = None,
+    ) -> "Iterator[str]":
+        check_free(self, path, overwrite=overwrite, folder=True)
+        self._check_kept(path, owned, names, beside)
+        with self.scratch_folder(path) as temporary:
+            yield temporary
+            with self.lock:
+                check_free(self, path, overwrite=overwrite, folder=True)
+                for name in self._check_kept(path, owned, names, beside):
+                    self.objects.pop(_below(path) + name, None)
+                for name in [name for name in self.objects if name.startswith(_below(temporary))]:
+                    self.objects[path + name[len(temporary) :]] = self.objects.pop(name)
+
+    def _check_kept(self, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Collection[str]:
+        """The files that are replaced. Raises `ExistsError` for others that are in the way."""
+        if not is_folder(self, path):
+            return ()
+        parts = owned(self, path)
+        others = [name[len(_below(path)) :] for name in self.objects if name.startswith(_below(path))]
+        others = [name for name in others if name not in parts]
+        if wrong := [name for name in others if "/" in name or name in names]:
+            raise ExistsError(
+                f"{path}: expected a checkpoint to replace, found what is no part of it, or has the name of a part of "
+                f"the new one: {few(tuple(wrong))}; write to another path, or move it"
+            )
+        if beside:
+            beside(self, path, others)
+        return parts
+
+    @contextlib.contextmanager
+    def scratch_folder(self, path: str) -> "Iterator[str]":
+        temporary = temporary_beside(path)
+        try:
+            yield temporary
+        finally:
+            with self.lock:
+                for left in [left for left in self.objects if left.startswith(_below(temporary))]:
+                    del self.objects[left]
+
+    def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> "_MemoryLease":
+        return _MemoryLease(self, run, busy)
+
+    def _find(self, path: str) -> _Object:
+        if path not in self.objects:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return self.objects[path]
+
+
+class _MemoryBlob:
+    """See `stores.store.Blob`."""
+
+    local = has_holes = False
+
+    def __init__(self, path: str, data: bytearray):
+        self.path, self.size = path, len(data)
+        self._data = data
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        target[:] = self.read(offset, len(target))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = bytes(self._data[offset : offset + nbytes])
+        if len(data) < nbytes or offset < 0:
+            raise CorruptError(f"{self.path}: expected {offset + nbytes} bytes, found {self.size}; it is cut short")
+        return data
+
+    def read_up_to(self, nbytes: int) -> bytes:
+        return bytes(self._data[:nbytes])
+
+    def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
+        return None
+
+    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None: ...
+
+    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _MemorySink:
+    """See `stores.store.Sink`."""
+
+    def __init__(self, store: MemoryStore, path: str, one: _Object):
+        self.path = path
+        self._store, self._object = store, one
+
+    def protect(self) -> bool:
+        with self._store.lock:
+            self._object.in_use = True
+            return self.is_at(self.path)
+
+    def preallocate(self, nbytes: int) -> None: ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        with self._store.lock:
+            self._resize(max(len(self._object.data), offset + len(data)))
+            self._object.data[offset : offset + len(data)] = data
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        with self._store.lock:
+            self._resize(nbytes)
+            self._object.changed()
+
+    def _resize(self, nbytes: int) -> None:
+        data = self._object.data
+        data.extend(bytes(max(nbytes - len(data), 0)))
+        del data[nbytes:]
+
+    def publish(self, path: str, *, overwrite: bool) -> None:
+        with self._store.lock:
+            if not overwrite and self._store.stat(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._store.objects[path] = self._object
+
+    def is_at(self, path: str) -> bool:
+        return self._store.objects.get(path) is self._object
+
+    def close(self) -> None:
+        self._object.in_use = False
+
+
+class _MemoryWriter:
+    """See `stores.store.Writer`."""
+
+    def __init__(self) -> None:
+        self.object = _Object()
+
+    @property
+    def size(self) -> int:
+        return len(self.object.data)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.object.data += memoryview(data).cast("B")
+
+
+class _MemoryLease:
+    """See `stores.store.Lease`."""
+
+    def __init__(self, store: MemoryStore, run: str, busy: Callable[[], bool]):
+        self.lost = False
+        self._store, self._run, self._busy = store, run, busy
+
+    def acquire(self) -> None:
+        with self._store.lock:
+            if self.lost:
+                raise MismatchError(
+                    f"{self._run}: another Checkpointer of this process has taken this run over; save with that one"
+                )
+            holder = self._store.leases.get(self._run)
+            if holder and holder is not self:
+                if holder._busy():
+                    raise ExistsError(
+                        f"{self._run}: another Checkpointer of this process is saving; call its wait() or close(), or "
+                        "try again when the save is over"
+                    )
+                _log.warning("%s: taken over from another Checkpointer, which was not closed", self._run)
+                holder.lost = True
+            self._store.leases[self._run] = self
+
+    def release(self) -> None:
+        with self._store.lock:
+            if self._store.leases.get(self._run) is self:
+                del self._store.leases[self._run]
+
+
+def _below(path: str) -> str:
+    """What the names of the contents of a folder begin with."""
+    return path.rstrip("/") + "/"
+
+
+def _key_values(spec: dict[str, Any], context: Any) -> Any:
+    import tensorstore as ts
+
+    return ts.KvStore.open(spec, context=context).result()

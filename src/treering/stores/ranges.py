@@ -1,0 +1,31 @@
+"""Ranges of bytes."""
+
+import bisect
+from collections.abc import Iterable
+
+Range = tuple[int, int]  # the first byte, and the one behind the last
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """Sorted, with touching and overlapping ranges joined."""
+    out: list[Range] = []
+    for begin, end in sorted(ranges):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def take(taken: list[Range], begin: int, end: int) -> bool:
+    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is taken."""
+    n = bisect.bisect_left(taken, (end, end))  # the first that begins behind it
+    if n and taken[n - 1][1] > begin:
+        return False
+    if n and taken[n - 1][1] == begin:
+        n -= 1
+        begin = taken.pop(n)[0]
+    if n < len(taken) and taken[n][0] == end:
+        end = taken.pop(n)[1]
+    taken.insert(n, (begin, end))
+    return True

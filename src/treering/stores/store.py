@@ -1,0 +1,268 @@
+"""The protocol of a place where bytes live: a file system, memory, a bucket.
+
+A store knows names and bytes; what an array, a step or a manifest is, it does not know. Paths are absolute text.
+"""
+
+import mmap
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .ranges import Range
+
+
+class Stat(NamedTuple):
+    """What a path leads to. Two looks at the same contents have equal versions; contents that differ have others."""
+
+    kind: Literal["file", "folder", "other"]
+    nbytes: int
+    modified: float  # seconds since the epoch
+    version: Hashable
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file, or an object."""
+        return self.kind == "file"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder, or the beginning of the names of objects."""
+        return self.kind == "folder"
+
+
+class Blob(Protocol):
+    """A file or object that is open for reading; it stays so after it was replaced or deleted."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """The number of bytes when it was opened."""
+        ...
+
+    @property
+    def local(self) -> bool:
+        """Whether it may be mapped unasked: its pages stay as they were read unless it is written."""
+        ...
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether parts of it were never written, and read as zeros; False where that cannot be known."""
+        ...
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills a buffer from an offset. Raises `CorruptError` when the bytes end before, or cannot be read."""
+        ...
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from an offset. Raises `CorruptError` when there are fewer."""
+        ...
+
+    def read_up_to(self, nbytes: int) -> bytes:
+        """The first bytes, or all where there are fewer."""
+        ...
+
+    def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
+        """Private memory with all of it, of which the caller gets these merged ranges; None where there is none."""
+        ...
+
+    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+        """Reads a range of a mapping once. Raises `CorruptError` for what cannot be read."""
+        ...
+
+    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
+        """Reads several ranges of a mapping once, in parallel."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of it."""
+        ...
+
+
+class Sink(Protocol):
+    """A new file or object that is being written. Until it is closed, others can tell that its writer lives."""
+
+    @property
+    def path(self) -> str: ...
+
+    def protect(self) -> bool:
+        """Keeps others from removing it as a leftover; False when one of them was faster."""
+        ...
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserves room, so that a full disk shows before anything is written."""
+        ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Writes an aligned buffer at an aligned offset. Several threads may write at a time."""
+        ...
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        """Cuts it to its size and makes it durable, but for its name: see `Store.settle`."""
+        ...
+
+    def publish(self, path: str, *, overwrite: bool) -> None:
+        """Gives it its name, in one step. Raises `FileExistsError` when that is taken, unless it is to be overwritten.
+
+        The name under which it was created may remain beside the other.
+        """
+        ...
+
+    def is_at(self, path: str) -> bool:
+        """Whether a path leads to this very file or object. Raises `OSError` where that cannot be known."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of it, as it is."""
+        ...
+
+
+class Writer(Protocol):
+    """A file that is written from one end to the other."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes so far."""
+        ...
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+        ...
+
+
+class Lease(Protocol):
+    """The right to write a run."""
+
+    lost: bool  # taken over by another one of this process
+
+    def acquire(self) -> None:
+        """Takes it unless it is held. Raises `ExistsError` with the holder's name, `MismatchError` when it is lost."""
+        ...
+
+    def release(self) -> None:
+        """Gives it up."""
+        ...
+
+
+# The files in a folder, by their paths within it, that are part of a checkpoint of some format.
+Owned = Callable[["Store", str], Collection[str]]
+Beside = Callable[["Store", str, Sequence[str]], None]  # raises `ExistsError` for files in a folder that are in the way
+
+
+class Store(Protocol):
+    """Names and bytes. Errors are `OSError`s as a file system raises them.
+
+    A store without folders takes the beginnings of names for them: they need not be made, and nothing to settle.
+    """
+
+    # Reading
+
+    def stat(self, path: str) -> Stat | None:
+        """What is at a path; None when nothing is there."""
+        ...
+
+    def list(self, path: str) -> list[str]:
+        """The names in a folder, sorted; none when it does not exist."""
+        ...
+
+    def open(self, path: str) -> Blob:
+        """Opens a file. Raises `CorruptError` for what is no file."""
+        ...
+
+    def is_link(self, path: str) -> bool:
+        """Whether a path is a link to another."""
+        ...
+
+    def real_path(self, path: str) -> str:
+        """The path without links."""
+        ...
+
+    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+        """TensorStore's specification of the files in a folder, to be opened in a `tensorstore.Context`.
+
+        A store that TensorStore cannot reach itself brings them into the memory of that context.
+        """
+        ...
+
+    def written_by_tensorstore(self, path: str, context: Any) -> None:
+        """Takes in what TensorStore has written into a folder, unless it has written into the store itself."""
+        ...
+
+    # Writing
+
+    def create(self, path: str) -> Sink:
+        """A new file. Raises `FileExistsError` when there is one."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Removes a file."""
+        ...
+
+    def is_in_use(self, path: str) -> bool:
+        """Whether a living writer has a file. Raises `FileNotFoundError`."""
+        ...
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        """Removes a file unless a living writer has it.
+
+        `check` is asked when no writer can begin to use it any more, whether it may be removed. False where nobody can
+        know whether the writer lives.
+        """
+        ...
+
+    def remove_leftover(self, path: str) -> None:
+        """Removes what a killed writer has left under a temporary name, and nothing whose writer lives."""
+        ...
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder. Raises `FileExistsError`."""
+        ...
+
+    def make_folders(self, path: str, made: "list[str]") -> None:
+        """Makes a folder and those above it where they are missing, durably; `made` gets the ones that it made."""
+        ...
+
+    def remove_folder(self, path: str) -> None:
+        """Removes an empty folder."""
+        ...
+
+    def settle(self, path: str) -> None:
+        """Makes the names in a folder durable: those that were given, and that others were removed."""
+        ...
+
+    def move(self, old: str, new: str) -> None:
+        """Moves a folder or file to a name that is free. Raises `FileExistsError`."""
+        ...
+
+    def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
+        """Yields a file to write within a `with` block; at its end it is in place, after an error it never was.
+
+        Raises `ExistsError` for what is there, unless it is a file that is to be overwritten.
+        """
+        ...
+
+    def new_folder(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        owned: Owned,
+        names: Collection[str] = (),
+        beside: Beside | None = None,
+    ) -> AbstractContextManager[str]:
+        """Yields a folder to fill within a `with` block; at its end it is in place, after an error it never was.
+
+        owned: the files in the old folder that are part of what is replaced. Other files are kept. Raises `ExistsError`
+        for other folders, which may be anything, and for other files whose `names` the new one needs or that must not
+        lie `beside` it.
+        """
+        ...
+
+    def scratch_folder(self, path: str) -> AbstractContextManager[str]:
+        """Yields a folder beside a path, removed after the `with` block, or by the next writer after a kill."""
+        ...
+
+    def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> Lease:
+        """The right to write a run, to be acquired. One that is `busy` is not taken over within a process."""
+        ...

@@ -1,0 +1,345 @@
+"""The tests that every store has to pass, for stores of other packages."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from .. import keep, stores
+from .._restore.checkpoint import Checkpoint
+from .._run.checkpointer import Checkpointer
+from .._run.metrics import record
+from .._run.open import open_checkpoint, restore
+from .._run.run import steps
+from .._save.save import save
+from .._tools.convert import convert
+from .._tools.verify import verify
+from ..errors import CorruptError, ExistsError, MismatchError
+from ..stores.buffers import aligned
+from ..stores.sequential import file_of_new_folder
+from ..stores.store import Store
+from ..stores.whole_files import files_in, read_file
+
+_PAGE = 4096  # bytes; sinks are written at multiples of it
+
+
+class StoreConformance:
+    """Inherit this under a name that pytest collects, and say which store it is and where in it the tests may write.
+
+    >>> class TestMine(StoreConformance):
+    ...     @pytest.fixture
+    ...     def store(self):
+    ...         return MyStore()
+    ...
+    ...     @pytest.fixture
+    ...     def root(self):
+    ...         return "mine://bucket/folder"
+    """
+
+    formats = ("treering", "safetensors", "flax", "equinox", "fjformer", "orbax", "t5x", "levanter")
+
+    @pytest.fixture
+    def store(self) -> Any:
+        """The store."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def root(self) -> str:
+        """A path in it that no other test uses: a URL whose scheme is none of Treering's, or a folder."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def registered(self, store: Store, root: str) -> Iterator[str]:
+        """The root, while all calls of Treering that are given such a path use the store."""
+        scheme = root.partition("://")[0] if "://" in root else ""
+        with stores.using(store, scheme):
+            yield root
+
+    # Reading
+
+    def test_nothing_is_there_at_first(self, store: Store, root: str) -> None:
+        assert store.stat(f"{root}/x") is None and store.list(f"{root}/folder") == []
+        with pytest.raises(FileNotFoundError):
+            store.open(f"{root}/x")
+        with pytest.raises(FileNotFoundError):
+            store.delete(f"{root}/x")
+
+    def test_what_is_written_is_read(self, store: Store, root: str) -> None:
+        store.make_folders(f"{root}/a/b", [])
+        data = bytes(range(256)) * 100
+        _put(store, f"{root}/a/b/x", data)
+        _put(store, f"{root}/a/y", b"")
+        assert read_file(store, f"{root}/a/b/x") == data and read_file(store, f"{root}/a/y") == b""
+        assert store.list(f"{root}/a") == ["b", "y"] and sorted(files_in(store, root)) == ["a/b/x", "a/y"]
+        found, folder = store.stat(f"{root}/a/b/x"), store.stat(f"{root}/a/b")
+        assert found and found.is_file and not found.is_folder and found.nbytes == len(data)
+        assert folder and folder.is_folder and not folder.is_file
+        with pytest.raises(CorruptError):
+            store.open(f"{root}/a/b")
+
+    def test_parts_are_read_and_missing_ones_are_errors(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", bytes(range(200)))
+        blob = store.open(f"{root}/x")
+        assert blob.size == 200 and blob.read(10, 5) == bytes(range(10, 15)) and blob.read_up_to(3) == b"\0\1\2"
+        assert blob.read_up_to(1000) == bytes(range(200)) and blob.read(200, 0) == b""
+        buffer = bytearray(7)
+        blob.read_into(memoryview(buffer), 190)
+        assert buffer == bytes(range(190, 197))
+        for read in (lambda: blob.read(195, 6), lambda: blob.read_into(memoryview(buffer), 194)):
+            with pytest.raises(CorruptError):
+                read()
+        if (memory := blob.mapped([(0, 200)])) is not None:
+            blob.bring_all_in(memory, [(0, 200)])
+            assert memory[:200] == bytes(range(200))
+            memory[0] = 9  # it is the caller's own
+            assert blob.read(0, 1) == b"\0"
+        blob.close()
+
+    def test_what_is_open_stays(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", b"first")
+        _put(store, f"{root}/y", b"second")
+        one, other = store.open(f"{root}/x"), store.open(f"{root}/y")
+        with store.new_file(f"{root}/x", overwrite=True) as file:
+            file.write(b"another one")
+        store.delete(f"{root}/y")
+        assert one.read(0, 5) == b"first" and other.read(0, 6) == b"second"
+        assert read_file(store, f"{root}/x") == b"another one" and store.stat(f"{root}/y") is None
+
+    def test_other_contents_have_another_version(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        seen: set[Any] = set()
+        for text in (b"first", b"other", b"first"):
+            with store.new_file(f"{root}/x", overwrite=True) as file:
+                file.write(text)
+            found = store.stat(f"{root}/x")
+            assert found and found == store.stat(f"{root}/x")
+            seen.add(found.version)
+        assert len(seen) >= 2
+
+    # Writing
+
+    def test_threads_write_one_object(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        sink = store.create(f"{root}/x")
+        pages = 64
+
+        def write(first: int) -> None:
+            for n in range(first, pages, 4):
+                buffer = aligned(_PAGE)
+                buffer[:_PAGE] = bytes([n]) * _PAGE
+                sink.write(buffer[:_PAGE], n * _PAGE)
+
+        sink.preallocate(pages * _PAGE)
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sink.finish(pages * _PAGE - 5, read_only=True)
+        sink.close()
+        expected = b"".join(bytes([n]) * _PAGE for n in range(pages))[:-5]
+        assert read_file(store, f"{root}/x") == expected
+
+    def test_a_name_is_given_once(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", b"mine")
+        with pytest.raises(FileExistsError):
+            store.create(f"{root}/x")
+        sink = store.create(f"{root}/temporary")
+        sink.finish(0)
+        with pytest.raises(FileExistsError):
+            sink.publish(f"{root}/x", overwrite=False)
+        assert read_file(store, f"{root}/x") == b"mine" and not sink.is_at(f"{root}/x")
+        sink.publish(f"{root}/y", overwrite=False)
+        assert sink.is_at(f"{root}/y") and read_file(store, f"{root}/y") == b""
+        sink.close()
+
+    def test_a_name_is_given_to_another_in_one_step(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", b"old" * 1000)
+        wrong, over = [], threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                data = read_file(store, f"{root}/x")
+                if data[:3] * (len(data) // 3) != data or len(data) < 3000:
+                    wrong.append(data)
+
+        reader = threading.Thread(target=look)
+        reader.start()
+        for n in range(20):
+            sink = store.create(f"{root}/temporary-{n}")
+            text = f"{n:03}".encode() * (1000 + n)
+            buffer = aligned(len(text))
+            buffer[: len(text)] = text
+            sink.write(buffer, 0)
+            sink.finish(len(text))
+            sink.publish(f"{root}/x", overwrite=True)
+            sink.close()
+        over.set()
+        reader.join()
+        assert not wrong and read_file(store, f"{root}/x")[:3] == b"019"
+
+    def test_what_a_living_writer_has_is_not_removed(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        sink = store.create(f"{root}/x")
+        assert sink.protect() and store.is_in_use(f"{root}/x")
+        assert store.delete_unused(f"{root}/x", lambda: True) and sink.is_at(f"{root}/x")
+        sink.close()
+        assert not store.is_in_use(f"{root}/x")
+        assert store.delete_unused(f"{root}/x", lambda: False) and store.stat(f"{root}/x")
+        assert store.delete_unused(f"{root}/x", lambda: True) and store.stat(f"{root}/x") is None
+        for call in (lambda: store.is_in_use(f"{root}/x"), lambda: store.delete_unused(f"{root}/x", lambda: True)):
+            with pytest.raises(FileNotFoundError):
+                call()
+
+    def test_a_new_file_is_there_as_a_whole_or_not_at_all(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        with pytest.raises(ZeroDivisionError), store.new_file(f"{root}/x", overwrite=False) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+        assert store.list(root) == []
+        with store.new_file(f"{root}/x", overwrite=False) as file:
+            file.write(b"who")
+            assert store.stat(f"{root}/x") is None and file.size == 3
+            file.write(memoryview(b"le"))
+        assert read_file(store, f"{root}/x") == b"whole" and store.list(root) == ["x"]
+        with pytest.raises(ExistsError), store.new_file(f"{root}/x", overwrite=False):
+            pass
+        with pytest.raises(ExistsError), store.new_file(root, overwrite=True):
+            pass
+
+    def test_of_two_new_files_one_is_there(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        with pytest.raises(ExistsError), store.new_file(f"{root}/x", overwrite=False) as file:
+            file.write(b"late")
+            with store.new_file(f"{root}/x", overwrite=False) as other:
+                other.write(b"early")
+        assert read_file(store, f"{root}/x") == b"early" and store.list(root) == ["x"]
+
+    def test_a_new_folder_is_there_as_a_whole_or_not_at_all(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+
+        def owned(store: Store, folder: str) -> list[str]:
+            return [name for name in files_in(store, folder) if name != "notes"]
+
+        path = f"{root}/c"
+        with pytest.raises(ZeroDivisionError), store.new_folder(path, overwrite=False, owned=owned) as folder:
+            _put(store, f"{folder}/x", b"half")
+            raise ZeroDivisionError
+        assert store.list(root) == []
+        for names, overwrite in ((["x", "y"], False), (["x", "z"], True)):
+            with store.new_folder(path, overwrite=overwrite, owned=owned) as folder:
+                for name in names:
+                    with file_of_new_folder(store, f"{folder}/{name}") as file:
+                        file.write(name.encode())
+            if not overwrite:
+                _put(store, f"{path}/notes", b"mine")
+        assert store.list(path) == ["notes", "x", "z"] and store.list(root) == ["c"]
+        assert read_file(store, f"{path}/notes") == b"mine"
+        with pytest.raises(ExistsError), store.new_folder(path, overwrite=False, owned=owned):
+            pass
+        with pytest.raises(ExistsError), store.new_folder(path, overwrite=True, owned=owned, names=["notes"]):
+            pass
+
+    def test_a_scratch_folder_is_gone_in_the_end(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        with store.scratch_folder(f"{root}/x") as folder:
+            _put(store, f"{folder}/y", b"text")
+            assert read_file(store, f"{folder}/y") == b"text" and store.stat(f"{root}/x") is None
+        assert store.list(root) == []
+
+    def test_folders_are_moved(self, store: Store, root: str) -> None:
+        store.make_folders(f"{root}/a/b", [])
+        _put(store, f"{root}/a/b/x", b"text")
+        store.make_folders(f"{root}/c", [])
+        _put(store, f"{root}/c/y", b"other")
+        with pytest.raises(FileExistsError):
+            store.move(f"{root}/a", f"{root}/c")
+        store.move(f"{root}/a", f"{root}/d")
+        assert sorted(files_in(store, root)) == ["c/y", "d/b/x"]
+
+    def test_a_run_has_one_writer(self, store: Store, root: str) -> None:
+        busy = True
+        first, second = store.lease(f"{root}/run", lambda: busy), store.lease(f"{root}/run")
+        first.acquire()
+        first.acquire()
+        with pytest.raises(ExistsError, match="is saving"):
+            second.acquire()
+        store.lease(f"{root}/other").acquire()
+        busy = False
+        second.acquire()
+        assert first.lost and not second.lost
+        with pytest.raises(MismatchError, match="taken this run over"):
+            first.acquire()
+        first.release()
+        second.acquire()
+        second.release()
+        third = store.lease(f"{root}/run")
+        third.acquire()
+        assert not second.lost
+        third.release()
+
+    # The calls of Treering
+
+    def test_every_format_works_on_it(self, registered: str) -> None:
+        tree = {"params": {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.int32)}}
+        for format in self.formats:
+            path = f"{registered}/{format}"
+            save(path, tree, format=format)
+            with pytest.raises(ExistsError):
+                save(path, tree, format=format)
+            save(path, tree, format=format, overwrite=True)
+            ckpt = open_checkpoint(path)
+            assert ckpt.format == format
+            _assert_same(restore(path, jax.tree.map(np.zeros_like, tree)), tree)
+            assert verify(path).ok
+            if format != "equinox":  # which has no names
+                convert(path, f"{registered}/native-{format}")
+                _assert_same(restore(f"{registered}/native-{format}", jax.tree.map(np.zeros_like, tree)), tree)
+            assert isinstance(ckpt, Checkpoint)
+
+    def test_a_run_goes_on(self, registered: str) -> None:
+        run, tree = f"{registered}/run", {"w": np.arange(6)}
+        with Checkpointer(run, keep=keep.last(2)) as ckpts:
+            for step in range(1, 6):
+                ckpts.save(step, {"w": tree["w"] + step}, metrics={"loss": 1 / step})
+        assert steps(run) == [4, 5]
+        with Checkpointer(run) as ckpts:
+            assert ckpts.restore(tree)["w"][0] == 5 and ckpts.latest_step == 5
+            ckpts.pin(4)
+            with pytest.raises(MismatchError, match="pinned"):
+                ckpts.delete(4)
+            record(run, 5, {"accuracy": 0.5})
+            assert ckpts.open(5).metrics == {"loss": 0.2, "accuracy": 0.5}
+            ckpts.save(6, tree)
+            ckpts.rewind(5)
+            ckpts.save(6, {"w": tree["w"] * 2})
+            ckpts.delete(5)
+            ckpts.finish()
+        assert steps(run) == [4, 6] and open_checkpoint(run)["w"][1] == 2 and verify(run).ok
+
+    def test_damage_is_found(self, registered: str, store: Store) -> None:
+        save(f"{registered}/c", {"w": np.arange(100_000)})
+        (name,) = [name for name in store.list(f"{registered}/c") if name.startswith("arrays-")]
+        path = f"{registered}/c/{name}"
+        data = read_file(store, path)
+        with store.new_file(path, overwrite=True) as file:
+            file.write(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+        with pytest.raises(CorruptError):
+            restore(f"{registered}/c")
+        assert not verify(f"{registered}/c").ok
+
+
+def _put(store: Store, path: str, data: bytes) -> None:
+    with store.new_file(path, overwrite=False) as file:
+        file.write(data)
+
+
+def _assert_same(found: Any, tree: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, tree)

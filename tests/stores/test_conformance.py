@@ -1,0 +1,126 @@
+"""The stores pass the tests of stores; what those tests are there for, they find."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from treering import stores
+from treering.stores.memory import MemoryStore
+from treering.stores.store import Stat, Store, Writer
+from treering.stores.whole_files import files_in
+from treering.testing import StoreConformance
+from treering.testing._doubles import QuickDisk
+
+
+class TestFilesystem(StoreConformance):
+    @pytest.fixture
+    def store(self) -> Store:
+        return stores.Filesystem(QuickDisk())
+
+    @pytest.fixture
+    def root(self, tmp_path: pathlib.Path) -> str:
+        return str(tmp_path / "root")
+
+
+class TestMemory(StoreConformance):
+    @pytest.fixture
+    def store(self) -> Store:
+        return MemoryStore()
+
+    @pytest.fixture
+    def root(self) -> str:
+        return "memory://bucket/folder"
+
+
+class _Forgetful(MemoryStore):
+    """Finds nothing in folders below."""
+
+    def list(self, path: str) -> list[str]:
+        return [name for name in super().list(path) if self.objects.get(f"{path}/{name}")]
+
+
+class _Overwriting(MemoryStore):
+    """Has no create-only names."""
+
+    def create(self, path: str) -> Any:
+        self.objects.pop(path, None)
+        return super().create(path)
+
+
+class _Careless(MemoryStore):
+    """Removes what a living writer has."""
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        self._find(path).in_use = False
+        return super().delete_unused(path, check)
+
+
+class _Hasty(MemoryStore):
+    """Does not ask whether what is left over may be removed."""
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        return super().delete_unused(path, lambda: True)
+
+
+class _Early(MemoryStore):
+    """Shows new files while they are written."""
+
+    @contextlib.contextmanager
+    def new_file(self, path: str, *, overwrite: bool) -> Iterator[Writer]:
+        with super().new_file(path, overwrite=overwrite) as writer:
+            self.objects[path] = writer.object  # type: ignore[attr-defined]
+            yield writer
+
+
+class _Generous(MemoryStore):
+    """Gives a run to everybody."""
+
+    def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> Any:
+        return super().lease(f"{run}/{id(busy)}", busy)
+
+
+class _Moving(MemoryStore):
+    """Moves one folder into another."""
+
+    def move(self, old: str, new: str) -> None:
+        for name in [name for name in self.objects if name.startswith(f"{old}/")]:
+            self.objects[new + name[len(old) :]] = self.objects.pop(name)
+
+
+class _Greedy(MemoryStore):
+    """Replaces folders with everything in them."""
+
+    def new_folder(self, path: str, **options: Any) -> Any:
+        return super().new_folder(path, **{**options, "owned": lambda store, folder: list(files_in(store, folder))})
+
+
+class _Ageless(MemoryStore):
+    """Has one version of everything."""
+
+    def stat(self, path: str) -> Stat | None:
+        found = super().stat(path)
+        return found and found._replace(version=0)
+
+
+@pytest.mark.parametrize(
+    ("store", "test"),
+    [
+        (_Forgetful, "what_is_written_is_read"),
+        (_Overwriting, "a_name_is_given_once"),
+        (_Careless, "what_a_living_writer_has_is_not_removed"),
+        (_Hasty, "what_a_living_writer_has_is_not_removed"),
+        (_Early, "a_new_file_is_there_as_a_whole_or_not_at_all"),
+        (_Generous, "a_run_has_one_writer"),
+        (_Moving, "folders_are_moved"),
+        (_Greedy, "a_new_folder_is_there_as_a_whole_or_not_at_all"),
+        (_Ageless, "other_contents_have_another_version"),
+    ],
+)
+def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
+    run = getattr(TestMemory(), f"test_{test}")
+    run(store=MemoryStore(), root="memory://bucket/folder")
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        run(store=store(), root="memory://bucket/folder")
