@@ -621,6 +621,15 @@ def test_files_about_the_tree_that_lie(tmp_path: Path) -> None:
         tr.open(path)
 
 
+def test_data_may_lie_behind_a_link(tmp_path: Path) -> None:
+    """As with files that were moved to a larger disk."""
+    path = save(tmp_path / "ckpt", {"w": np.arange(5000)})
+    data = path / "d"
+    data.rename(tmp_path / "larger")
+    data.symlink_to(tmp_path / "larger")
+    assert (tr.restore(path)["w"] == np.arange(5000)).all() and tr.verify(path).ok
+
+
 @pytest.mark.parametrize("size", [(16 << 20) + 1, 1 << 30, 10 << 30])
 def test_a_description_that_is_too_long_is_not_read(tmp_path: Path, use_disk: Any, size: int) -> None:
     path = save(tmp_path / "run" / "7", {"w": np.ones(2)})

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from treering import stores
-from treering._run import steps as _history
+from treering._run import steps as _steps
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.posix import Disk
 
@@ -787,12 +787,12 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
 
 
 def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_history, "_SETTLED", 0.0)
+    monkeypatch.setattr(_steps, "_SETTLED", 0.0)
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
         for step in range(5):
             ckpts.save(step, {"x": step})
         ckpts.wait()
-        assert list(ckpts.disk_usage) == list(ckpts._history._known) == [4]
+        assert list(ckpts.disk_usage) == list(ckpts._steps._known) == [4]
 
 
 def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:

@@ -42,8 +42,8 @@ def check_consistent(
     remote = _remote(catalogue)
     digests = _digests(catalogue, staging)
     rows = [_row(catalogue, leaf) for leaf in range(len(catalogue.entries))]
-    word = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
-    differing, found = call.gather_and_decide(word, lambda words: _compare(catalogue, words))
+    message = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
+    differing, found = call.gather_and_decide(message, lambda messages: _compare(catalogue, messages))
     single: dict[int, int] = dict(found)
     if single and differing is None:  # now it is known which leaves are not to be compared
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
@@ -54,14 +54,14 @@ def check_consistent(
         ours = [[*row, "" if leaf in single else digests.get(leaf, "")] for leaf, row in enumerate(rows)]
         call.gather_and_decide(
             ours if call.index == differing else None,
-            lambda words: _raise_differences(ours, words[differing], differing),
+            lambda messages: _raise_differences(ours, messages[differing], differing),
         )
     return catalogue, single
 
 
-def _first_differing(words: Sequence[Any]) -> int | None:
+def _first_differing(messages: Sequence[Any]) -> int | None:
     """The first process whose value is not that of process 0; None when all are equal."""
-    return next((n for n, word in enumerate(words) if word != words[0]), None)
+    return next((n for n, message in enumerate(messages) if message != messages[0]), None)
 
 
 def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
@@ -71,8 +71,8 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
         return catalogue
     joined: dict[int, Entry] = dict(own)
 
-    def join(words: Sequence[Any]) -> None:
-        for n, states in zip(own, zip(*words, strict=True), strict=True):
+    def join(messages: Sequence[Any]) -> None:
+        for n, states in zip(own, zip(*messages, strict=True), strict=True):
             joined[n] = iterators.together(own[n].path, states)
 
     call.gather_and_decide([iterators.state(entry) for entry in own.values()], join)
@@ -125,9 +125,9 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(value))
 
 
-def _compare(catalogue: Catalogue, words: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
+def _compare(catalogue: Catalogue, messages: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
     """The first process whose tree differs from that of process 0, and the leaves of single processes."""
-    trees, contents, remotes = zip(*words, strict=True)
+    trees, contents, remotes = zip(*messages, strict=True)
     single = dict(pair for remote in remotes for pair in remote)
     for process, remote in enumerate(remotes):
         expected = {leaf: owner for leaf, owner in single.items() if owner != process}
@@ -137,7 +137,7 @@ def _compare(catalogue: Catalogue, words: Sequence[Any]) -> tuple[int | None, li
                 f"{catalogue.entries[leaf].path}: it lies on the devices of process {single[leaf]} alone, according to "
                 f"some processes, but not to process {process}; expected the same array in all"
             )
-    differing = (n for n in range(len(words)) if trees[n] != trees[0] or (not single and contents[n] != contents[0]))
+    differing = (n for n in range(len(messages)) if trees[n] != trees[0] or (not single and contents[n] != contents[0]))
     return next(differing, None), list(single.items())
 
 
@@ -179,8 +179,8 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
             result = attempt()
         except (CorruptError, ReplacedError) as error:
             problem = error
-        word = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
-        found = call.gather_and_decide(word, _first_problem)
+        message = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
+        found = call.gather_and_decide(message, _first_problem)
         if found is None:
             return result
         if found:
@@ -190,7 +190,7 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
     raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
 
 
-def _first_problem(words: Sequence[Any]) -> list[Any] | None:
+def _first_problem(messages: Sequence[Any]) -> list[Any] | None:
     """The first process with a problem, and the problem; [] when processes read different checkpoints, else None."""
-    problem = next(([n, *word] for n, word in enumerate(words) if isinstance(word, list)), None)
-    return problem or (None if len(set(words)) == 1 else [])
+    problem = next(([n, *message] for n, message in enumerate(messages) if isinstance(message, list)), None)
+    return problem or (None if len(set(messages)) == 1 else [])

@@ -151,11 +151,11 @@ class MultiProcess:
             return self._answer(exchange, decide(self._gather(exchange, mine)))
         self.undecided = True  # before the value is sent: one whose sending failed may have arrived all the same
         self._set(f"{exchange}/{self.index}", mine)
-        return self._told(exchange)
+        return self._received(exchange)
 
     def broadcast(self, decide: Callable[[], Any]) -> Any:
         exchange = next(self._exchanges)
-        return self._told(exchange) if self.index else self._answer(exchange, decide())
+        return self._received(exchange) if self.index else self._answer(exchange, decide())
 
     def check(self) -> None:
         if self.index:
@@ -219,7 +219,7 @@ class MultiProcess:
 
     # In the other processes
 
-    def _told(self, exchange: int) -> Any:
+    def _received(self, exchange: int) -> Any:
         while (text := self._await(f"{exchange}/answer")) is None:
             try:
                 self._check([0])

@@ -34,10 +34,10 @@ class Policy:
     rules: bool = False  # whether the caller gave some
 
     def __post_init__(self) -> None:
-        for name, value, word in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
+        for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
             globs = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
-            if value not in ("error", word) if globs is None else not all(isinstance(glob, str) for glob in globs):
-                raise MismatchError(f"{name}={value!r}: expected 'error', {word!r} or a list of globs of paths")
+            if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
+                raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
             if globs is not None:
                 object.__setattr__(self, name, globs)  # it is gone through once for each leaf
         if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):

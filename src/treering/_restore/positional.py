@@ -42,7 +42,7 @@ def named(reader: Source, entries: Mapping[str, Entry], walked: Walk, name: str)
         )
     leaves: dict[str, views.Leaf] = {}
     for (path, leaf), entry, record in zip(wanted, entries.values(), views.leaves_of(entries).values(), strict=True):
-        leaves[path] = _like(reader, record, leaf, untold=entry.path in reader.ambiguous_dtypes).at(path)
+        leaves[path] = _like(reader, record, leaf, ambiguous=entry.path in reader.ambiguous_dtypes).at(path)
     rest = {path: leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in leaves}
     for path, leaf in rest.items():
         value = leaf if type(leaf) in (str, bytes) else None
@@ -56,14 +56,14 @@ def _has_record(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
 
 
-def _like(reader: Source, record: views.Leaf, leaf: Any, *, untold: bool) -> views.Leaf:
+def _like(reader: Source, record: views.Leaf, leaf: Any, *, ambiguous: bool) -> views.Leaf:
     entry = record.array
     if type(leaf) in _SCALARS and entry.shape == ():
         plan = record.plan_of(())
         value = plan.make(reader.read(plan.needs)).item()
         return views.Leaf(ValueEntry(entry.path, *encode(value)))
     dtype = getattr(leaf, "dtype", None)
-    if untold and isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(entry.dtype):
+    if ambiguous and isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(entry.dtype):
         return views.reinterpreted(record, dtypes.to_text(dtype))
     return record
 

@@ -104,10 +104,10 @@ class Checkpointer:
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
-        self._history = Steps(stores.of(self._root), self._root, prefix, tensorboard)
+        self._steps = Steps(stores.of(self._root), self._root, prefix, tensorboard)
         self._under_way = UnderWay()
-        self._directory = Directory(self._history, self._under_way.busy)
-        self._upkeep = Retention(self._directory, keep, on_save)
+        self._directory = Directory(self._steps, self._under_way.busy)
+        self._retention = Retention(self._directory, keep, on_save)
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
@@ -169,14 +169,14 @@ class Checkpointer:
     @property
     def disk_usage(self) -> dict[int, int]:
         """The good steps and how many bytes each takes on the disk."""
-        return {one.step: one.nbytes for one in self._history.good()}
+        return {one.step: one.nbytes for one in self._steps.good()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The good step that is best by a metric; None when there are no metrics yet. NaN is never best.
 
         Raises `MismatchError` for a metric that no step has, where steps have others.
         """
-        good = self._history.good(foreign=True)
+        good = self._steps.good(foreign=True)
         known = sorted({name for one in good for name in one.metrics})
         if known and metric not in known:
             raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
@@ -255,7 +255,7 @@ class Checkpointer:
                     "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
                 )
                 info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
-                pending = _save.start(call, path, tree, info, requested, self._upkeep, begun, waited)
+                pending = _save.start(call, path, tree, info, requested, self._retention, begun, waited)
             except BaseException as error:
                 if several:  # all processes count the same saves
                     self._under_way.add(PendingSave._of_failure(path, step, call, error))
@@ -317,9 +317,9 @@ class Checkpointer:
         finally:
             try:
                 if self._under_way.all_over():
-                    self._upkeep.close()
+                    self._retention.close()
                 else:  # an interrupt ended the wait, and a save goes on
-                    self._upkeep.close_after(self._under_way.last())
+                    self._retention.close_after(self._under_way.last())
             finally:
                 if self._preemption:
                     self._preemption.close()
@@ -368,8 +368,8 @@ class Checkpointer:
         self.wait()
         wait_for_all_in(self._root)
         if step is not None:
-            return open_one(self._directory.history.store, self._directory.existing(step))
-        store, found = self._history.store, self._directory.newest_first
+            return open_one(self._directory.steps.store, self._directory.existing(step))
+        store, found = self._steps.store, self._directory.newest_first
         return listed_again(lambda: latest_good(store, self._root, found(), lambda ckpt: ckpt)[1])
 
     @overload
@@ -402,7 +402,7 @@ class Checkpointer:
             call.doing("restoring")
             self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
-        self._upkeep.restored = self._restored
+        self._retention.restored = self._restored
         self._directory.back_to = None if step is None else self._restored
         self._last.forget()
         return tree

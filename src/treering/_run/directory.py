@@ -20,11 +20,11 @@ class Directory:
     the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
     """
 
-    def __init__(self, history: Steps, busy: Callable[[], bool]):
-        self.history = history
-        self.lock = history.store.lease(history.root, busy)
+    def __init__(self, steps: Steps, busy: Callable[[], bool]):
+        self.steps = steps
+        self.lock = steps.store.lease(steps.root, busy)
         self.back_to: int | None = None
-        self._store, self._root, self._prefix = history.store, history.root, history.prefix
+        self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
 
     def all_steps(self) -> dict[int, str]:
         """The committed steps, ascending, and their paths, with those of other libraries."""
@@ -44,7 +44,7 @@ class Directory:
 
     def pinned(self) -> list[int]:
         """The pinned steps, ascending."""
-        return [step for step, path in self.history.committed().items() if pins.pinned(self._store, path)]
+        return [step for step, path in self.steps.committed().items() if pins.pinned(self._store, path)]
 
     def pin(self, step: int, wanted: bool) -> None:
         """Marks a step never to be deleted, or removes the mark."""
@@ -61,14 +61,14 @@ class Directory:
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
         """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`."""
-        committed = self.history.committed()
+        committed = self.steps.committed()
         if (back_to := self.back_to) is not None:
             self._check_own_after(back_to)
             committed = {number: path for number, path in committed.items() if number <= back_to}
         path = committed.get(step) or self._own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
-            overwrite = overwrite or (step in committed and self.history.is_damaged(step, path))
+            overwrite = overwrite or (step in committed and self.steps.is_damaged(step, path))
             if overwrite and pins.pinned(self._store, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
             if not overwrite and on_exists == "skip":
@@ -102,14 +102,14 @@ class Directory:
 
     def _set_aside_after(self, step: int) -> None:
         run.settle_aside(self._store, self._root)
-        later = {number: path for number, path in self.history.committed().items() if number > step}
+        later = {number: path for number, path in self.steps.committed().items() if number > step}
         self._check_removable(later)  # again, for now no other process writes the run
         if later:
             place = run.set_aside(self._store, self._root, list(reversed(later.values())))
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
 
     def _check_own_after(self, step: int) -> None:
-        own = self.history.committed()
+        own = self.steps.committed()
         foreign = [path for number, path in self.newest_first() if number > step and number not in own]
         if foreign:
             raise UnsupportedError(
@@ -129,7 +129,7 @@ class Directory:
                 ) from None
 
     def _own(self, step: int) -> str:
-        return self._find(step, self.history.committed())
+        return self._find(step, self.steps.committed())
 
     def _own_path(self, step: int) -> str:
         return os.path.join(self._root, run.step_name(self._prefix, step))

@@ -24,7 +24,7 @@ def has_begun(directory: Directory) -> bool:
     """
     if directory.all_steps():
         return True
-    run.check_new(directory.history.store, directory.history.root, directory.history.prefix)
+    run.check_new(directory.steps.store, directory.steps.root, directory.steps.prefix)
     return False
 
 
@@ -40,22 +40,22 @@ def restore(
     call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
 ) -> tuple[int, Any]:
     """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
-    history = directory.history
+    steps = directory.steps
 
     def choose() -> list[tuple[int, str]]:
         return directory.newest_first() if step is None else [(step_number(step), directory.existing(step))]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = call.broadcast(choose)
-        if places and call.index and summary.look(history.store, places[0][1]) is None:
-            look_anew(history.store, places[0][1])
+        if places and call.index and summary.look(steps.store, places[0][1]) is None:
+            look_anew(steps.store, places[0][1])
         return latest_good(
-            history.store,
-            history.root,
+            steps.store,
+            steps.root,
             places,
             lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
             fallback=fallback and step is None,
-            damaged=lambda number: history.mark_damaged(number, dict(places)[number]),
+            damaged=lambda number: steps.mark_damaged(number, dict(places)[number]),
             on_all_processes=lambda attempt: consistency.on_all_processes(call, attempt),
         )
 

@@ -25,7 +25,7 @@ class Retention:
     """The `SaveHooks` of a run. No error after a commit fails the save."""
 
     def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
-        self._directory, self._history = directory, directory.history
+        self._directory, self._steps = directory, directory.steps
         self._keep, self._on_save = keep, on_save
         self.restored: int | None = None  # the step that the job went on from, and may go back to: it is kept
         self._cleaned = False
@@ -40,17 +40,17 @@ class Retention:
         """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
         if self._cleaned:
             return
-        store, root = self._history.store, self._history.root
+        store, root = self._steps.store, self._steps.root
         try:
             with contextlib.suppress(FileNotFoundError):
                 store.delete(os.path.join(root, run.FINISHED))
             for place in (root, *run.aside(store, root)):
                 for name in store.list(place):
                     beside = place_of(name)
-                    if beside and run.parse(beside, self._history.prefix) is not None:
+                    if beside and run.parse(beside, self._steps.prefix) is not None:
                         with contextlib.suppress(FileNotFoundError):
                             store.remove_leftover(os.path.join(place, name))
-                    if run.parse(name, self._history.prefix) is not None:
+                    if run.parse(name, self._steps.prefix) is not None:
                         removal.remove_leftovers(store, os.path.join(place, name), remove_empty=True)
             run.settle_aside(store, root)
             self._cleaned = True
@@ -83,38 +83,38 @@ class Retention:
 
     def _leave(self) -> None:
         """Queues the release of the run's lock behind all jobs that are queued by now."""
-        told = Latch()
+        hooks_done = Latch()
 
         def leave() -> None:
-            told.wait()
+            hooks_done.wait()
             self._directory.lock.release()
 
         if self._on_save:
-            self._hooks.add("leaving the run", told.set)
+            self._hooks.add("leaving the run", hooks_done.set)
         else:
-            told.set()
+            hooks_done.set()
         self._chores.add("leaving the run", leave)
 
     def _retain(self, step: int | None) -> None:
         if self._keep is None:
             return
-        saved = self._history.good()
+        saved = self._steps.good()
         self._name_unknown_metrics(saved, self._keep.metrics)
         wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
-        committed = self._history.committed()
+        committed = self._steps.committed()
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted:
                 try:
                     self._delete(path)
                 except UnsupportedError as error:
-                    self._history.mark_unsupported(one.step, path, error)
+                    self._steps.mark_unsupported(one.step, path, error)
                 except (OSError, CorruptError) as error:  # the other steps are deleted all the same
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:
-        if not (pins.pinned(self._history.store, path) or self._history.store.is_link(path)):
-            self._chores.add(f"deleting {path}", removal.unpublish(self._history.store, path))
+        if not (pins.pinned(self._steps.store, path) or self._steps.store.is_link(path)):
+            self._chores.add(f"deleting {path}", removal.unpublish(self._steps.store, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # the metrics of the first step may be added later
@@ -124,7 +124,7 @@ class Retention:
             near = closest(metric, known)
             hint = f"they have {few(tuple(known))}" if known else "they have no metrics"
             hint += f"; the closest name is {near}" if near else ""
-            root, count = self._history.root, len(saved)
+            root, count = self._steps.root, len(saved)
             _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
             self._unknown.add(metric)
 

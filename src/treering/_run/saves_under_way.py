@@ -56,7 +56,7 @@ class UnderWay:
     def verdict(self) -> Verdict:
         """The verdict on the saves as they are now."""
         calls = [pending._call.name for pending in self._saves if not pending.done()]
-        return Verdict(calls, any(pending.failed and not pending.told for pending in self._saves))
+        return Verdict(calls, any(pending.failed and not pending.reported for pending in self._saves))
 
     def after_all(self) -> Verdict:
         """Waits until no save is under way; returns the verdict then."""
@@ -84,7 +84,7 @@ class UnderWay:
             if pending not in self._saves:
                 continue  # the handler of a signal has settled it meanwhile
             self._saves.remove(pending)
-            if pending.failed and not pending.told:
+            if pending.failed and not pending.reported:
                 if verdict is None or verdict.raises:
                     pending.result()
                 pending.tell_log()

@@ -98,7 +98,7 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = Latch()
-        self._told = False  # a caller has been, or is being, given the failure
+        self._reported = False  # a caller has been, or is being, given the failure
         _alive.add(self)
 
     @classmethod
@@ -119,9 +119,9 @@ class PendingSave:
         return self.done() and self._error is not None
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         """Whether a caller has been given the failure, by `result` or by the call that made the save."""
-        return self._told
+        return self._reported
 
     def tell_log(self) -> None:
         """Logs the failure, for process 0 raises none: its caller has been given one already, or it has not failed."""
@@ -148,7 +148,7 @@ class PendingSave:
 
     def _fail(self, reason: BaseException) -> None:
         """Aborts the save, unless it is over; the caller raises `reason` itself."""
-        self._told = True
+        self._reported = True
         self._returned.set()
         self._staging.fail(reason)
 
@@ -169,7 +169,7 @@ class PendingSave:
                 write(pool)
         except BaseException as error:
             self._staging.fail(error)  # or the caller would wait for room that no writer makes
-            if self._told:  # the caller raises this error, and its frames may be running in the caller's thread
+            if self._reported:  # the caller raises this error, and its frames may be running in the caller's thread
                 self._error = error
             else:
                 self._error = _as_save_error(error, self.path)
@@ -215,7 +215,7 @@ class PendingSave:
         return self._report
 
     def _seen(self) -> None:
-        self._told = True
+        self._reported = True
         with contextlib.suppress(ValueError):
             unseen.remove(self)
 

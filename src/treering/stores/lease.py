@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._threads.alive import Alive
-from ..errors import ExistsError, MismatchError, SaveError, UnsupportedError
+from ..errors import ExistsError, SaveError, UnsupportedError
+from . import claims
 from .directories import make_dirs
 from .posix import Disk
 
@@ -60,9 +61,7 @@ class WriterLock:
         """
         with _taking:
             if self.lost:
-                raise MismatchError(
-                    f"{self._run}: another Checkpointer of this process has taken this run over; save with that one"
-                )
+                raise claims.lost(self._run)
             if self._held:
                 return
             try:
@@ -80,10 +79,7 @@ class WriterLock:
             if other is self or not other._holds(path):
                 continue
             if other._busy():
-                raise ExistsError(
-                    f"{self._run}: another Checkpointer of this process is saving; call its wait() or close(), or try "
-                    "again when the save is over"
-                )
+                raise claims.busy(self._run)
             _log.warning("%s: taken over from another Checkpointer of this process, which was not closed", self._run)
             other.lost = True
             other.release()
@@ -101,7 +97,7 @@ class WriterLock:
             fd = self._locked(path, made)
             with contextlib.suppress(OSError):  # a full disk: the file does not name this process, that is all
                 self._disk.truncate(fd, 0)
-                self._disk.write(fd, memoryview(_word()), 0)
+                self._disk.write(fd, memoryview(_about_this_process()), 0)
             self._disk.sync(fd)  # or other hosts would not see what was written
         except BaseException:
             _give_back(self._disk, self._held)
@@ -172,7 +168,7 @@ def _remove_empty(disk: Disk, made: list[str]) -> None:
             disk.remove_dir(directory)
 
 
-def _word() -> bytes:
+def _about_this_process() -> bytes:
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"version": _VERSION, "host": socket.gethostname(), "process": os.getpid(), "since": since}
     return msgspec.json.encode(about)
@@ -205,8 +201,8 @@ def _read(disk: Disk, fd: int) -> bytes:
 
 def _holder(disk: Disk, fd: int) -> str:
     try:
-        word = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
-        return f"process {word['process']} on {word['host']}, since {word['since']},"
+        holder = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
+        return f"process {holder['process']} on {holder['host']}, since {holder['since']},"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it was only just taken or released
         return "another process"
 

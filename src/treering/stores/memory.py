@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .._core.leaf_paths import few
-from ..errors import CorruptError, ExistsError, MismatchError
+from ..errors import CorruptError, ExistsError
+from . import claims
 from .ranges import Range
 from .store import Beside, Owned, Stat, Writer
 from .temporary_names import temporary_beside
@@ -297,16 +298,11 @@ class _MemoryLease:
     def acquire(self) -> None:
         with self._store.lock:
             if self.lost:
-                raise MismatchError(
-                    f"{self._run}: another Checkpointer of this process has taken this run over; save with that one"
-                )
+                raise claims.lost(self._run)
             holder = self._store.leases.get(self._run)
             if holder and holder is not self:
                 if holder._busy():
-                    raise ExistsError(
-                        f"{self._run}: another Checkpointer of this process is saving; call its wait() or close(), or "
-                        "try again when the save is over"
-                    )
+                    raise claims.busy(self._run)
                 _log.warning("%s: taken over from another Checkpointer, which was not closed", self._run)
                 holder.lost = True
             self._store.leases[self._run] = self

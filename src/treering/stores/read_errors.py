@@ -62,5 +62,5 @@ def refusal(error: TreeringError | OSError, path: str) -> str:
             raise error
     except UnreadableError:
         raise
-    except (TreeringError, OSError) as told:
-        return str(told)
+    except (TreeringError, OSError) as found:
+        return str(found)

@@ -2,6 +2,7 @@
 
 import os
 
+from ...errors import TreeringError
 from ...stores.store import Store
 from ...stores.whole_files import opened
 
@@ -47,7 +48,7 @@ def described(store: Store, path: str) -> str | None:
             there = store.stat(inner)
             if there is not None and there.is_file and (what := _file(store, inner)):
                 return f"{name} in it is {what}"
-    except (OSError, ValueError):
+    except (TreeringError, OSError, ValueError):
         pass  # the formats have raised these
     return None
 

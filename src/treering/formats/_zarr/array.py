@@ -73,8 +73,10 @@ class Folder:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
         for name in filter(DATABASE_PARTS.fullmatch, self.store.list(self.path)):  # other things may lie beside it
             place = os.path.join(self.path, name)
-            for file in files_in(self.store, place) if is_folder(self.store, place) else ("",):
-                _check_file(self.store, os.path.join(place, file) if file else place)
+            files = files_in(self.store, place) if is_folder(self.store, place) else ("",)
+            for file in (os.path.join(place, name) if name else place for name in files):
+                if not is_folder(self.store, file, links=True):  # what a link to a folder leads to is read as it is
+                    _check_file(self.store, file)
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""

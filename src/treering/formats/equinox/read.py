@@ -30,11 +30,11 @@ _NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}
 
 
 class _Record(NamedTuple):
-    """The contents of a header. `dtype` is the text of the dtype that is read, `told` whether it is the saved one."""
+    """A header. `dtype` is the text of the dtype that is read; `certain` says whether it is the saved one."""
 
     stored: np.dtype
     dtype: str
-    told: bool
+    certain: bool
     columns: bool
     shape: tuple[int, ...]
 
@@ -59,7 +59,7 @@ class EquinoxReader(ForeignReader):
         file = open_fetched(store, path)
         entries: list[ArrayEntry] = []
         arrays: dict[str, Stored] = {}
-        untold: list[str] = []
+        ambiguous: list[str] = []
         for n, (offset, record) in enumerate(_records(file, begin)):
             name, shape = str(n), record.shape
             entries.append(ArrayEntry(name, "numpy", record.dtype, shape))
@@ -69,9 +69,9 @@ class EquinoxReader(ForeignReader):
                 arrays[name] = _Columns(Runs.of([run], shape[::-1], record.stored, dtype))
             else:
                 arrays[name] = Runs.of([run], shape, record.stored, dtype)
-            if not record.told:
-                untold.append(name)
-        self.ambiguous_dtypes = frozenset(untold)
+            if not record.certain:
+                ambiguous.append(name)
+        self.ambiguous_dtypes = frozenset(ambiguous)
         super().__init__(NAME, path, entries, arrays, metadata=metadata, nbytes=file.size)
 
 

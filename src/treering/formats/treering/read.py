@@ -190,9 +190,9 @@ class Reader:
             shape = (*shape, itemsize)
         begin, end = tensor.data_offsets if tensor else (0, 0)
         nbytes = math.prod(shape) if widened else itemsize * math.prod(shape)
-        untold = dtype if code == "U8" and dtype != "uint8" else None
+        ambiguous = dtype if code == "U8" and dtype != "uint8" else None
         same = tensor is not None and tensor.shape == shape and tensor.dtype == code and end - begin == nbytes
-        if not same or file.dtypes.get(key) != untold:
+        if not same or file.dtypes.get(key) != ambiguous:
             about = file.dtypes.get(key) or "no other dtype"
             found = tensor and f"{tensor.dtype} {list(tensor.shape)} in {end - begin} bytes, of {about}"
             expected = f"expected a tensor {key!r:.100} of {code} {list(shape)} for {dtype}"

@@ -1,0 +1,16 @@
+"""The errors of those who claim one run within a process."""
+
+from ..errors import ExistsError, MismatchError
+
+
+def lost(run: str) -> MismatchError:
+    """The error for one who had the right to write a run."""
+    return MismatchError(f"{run}: another Checkpointer of this process has taken this run over; save with that one")
+
+
+def busy(run: str) -> ExistsError:
+    """The error for one who wants it while another saves."""
+    return ExistsError(
+        f"{run}: another Checkpointer of this process is saving; call its wait() or close(), or try again when the "
+        "save is over"
+    )
