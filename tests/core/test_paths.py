@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 
 import treering as tr
+from treering import stores
 from treering._core import leaf_paths as _paths
 from treering._core.entries import covered, lost
 from treering._core.entries import fits as fits_entry
 from treering.errors import MismatchError, UnsupportedError
+from treering.stores.memory import MemoryStore
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -184,3 +186,15 @@ def test_what_globs_may_match_below_a_path() -> None:
                 assert not entry.tree or not covered(at, entry, glob) or inside <= fits or glob == at, (at, glob)
                 assert covered(at, entry, glob) or entry.tree or at not in fits
                 assert fits_entry(at, entry, glob) is (bool(fits & inside) if entry.tree else at in fits)
+
+
+@pytest.mark.parametrize("text", ["memory://", "memory:///", "memory://a//b", "memory://a/../b", "memory://./a"])
+def test_a_url_of_a_store_has_names(text: str) -> None:
+    with stores.using(MemoryStore(), "memory"), pytest.raises(MismatchError, match="expected memory:// and names"):
+        tr.save(text, {"x": 1})
+
+
+@pytest.mark.parametrize("text", ["memory2://a", "MEMORY2://a"])
+def test_a_url_of_no_store_is_refused(text: str) -> None:
+    with stores.using(MemoryStore(), "memory"), pytest.raises(UnsupportedError, match="found a URL"):
+        tr.open(text)

@@ -286,7 +286,7 @@ def _repeatable() -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda nbytes: f"{next(drawn):0{2 * nbytes}x}"),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
         mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=lambda: next(drawn))),
-        mock.patch.object(lease, "_word", return_value=b"a process"),
+        mock.patch.object(lease, "_about_this_process", return_value=b"a process"),
     ):
         yield
 

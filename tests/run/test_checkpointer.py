@@ -540,11 +540,13 @@ def test_a_directory_that_is_one_checkpoint_is_no_run(tmp_path: pathlib.Path, na
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "flax_model.msgpack"])
 def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathlib.Path, weights: str) -> None:
-    tr.save(tmp_path / weights, {"w": np.ones(3, np.float32)})
-    with tr.Checkpointer(tmp_path) as ckpts:
-        assert ckpts.restore_or_init(init)[1] == 0
-        ckpts.save(1, init())
-    assert tr.steps(tmp_path) == [1]
+    tr.save(tmp_path / "real" / weights, {"w": np.ones(3, np.float32)})
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    for run, step in (("run", 0), ("real", 1)):
+        with tr.Checkpointer(tmp_path / run) as ckpts:
+            assert ckpts.restore_or_init(init)[1] == step
+            ckpts.save(step + 1, init())
+    assert tr.steps(tmp_path / "run") == [1, 2]
 
 
 def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,47 @@ class _Ageless(MemoryStore):
         return found and found._replace(version=0)
 
 
+class _Timeless(MemoryStore):
+    """Says of a folder only that it is one."""
+
+    def stat(self, path: str) -> Stat | None:
+        found = super().stat(path)
+        return Stat("folder", 0, 0.0, None) if found and found.is_folder else found
+
+
+class _Paging(MemoryStore):
+    """Lists the first page."""
+
+    def list(self, path: str) -> list[str]:
+        return super().list(path)[:1000]
+
+
+class _Prefixed(MemoryStore):
+    """Moves whatever begins with a name."""
+
+    def move(self, old: str, new: str) -> None:
+        for name in [name for name in self.objects if name.startswith(old)]:
+            self.objects[new + name[len(old) :]] = self.objects.pop(name)
+
+
+class _Racing(MemoryStore):
+    """Looks whether a name is free, and takes it later."""
+
+    def create(self, path: str) -> Any:
+        if self.stat(path):
+            raise FileExistsError(path)
+        time.sleep(0.001)
+        self.objects.pop(path, None)
+        return super().create(path)
+
+
+class _Hidden(MemoryStore):
+    """Shows a file when it is finished."""
+
+    def list(self, path: str) -> list[str]:
+        return [name for name in super().list(path) if self.objects[f"{path}/{name}"].data]
+
+
 @pytest.mark.parametrize(
     ("store", "test"),
     [
@@ -117,6 +159,11 @@ class _Ageless(MemoryStore):
         (_Moving, "folders_are_moved"),
         (_Greedy, "a_new_folder_is_there_as_a_whole_or_not_at_all"),
         (_Ageless, "other_contents_have_another_version"),
+        (_Timeless, "a_folder_changes_with_its_contents"),
+        (_Paging, "a_folder_has_many_names"),
+        (_Prefixed, "a_name_may_begin_with_another"),
+        (_Racing, "of_many_writers_one_wins"),
+        (_Hidden, "a_file_is_seen_while_it_is_written"),
     ],
 )
 def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:

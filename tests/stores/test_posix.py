@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import treering as tr
+from treering import stores
+from treering.formats.treering import removal
 from treering.stores import directories, whole_files
 from treering.stores import posix as module
 from treering.stores.buffers import adoptable, aligned
@@ -242,3 +244,25 @@ def test_a_name_that_another_host_has_given_to_something_else_is_looked_up_again
             with pytest.raises(tr.errors.NotFoundError):
                 call(tmp_path / "c")
         assert tr.steps(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("times", range(1, 5))
+def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pathlib.Path, times: int) -> None:
+    """Over NFS; what is not read must never count as what is not there, or files would be taken for leftovers."""
+
+    class Stale(Disk):
+        left = times
+
+        def size(self, fd: int) -> int:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return super().size(fd)
+
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    before = sorted(os.listdir(tmp_path / "c"))
+    assert whole_files.read_file(Filesystem(Stale()), str(tmp_path / "c/treering.json"))
+    removal.remove_leftovers(Filesystem(Stale()), str(tmp_path / "c"))
+    assert sorted(os.listdir(tmp_path / "c")) == before
+    with stores.using(Filesystem(Stale())):
+        assert (tr.restore(tmp_path / "c")["x"] == 1).all()

@@ -188,8 +188,12 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
         raise MismatchError(f"expected a path, found {path!r:.100}") from None
     if not text or "\0" in text:
         raise MismatchError(f"expected a path, found {text!r:.100}")
-    if text.partition("://")[0] in schemes and "://" in text:
-        return text.rstrip("/")
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme and scheme in schemes:
+        names = rest.rstrip("/").split("/")
+        if any(name in ("", ".", "..") for name in names):
+            raise MismatchError(f"{text}: expected {scheme}:// and names, none of them empty, '.' or '..'")
+        return f"{scheme}://{'/'.join(names)}"
     if _URL.match(text):
         raise UnsupportedError(
             f"{text}: expected a path of the file system, found a URL, and this release has no object stores; use a "

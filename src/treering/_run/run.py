@@ -137,7 +137,9 @@ def check_new(store: Store, run: str, prefix: str) -> None:
         if parse(name, prefix) is not None:
             check_open(store, os.path.join(run, name), UnsupportedError)
     format = formats.detect(store, run).name if formats.is_known(store, run) else None
-    weights = format == "safetensors" or (format == "flax" and is_folder(store, run))  # to begin with, beside the steps
+    weights = format == "safetensors" or (
+        format == "flax" and is_folder(store, run, links=True)
+    )  # to begin with, beside the steps
     if format is not None and not weights:
         raise MismatchError(
             f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "

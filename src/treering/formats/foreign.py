@@ -1,6 +1,6 @@
 """The parts of which a format of another package can be built; see "Formats of your own" in the guide.
 
->>> from treering.formats.foreign import ForeignReader, Runs, new_file
+>>> from treering.formats.foreign import ForeignReader, Runs, Store
 """
 
 from ..stores.sequential import file_of_new_folder

@@ -21,7 +21,7 @@ from . import claims
 from .ranges import Range
 from .store import Beside, Owned, Stat, Writer
 from .temporary_names import temporary_beside
-from .whole_files import check_free, is_folder
+from .whole_files import check_free, files_in, is_folder
 
 _log = logging.getLogger("treering")
 _numbers = itertools.count()
@@ -87,10 +87,10 @@ class MemoryStore:
         keys = _key_values({"driver": "memory", "path": _below(path)}, context)
         for key in keys.list().result():
             name = _below(path) + key.decode()
+            one = _Object()  # a new one: what is open stays
+            one.data += keys[key]
             with self.lock:
-                one = self.objects.setdefault(name, _Object())
-                one.data[:] = keys[key]
-                one.changed()
+                self.objects[name] = one
 
     # Writing
 
@@ -125,7 +125,9 @@ class MemoryStore:
 
     def make_folders(self, path: str, made: "list[str]") -> None: ...
 
-    def remove_folder(self, path: str) -> None: ...
+    def remove_folder(self, path: str) -> None:
+        if self.stat(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
 
     def settle(self, path: str) -> None: ...
 
@@ -133,7 +135,10 @@ class MemoryStore:
         with self.lock:
             if self.stat(new):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+            if not self.stat(old):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
             for name in [name for name in self.objects if name == old or name.startswith(_below(old))]:
+                self.objects[name].changed()
                 self.objects[new + name[len(old) :]] = self.objects.pop(name)
 
     @contextlib.contextmanager
@@ -143,6 +148,7 @@ class MemoryStore:
         yield writer
         with self.lock:
             check_free(self, path, overwrite=overwrite, folder=False)
+            writer.object.changed()
             self.objects[path] = writer.object
 
     @contextlib.contextmanager
@@ -171,8 +177,7 @@ class MemoryStore:
         if not is_folder(self, path):
             return ()
         parts = owned(self, path)
-        others = [name[len(_below(path)) :] for name in self.objects if name.startswith(_below(path))]
-        others = [name for name in others if name not in parts]
+        others = [name for name in files_in(self, path) if name not in parts]
         if wrong := [name for name in others if "/" in name or name in names]:
             raise ExistsError(
                 f"{path}: expected a checkpoint to replace, found what is no part of it, or has the name of a part of "
@@ -265,7 +270,10 @@ class _MemorySink:
         with self._store.lock:
             if not overwrite and self._store.stat(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._object.changed()
             self._store.objects[path] = self._object
+            if overwrite and path != self.path:
+                self._store.objects.pop(self.path, None)
 
     def is_at(self, path: str) -> bool:
         return self._store.objects.get(path) is self._object

@@ -21,17 +21,22 @@ class File:
     def __init__(self, disk: Disk, path: str):
         self.path = path
         self._disk = disk
-        with reading(path):
-            self._fd = disk.open(path)
-            self._close = weakref.finalize(self, _let_go, disk, self._fd)
-            try:
-                self.size = disk.size(self._fd)
-                self.local = disk.is_local(self._fd)
-            except BaseException:  # which may keep this object alive
-                self._close()
-                raise
+        self._fd = disk.open(path)
+        self._close = weakref.finalize(self, _let_go, disk, self._fd)
+        try:
+            self.size = disk.size(self._fd)
+        except BaseException:  # which may keep this object alive
+            self._close()
+            raise
+        self._local: bool | None = None
         self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None  # its taken ranges, ascending
         self._taking, self._busy = threading.RLock(), False
+
+    @property
+    def local(self) -> bool:
+        if self._local is None:
+            self._local = self._disk.is_local(self._fd)
+        return self._local
 
     @property
     def has_holes(self) -> bool:

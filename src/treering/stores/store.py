@@ -105,7 +105,7 @@ class Sink(Protocol):
     def publish(self, path: str, *, overwrite: bool) -> None:
         """Gives it its name, in one step. Raises `FileExistsError` when that is taken, unless it is to be overwritten.
 
-        The name under which it was created may remain beside the other.
+        The name under which it was created is gone when it overwrites; else it may remain beside the other.
         """
         ...
 
@@ -224,7 +224,7 @@ class Store(Protocol):
         ...
 
     def remove_folder(self, path: str) -> None:
-        """Removes an empty folder."""
+        """Removes an empty folder. Raises `OSError` for one with contents."""
         ...
 
     def settle(self, path: str) -> None:
@@ -232,7 +232,7 @@ class Store(Protocol):
         ...
 
     def move(self, old: str, new: str) -> None:
-        """Moves a folder or file to a name that is free. Raises `FileExistsError`."""
+        """Moves a folder or file to a name that is free. Raises `FileExistsError` and `FileNotFoundError`."""
         ...
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:

@@ -77,7 +77,7 @@ def opened(store: Store, path: str) -> Iterator[Blob]:
 
 def open_fetched(store: Store, path: str) -> Blob:
     """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
-    blob = store.open(path)
     with reading(path):
+        blob = store.open(path)
         git_lfs.check_open(blob)
     return blob

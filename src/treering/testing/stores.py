@@ -1,6 +1,8 @@
 """The tests that every store has to pass, for stores of other packages."""
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,8 +109,45 @@ class StoreConformance:
         with store.new_file(f"{root}/x", overwrite=True) as file:
             file.write(b"another one")
         store.delete(f"{root}/y")
+        blob = store.open(f"{root}/x")
+        sink = store.create(f"{root}/z")
+        sink.finish(0)
+        sink.publish(f"{root}/x", overwrite=True)
+        sink.close()
+        assert blob.read(0, 11) == b"another one" and store.open(f"{root}/x").size == 0
         assert one.read(0, 5) == b"first" and other.read(0, 6) == b"second"
-        assert read_file(store, f"{root}/x") == b"another one" and store.stat(f"{root}/y") is None
+        assert store.stat(f"{root}/y") is None
+
+    def test_a_folder_has_many_names(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        names = [f"{n:05}" for n in range(1_500)]  # more than a bucket lists at a time
+        for name in names:
+            sink = store.create(f"{root}/{name}")
+            sink.finish(0)
+            sink.close()
+        assert store.list(root) == names
+
+    def test_a_name_may_begin_with_another(self, store: Store, root: str) -> None:
+        for folder in ("a", "ab", "a.b"):
+            store.make_folders(f"{root}/{folder}", [])
+            _put(store, f"{root}/{folder}/x", folder.encode())
+        assert store.list(f"{root}/a") == ["x"] and store.list(root) == ["a", "a.b", "ab"]
+        with store.new_folder(f"{root}/a", overwrite=True, owned=lambda store, path: ["x"]) as folder:
+            _put(store, f"{folder}/y", b"new")
+        store.move(f"{root}/a", f"{root}/abc")
+        assert sorted(files_in(store, root)) == ["a.b/x", "ab/x", "abc/y"] and store.stat(f"{root}/a") is None
+
+    def test_a_folder_changes_with_its_contents(self, store: Store, root: str) -> None:
+        """By this a run knows when to look at a step again."""
+        store.make_folders(f"{root}/a", [])
+        begun = time.time()
+        _put(store, f"{root}/a/x", b"text")
+        seen = [store.stat(f"{root}/a")]
+        assert seen[0] == store.stat(f"{root}/a") and seen[0] and abs(seen[0].modified - begun) < 60
+        time.sleep(0.02)  # what a file system's clock can tell apart
+        _put(store, f"{root}/a/y", b"text")
+        seen.append(store.stat(f"{root}/a"))
+        assert len({found.version for found in seen if found}) == 2
 
     def test_other_contents_have_another_version(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
@@ -157,7 +196,44 @@ class StoreConformance:
         assert read_file(store, f"{root}/x") == b"mine" and not sink.is_at(f"{root}/x")
         sink.publish(f"{root}/y", overwrite=False)
         assert sink.is_at(f"{root}/y") and read_file(store, f"{root}/y") == b""
+        with store.new_file(f"{root}/y", overwrite=True) as file:
+            file.write(b"another's")
+        assert not sink.is_at(f"{root}/y")
         sink.close()
+
+    def test_a_file_is_seen_while_it_is_written(self, store: Store, root: str) -> None:
+        """By this the processes of a save know that they write to one store."""
+        store.make_folders(root, [])
+        sink = store.create(f"{root}/x")
+        assert store.stat(f"{root}/x") and store.list(root) == ["x"]
+        sink.close()
+
+    def test_of_many_writers_one_wins(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        won: list[int] = []
+        barrier = threading.Barrier(4)
+
+        def write(n: int) -> None:
+            for turn in range(25):
+                barrier.wait()
+                with contextlib.suppress(FileExistsError):
+                    sink = store.create(f"{root}/created-{turn}")
+                    won.append(turn)
+                    sink.close()
+                sink = store.create(f"{root}/temporary-{turn}-{n}")
+                sink.finish(0)
+                barrier.wait()
+                with contextlib.suppress(FileExistsError):
+                    sink.publish(f"{root}/published-{turn}", overwrite=False)
+                    won.append(100 + turn)
+                sink.close()
+
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(won) == [*range(25), *range(100, 125)]
 
     def test_a_name_is_given_to_another_in_one_step(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
@@ -183,7 +259,7 @@ class StoreConformance:
             sink.close()
         over.set()
         reader.join()
-        assert not wrong and read_file(store, f"{root}/x")[:3] == b"019"
+        assert store.list(root) == ["x"] and not wrong and read_file(store, f"{root}/x")[:3] == b"019"
 
     def test_what_a_living_writer_has_is_not_removed(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
@@ -261,6 +337,10 @@ class StoreConformance:
         _put(store, f"{root}/c/y", b"other")
         with pytest.raises(FileExistsError):
             store.move(f"{root}/a", f"{root}/c")
+        with pytest.raises(FileNotFoundError):
+            store.move(f"{root}/b", f"{root}/e")
+        with pytest.raises(OSError, match="not empty"):
+            store.remove_folder(f"{root}/c")
         store.move(f"{root}/a", f"{root}/d")
         assert sorted(files_in(store, root)) == ["c/y", "d/b/x"]
 

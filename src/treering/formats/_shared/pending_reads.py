@@ -67,6 +67,7 @@ def errors(store: Store, path: str) -> Iterator[None]:
         if text.startswith(_FAILURES):
             code = _CODE.search(text)
             raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
-        place = path if is_folder(store, path, links=True) else os.path.dirname(path)  # no folders in a database
-        git_lfs.check_all(store, place)  # which is where TensorStore has read
+        with contextlib.suppress(OSError):  # the error of TensorStore says more
+            place = path if is_folder(store, path, links=True) else os.path.dirname(path)  # no folders in a database
+            git_lfs.check_all(store, place)  # which is where TensorStore has read
         raise CorruptError(f"{path}: {text}") from None

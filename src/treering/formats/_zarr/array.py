@@ -22,7 +22,7 @@ from ...stores import git_lfs
 from ...stores.buffers import adoptable
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
-from ...stores.whole_files import files_in, is_folder, opened, read_file
+from ...stores.whole_files import opened, read_file
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 
@@ -69,14 +69,16 @@ class Folder:
     def _check_database(self) -> None:
         """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
         manifest = os.path.join(self.path, DATABASE)
-        if (size := _check_file(self.store, manifest).nbytes) > _MAX_METADATA_BYTES:
+        if (size := _check_file(manifest, _stat(self.store, manifest)).nbytes) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
-        for name in filter(DATABASE_PARTS.fullmatch, self.store.list(self.path)):  # other things may lie beside it
-            place = os.path.join(self.path, name)
-            files = files_in(self.store, place) if is_folder(self.store, place) else ("",)
-            for file in (os.path.join(place, name) if name else place for name in files):
-                if not is_folder(self.store, file, links=True):  # what a link to a folder leads to is read as it is
-                    _check_file(self.store, file)
+        names = filter(DATABASE_PARTS.fullmatch, self.store.list(self.path))  # other things may lie beside it
+        places = [os.path.join(self.path, name) for name in names]
+        while places:
+            there = _stat(self.store, place := places.pop())
+            if there is None or not there.is_folder:
+                _check_file(place, there)
+            elif not self.store.is_link(place):  # what a link to a folder leads to is read as it is
+                places += [os.path.join(place, name) for name in self.store.list(place)]
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
@@ -245,7 +247,7 @@ class Array:
         nbytes = self._layout.chunk_bytes
         if self.filled and self.folder.store.stat(path) is None:
             return
-        there = _check_file(self.folder.store, path)
+        there = _check_file(path, _stat(self.folder.store, path))
         if self._layout.plain and there.nbytes != nbytes:
             git_lfs.check_all(self.folder.store, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
@@ -388,9 +390,12 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _check_file(store: Store, path: str) -> Stat:
+def _stat(store: Store, path: str) -> Stat | None:
     with reading(path):
-        there = store.stat(path)
+        return store.stat(path)
+
+
+def _check_file(path: str, there: Stat | None) -> Stat:
     if there is None:
         raise CorruptError(f"{path}: expected a chunk, found nothing")
     if not there.is_file:

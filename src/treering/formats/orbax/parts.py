@@ -28,7 +28,8 @@ _MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the m
 def parts(store: Store, folder: str) -> Collection[str]:
     """The files of a checkpoint, by their paths within its folder."""
     found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, _DELETED)}
-    if is_file(store, os.path.join(folder, _VERSION_1)) and not os.path.getsize(os.path.join(folder, _VERSION_1)):
+    mark = store.stat(os.path.join(folder, _VERSION_1))
+    if mark is not None and mark.is_file and not mark.nbytes:
         found.add(_VERSION_1)
     if is_folder(store, os.path.join(folder, "descriptor")):
         found.add("descriptor/descriptor.pbtxt")

@@ -35,11 +35,11 @@ def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | 
     """Adds metrics, durably, to the checkpoint whose manifest has the checksum `identity`."""
     token = secrets.token_hex(3)
     data = manifest.seal(_File(dict(metrics)))
-    name = f"metrics-{identity}-{time.time_ns():020}-{token}.json"
     files = Files(store, path, token)
     try:
         sink = files.create(f"metrics.json.{token}.tmp")
         write_whole(sink, data)
+        name = f"metrics-{identity}-{time.time_ns():020}-{token}.json"  # the last to be published counts
         sink.publish(os.path.join(path, name), overwrite=False)
     finally:
         files.abort()  # of the two names, the temporary one
