@@ -295,7 +295,7 @@ usual = stores.of("")
 found = []
 for who in range(COUNT):
     for overwrite in (False, True):
-        stores.register(stores.Filesystem(Full() if INDEX == who else usual))
+        stores.register(stores.Filesystem(Full()) if INDEX == who else usual)
         found.append(caught(tr.save, tmp / ("c" if overwrite else "d"), tree, overwrite=overwrite))
 stores.register(usual)
 found.append(caught(tr.save, tmp / "c", tree))

@@ -54,7 +54,7 @@ def grown(samples: list[Sample]) -> list[str]:
 def soak(rounds: int, directory: Path, *, quick: bool = False) -> list[Sample]:
     """Ten samples at equal distances."""
     logging.getLogger("treering").setLevel(logging.CRITICAL)  # some of the saves are made to fail
-    usual = QuickDisk() if quick else stores.Disk()
+    usual = stores.Filesystem(QuickDisk() if quick else stores.Disk())
     stores.register(usual)
     samples: list[Sample] = []
     init = _state(0)

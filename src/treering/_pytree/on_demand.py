@@ -1,5 +1,6 @@
 """Shards that the writers read themselves, from a checkpoint or from arrays that do not change meanwhile."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,8 +30,9 @@ class OnDemand:
     """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
 
     The writers hold two or three groups of about `group_bytes` at a time. With `hold`, `run` returns when all shards
-    are read, or at `release`: the source is a live tree, which must not change before. `check` raises when no more is
-    to be read.
+    are read, or at `release`: the source is a live tree, which must not change before. Unless `parallel`, one group is
+    read at a time: what a format needs for reading it, such as chunks, comes on top. `check` raises when no more is to
+    be read.
     """
 
     writers_needed = Latch()
@@ -42,6 +44,7 @@ class OnDemand:
         shards: Sequence[LocalShard],
         group_bytes: int = SLICE_BYTES,
         *,
+        parallel: bool = True,
         hold: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
@@ -54,6 +57,7 @@ class OnDemand:
         self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread = sum(group.left > 0 for group in self._groups)
         self._lock = threading.Lock()
+        self._turn = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
         self._read = Latch()  # all shards are, or nobody will read them any more
         self._error: BaseException | None = None
 
@@ -74,7 +78,8 @@ class OnDemand:
                 self.check()
                 entries = self._entries or ()
                 wanted = [(entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
-                group.arrays = _read(self._source, wanted)
+                with self._turn:
+                    group.arrays = _read(self._source, wanted)
                 self._count_read()
             return group.arrays[n - group.first]
 

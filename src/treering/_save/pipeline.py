@@ -37,6 +37,7 @@ from . import inputs
 from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
 
+_PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
 _LEAST_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
 
 
@@ -127,10 +128,11 @@ def _prepare_view(
     assert view.skeleton is not None
     skeleton = view.skeleton
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
+    parallel = limit is None or limit >= _PARALLEL_BYTES
     catalogue, shards = inputs.described(view, live, slice_bytes if call.count == 1 else None)
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     shards = assignment.to_stage(catalogue, shards, shares, call.index)
-    reading = OnDemand(view, shards, slice_bytes, hold=not fits, check=check)
+    reading = OnDemand(view, shards, slice_bytes, parallel=parallel, hold=not fits, check=check)
     write = _ending(reading, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
 
