@@ -18,6 +18,8 @@ from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
 
+from . import s3
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,3 +60,10 @@ def use_disk() -> Any:
 
     yield use
     stores.register(stores.Filesystem(Disk()))
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of a real S3 server, which the tests of this process share."""
+    with s3.server() as url:
+        yield url

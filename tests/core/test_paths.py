@@ -129,11 +129,9 @@ def workdir(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 @pytest.mark.parametrize(
     "url",
     [
-        "gs://bucket/run",
-        "s3://bucket/run",
         "GS://bucket",
-        "file:///tmp/run",
-        "https://example.org/run",
+        "ftp://example.org/run",
+        "file://host/run",
         "gs:/bucket/run",
         pathlib.PurePosixPath("gs://bucket/run"),
     ],

@@ -2,18 +2,25 @@
 
 import contextlib
 import pathlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import obstore.store
 import pytest
 
 from treering import stores
 from treering.stores.memory import MemoryStore
+from treering.stores.objects.store import ObjectStore
 from treering.stores.store import Stat, Store, Writer
 from treering.stores.whole_files import files_in
 from treering.testing import StoreConformance
 from treering.testing._doubles import QuickDisk
+
+from .. import s3
+
+_BUCKET = "bucket://tests"
 
 
 class TestFilesystem(StoreConformance):
@@ -36,6 +43,32 @@ class TestMemory(StoreConformance):
         return "memory://bucket/folder"
 
 
+class _Buckets(StoreConformance):
+    """The tests on a client of obstore's; the names of each test begin with one of their own."""
+
+    @pytest.fixture
+    def store(self, client: Any) -> Store:
+        buckets = ObjectStore()
+        buckets.add(_BUCKET, client)
+        return buckets
+
+    @pytest.fixture
+    def root(self) -> str:
+        return f"{_BUCKET}/{secrets.token_hex(4)}/folder"
+
+
+class TestObstoreMemory(_Buckets):
+    @pytest.fixture
+    def client(self) -> Any:
+        return obstore.store.MemoryStore()
+
+
+class TestS3(_Buckets):
+    @pytest.fixture
+    def client(self, s3_server: str) -> Any:
+        return s3.client(s3_server)
+
+
 class _Forgetful(MemoryStore):
     """Finds nothing in folders below."""
 
@@ -46,9 +79,9 @@ class _Forgetful(MemoryStore):
 class _Overwriting(MemoryStore):
     """Has no create-only names."""
 
-    def create(self, path: str) -> Any:
+    def create(self, path: str, *, visible: bool = False) -> Any:
         self.objects.pop(path, None)
-        return super().create(path)
+        return super().create(path, visible=visible)
 
 
 class _Careless(MemoryStore):
@@ -86,7 +119,7 @@ class _Generous(MemoryStore):
 class _Moving(MemoryStore):
     """Moves one folder into another."""
 
-    def move(self, old: str, new: str) -> None:
+    def move(self, old: str, new: str, *, last: str) -> None:
         for name in [name for name in self.objects if name.startswith(f"{old}/")]:
             self.objects[new + name[len(old) :]] = self.objects.pop(name)
 
@@ -124,7 +157,7 @@ class _Paging(MemoryStore):
 class _Prefixed(MemoryStore):
     """Moves whatever begins with a name."""
 
-    def move(self, old: str, new: str) -> None:
+    def move(self, old: str, new: str, *, last: str) -> None:
         for name in [name for name in self.objects if name.startswith(old)]:
             self.objects[new + name[len(old) :]] = self.objects.pop(name)
 
@@ -132,12 +165,12 @@ class _Prefixed(MemoryStore):
 class _Racing(MemoryStore):
     """Looks whether a name is free, and takes it later."""
 
-    def create(self, path: str) -> Any:
+    def create(self, path: str, *, visible: bool = False) -> Any:
         if self.stat(path):
             raise FileExistsError(path)
         time.sleep(0.001)
         self.objects.pop(path, None)
-        return super().create(path)
+        return super().create(path, visible=visible)
 
 
 class _Hidden(MemoryStore):

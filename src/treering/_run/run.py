@@ -15,7 +15,7 @@ from ..formats.treering import summary
 from ..stores import nfs
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
-from ..stores.whole_files import is_folder
+from ..stores.whole_files import is_folder, make_empty
 
 _log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
@@ -161,7 +161,7 @@ def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     store.make_folder(place)
     store.settle(run)
     for path in paths:
-        store.move(path, os.path.join(place, os.path.basename(path)))
+        store.move(path, os.path.join(place, os.path.basename(path)), last=summary.file(""))
     store.settle(place)
     store.settle(run)
     return place
@@ -188,5 +188,5 @@ def settle_aside(store: Store, run: str) -> None:
 def mark_finished(store: Store, run: str) -> None:
     """Marks the run, durably, as one to which no step is added any more."""
     with contextlib.suppress(FileExistsError):
-        store.create(os.path.join(run, FINISHED)).close()
+        make_empty(store, os.path.join(run, FINISHED))
     store.settle(run)

@@ -111,9 +111,9 @@ class ThreadPool:
             task()
 
 
-def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
+def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _READERS) -> None:
     """Does all jobs in a few threads. Raises the first error; jobs that are not begun by then are not done."""
-    if len(jobs) <= _INLINE:
+    if len(jobs) <= 1 or (threads == _READERS and len(jobs) <= _INLINE):
         for job in jobs:
             work(job)
         return
@@ -133,7 +133,7 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None]) -> None:
                 rest = iter(())  # the other threads begin no more jobs
                 raise
 
-    with ThreadPool(_READERS, "treering-read") as pool:
+    with ThreadPool(min(threads, len(jobs)), "treering-read") as pool:
         try:
             pool.start()
             pool.run(loop)

@@ -4,13 +4,20 @@ A function that the user calls asks `of` once for the store of a path, and passe
 """
 
 import contextlib
+import functools
 import os
+import urllib.parse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from .._core import leaf_paths
 from .filesystem import Filesystem
+from .objects import clients
 from .posix import Disk
 from .store import Store
+
+if TYPE_CHECKING:
+    from .objects.store import ObjectStore
 
 _stores: dict[str, Store] = {"": Filesystem(Disk())}  # by the scheme of URLs; those of paths have none
 
@@ -35,11 +42,33 @@ def using(store: Store, scheme: str = "") -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A path or URL of a registered scheme as absolute text; see `treering._core.leaf_paths.absolute`."""
-    return leaf_paths.absolute(path, _stores)
+    """A path as absolute text, a URL as it is but for slashes at its end; see `treering._core.leaf_paths.absolute`.
+
+    A store object of obstore's stands for the URL of its bucket, and is used from then on for all that lies in it.
+    """
+    if type(path).__module__.startswith("obstore") and not isinstance(path, str | os.PathLike):
+        return _adopted(path)
+    if isinstance(path, str) and path.startswith("file:///"):
+        path = urllib.parse.unquote(path.removeprefix("file://"))
+    return leaf_paths.absolute(path, {*_stores, *clients.EXTRAS})
 
 
 def of(path: str) -> Store:
     """The store that a path is in."""
     scheme, separator, _ = path.partition("://")
-    return _stores[scheme if separator else ""]
+    scheme = scheme if separator else ""
+    return _stores[scheme] if scheme in _stores else _buckets()
+
+
+def _adopted(client: Any) -> str:
+    url = clients.url_of(client)
+    _buckets().add(url, client)
+    return url
+
+
+@functools.cache
+def _buckets() -> "ObjectStore":
+    """The object stores; only who uses one imports what it needs."""
+    from .objects.store import ObjectStore
+
+    return ObjectStore()

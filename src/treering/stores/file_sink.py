@@ -1,5 +1,7 @@
 """A new file that is being written: see `Sink` in `stores.store`."""
 
+from collections.abc import Hashable
+
 from .posix import Disk
 
 
@@ -26,7 +28,7 @@ class FileSink:
             self._disk.make_read_only(self._fd)
         self._disk.sync(self._fd)
 
-    def publish(self, path: str, *, overwrite: bool) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         (self._disk.rename if overwrite else self._disk.link)(self.path, path)
 
     def is_at(self, path: str) -> bool:

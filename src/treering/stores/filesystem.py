@@ -19,6 +19,9 @@ from .whole_files import check_free
 class Filesystem:
     """A file system; `disk` has its system calls. See `stores.store.Store` for the methods."""
 
+    has_folders = True
+    object_bytes = None
+
     def __init__(self, disk: Disk):
         self.disk = disk
 
@@ -43,7 +46,7 @@ class Filesystem:
 
     def written_by_tensorstore(self, path: str, context: Any) -> None: ...
 
-    def create(self, path: str) -> FileSink:
+    def create(self, path: str, *, visible: bool = False) -> FileSink:
         return FileSink(self.disk, path)
 
     def delete(self, path: str) -> None:
@@ -78,7 +81,7 @@ class Filesystem:
     def settle(self, path: str) -> None:
         self.disk.sync_dir(path)
 
-    def move(self, old: str, new: str) -> None:
+    def move(self, old: str, new: str, *, last: str) -> None:
         self.disk.rename_new(old, new)
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:

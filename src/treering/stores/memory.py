@@ -12,16 +12,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._core.leaf_paths import few
-from ..errors import CorruptError, ExistsError
+from ..errors import CorruptError
 from . import claims
+from .flat_folders import check_replaceable
+from .key_values import brought_in, taken_out
 from .ranges import Range
-from .store import Beside, Owned, Stat, Writer
+from .store import ABSENT, Beside, Owned, Stat, Writer
 from .temporary_names import temporary_beside
-from .whole_files import check_free, files_in, is_folder
+from .whole_files import check_free
 
 _log = logging.getLogger("treering")
 _numbers = itertools.count()
@@ -41,6 +42,9 @@ class _Object:
 
 class MemoryStore:
     """Bytes by name. See `stores.store.Store` for the methods."""
+
+    has_folders = False
+    object_bytes = None
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
@@ -75,26 +79,23 @@ class MemoryStore:
         return path
 
     def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
-        spec = {"driver": "memory", "path": _below(path)}
-        keys = _key_values(spec, context)
+        below = _below(path)
         with self.lock:
-            for name, found in self.objects.items():
-                if name.startswith(_below(path)):
-                    keys[name[len(_below(path)) :]] = bytes(found.data)
-        return spec
+            found = [
+                (name[len(below) :], bytes(one.data)) for name, one in self.objects.items() if name.startswith(below)
+            ]
+        return brought_in(path, context, found)
 
     def written_by_tensorstore(self, path: str, context: Any) -> None:
-        keys = _key_values({"driver": "memory", "path": _below(path)}, context)
-        for key in keys.list().result():
-            name = _below(path) + key.decode()
+        for name, data in taken_out(path, context):
             one = _Object()  # a new one: what is open stays
-            one.data += keys[key]
+            one.data += data
             with self.lock:
-                self.objects[name] = one
+                self.objects[_below(path) + name] = one
 
     # Writing
 
-    def create(self, path: str) -> "_MemorySink":
+    def create(self, path: str, *, visible: bool = False) -> "_MemorySink":
         with self.lock:
             if self.stat(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -131,7 +132,7 @@ class MemoryStore:
 
     def settle(self, path: str) -> None: ...
 
-    def move(self, old: str, new: str) -> None:
+    def move(self, old: str, new: str, *, last: str) -> None:
         with self.lock:
             if self.stat(new):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
@@ -162,30 +163,15 @@ class MemoryStore:
         beside: Beside | None = None,
     ) -> "Iterator[str]":
         check_free(self, path, overwrite=overwrite, folder=True)
-        self._check_kept(path, owned, names, beside)
+        check_replaceable(self, path, owned, names, beside)
         with self.scratch_folder(path) as temporary:
             yield temporary
             with self.lock:
                 check_free(self, path, overwrite=overwrite, folder=True)
-                for name in self._check_kept(path, owned, names, beside):
+                for name in check_replaceable(self, path, owned, names, beside):
                     self.objects.pop(_below(path) + name, None)
                 for name in [name for name in self.objects if name.startswith(_below(temporary))]:
                     self.objects[path + name[len(temporary) :]] = self.objects.pop(name)
-
-    def _check_kept(self, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Collection[str]:
-        """The files that are replaced. Raises `ExistsError` for others that are in the way."""
-        if not is_folder(self, path):
-            return ()
-        parts = owned(self, path)
-        others = [name for name in files_in(self, path) if name not in parts]
-        if wrong := [name for name in others if "/" in name or name in names]:
-            raise ExistsError(
-                f"{path}: expected a checkpoint to replace, found what is no part of it, or has the name of a part of "
-                f"the new one: {few(tuple(wrong))}; write to another path, or move it"
-            )
-        if beside:
-            beside(self, path, others)
-        return parts
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
@@ -210,6 +196,7 @@ class _MemoryBlob:
     """See `stores.store.Blob`."""
 
     local = has_holes = False
+    readers = 4
 
     def __init__(self, path: str, data: bytearray):
         self.path, self.size = path, len(data)
@@ -266,9 +253,11 @@ class _MemorySink:
         data.extend(bytes(max(nbytes - len(data), 0)))
         del data[nbytes:]
 
-    def publish(self, path: str, *, overwrite: bool) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         with self._store.lock:
-            if not overwrite and self._store.stat(path):
+            found = self._store.stat(path)
+            seen = found.version if found else ABSENT
+            if (found and not overwrite) or (overwrite and version not in (None, seen)):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             self._object.changed()
             self._store.objects[path] = self._object
@@ -324,9 +313,3 @@ class _MemoryLease:
 def _below(path: str) -> str:
     """What the names of the contents of a folder begin with."""
     return path.rstrip("/") + "/"
-
-
-def _key_values(spec: dict[str, Any], context: Any) -> Any:
-    import tensorstore as ts
-
-    return ts.KvStore.open(spec, context=context).result()

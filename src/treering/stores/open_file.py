@@ -18,6 +18,8 @@ _CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
 class File:
     """A file that stays open, so that it can be read even after it was replaced or deleted. See `stores.store.Blob`."""
 
+    readers = 4
+
     def __init__(self, disk: Disk, path: str):
         self.path = path
         self._disk = disk

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from .ranges import Range
 
+ABSENT = "absent"  # the version of what is not there
+
 
 class Stat(NamedTuple):
     """What a path leads to. Two looks at the same contents have equal versions; contents that differ have others."""
@@ -44,6 +46,11 @@ class Blob(Protocol):
     @property
     def local(self) -> bool:
         """Whether it may be mapped unasked: its pages stay as they were read unless it is written."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """The number of reads that are worth having in flight."""
         ...
 
     @property
@@ -102,9 +109,11 @@ class Sink(Protocol):
         """Cuts it to its size and makes it durable, but for its name: see `Store.settle`."""
         ...
 
-    def publish(self, path: str, *, overwrite: bool) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         """Gives it its name, in one step. Raises `FileExistsError` when that is taken, unless it is to be overwritten.
 
+        version: that of what is to be overwritten when it was seen, or `ABSENT`; a store that can tell raises
+        `FileExistsError` for anything else. None for whatever is there.
         The name under which it was created is gone when it overwrites; else it may remain beside the other.
         """
         ...
@@ -153,8 +162,18 @@ Beside = Callable[["Store", str, Sequence[str]], None]  # raises `ExistsError` f
 class Store(Protocol):
     """Names and bytes. Errors are `OSError`s as a file system raises them.
 
-    A store without folders takes the beginnings of names for them: they need not be made, and nothing to settle.
+    A store without folders takes the beginnings of names for them: they need not be made.
     """
+
+    @property
+    def has_folders(self) -> bool:
+        """Whether folders exist by themselves, and lie in others that do."""
+        ...
+
+    @property
+    def object_bytes(self) -> int | None:
+        """The most bytes that a file should have, so that several are written at a time; None for no limit."""
+        ...
 
     # Reading
 
@@ -191,12 +210,16 @@ class Store(Protocol):
 
     # Writing
 
-    def create(self, path: str) -> Sink:
-        """A new file. Raises `FileExistsError` when there is one."""
+    def create(self, path: str, *, visible: bool = False) -> Sink:
+        """A new file. Raises `FileExistsError` when there is one.
+
+        visible: others see it, and that its writer lives, from now on until it is published or deleted. Other files are
+        seen when they are finished at the latest, and only then may there be the `FileExistsError`.
+        """
         ...
 
     def delete(self, path: str) -> None:
-        """Removes a file."""
+        """Removes a file. Some stores raise `FileNotFoundError` when there is none."""
         ...
 
     def is_in_use(self, path: str) -> bool:
@@ -228,11 +251,18 @@ class Store(Protocol):
         ...
 
     def settle(self, path: str) -> None:
-        """Makes the names in a folder durable: those that were given, and that others were removed."""
+        """Makes the names in a folder durable: those that were given, and that others were removed.
+
+        A file that was finished may still be on its way until then: what was wrong with it is raised here.
+        """
         ...
 
-    def move(self, old: str, new: str) -> None:
-        """Moves a folder or file to a name that is free. Raises `FileExistsError` and `FileNotFoundError`."""
+    def move(self, old: str, new: str, *, last: str) -> None:
+        """Moves a folder to a name that is free. Raises `FileExistsError` and `FileNotFoundError`.
+
+        A store that cannot do it in one step copies the files, that of the name `last` after all others, and removes
+        the old ones, that one first: a folder with such a file is at every moment whole.
+        """
         ...
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:

@@ -32,6 +32,15 @@ def _read_file(store: Store, path: str) -> bytes:
         return data
 
 
+def make_empty(store: Store, path: str) -> None:
+    """Makes an empty file, durable once its folder is settled. Raises `FileExistsError` when there is one."""
+    sink = store.create(path)
+    try:
+        sink.finish(0)
+    finally:
+        sink.close()
+
+
 def is_file(store: Store, path: str) -> bool:
     """Whether there is a file at a path."""
     there = store.stat(path)

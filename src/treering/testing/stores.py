@@ -21,6 +21,7 @@ from .._tools.convert import convert
 from .._tools.verify import verify
 from ..errors import CorruptError, ExistsError, MismatchError
 from ..stores.buffers import aligned
+from ..stores.read_errors import ReplacedError
 from ..stores.sequential import file_of_new_folder
 from ..stores.store import Store
 from ..stores.whole_files import files_in, read_file
@@ -66,7 +67,7 @@ class StoreConformance:
         assert store.stat(f"{root}/x") is None and store.list(f"{root}/folder") == []
         with pytest.raises(FileNotFoundError):
             store.open(f"{root}/x")
-        with pytest.raises(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             store.delete(f"{root}/x")
 
     def test_what_is_written_is_read(self, store: Store, root: str) -> None:
@@ -115,7 +116,9 @@ class StoreConformance:
         sink.publish(f"{root}/x", overwrite=True)
         sink.close()
         assert blob.read(0, 11) == b"another one" and store.open(f"{root}/x").size == 0
-        assert one.read(0, 5) == b"first" and other.read(0, 6) == b"second"
+        for opened, expected in ((one, b"first"), (other, b"second")):
+            with contextlib.suppress(ReplacedError):  # where what is open does not stay; it is never anything else
+                assert opened.read(0, len(expected)) == expected
         assert store.stat(f"{root}/y") is None
 
     def test_a_folder_has_many_names(self, store: Store, root: str) -> None:
@@ -134,7 +137,7 @@ class StoreConformance:
         assert store.list(f"{root}/a") == ["x"] and store.list(root) == ["a", "a.b", "ab"]
         with store.new_folder(f"{root}/a", overwrite=True, owned=lambda store, path: ["x"]) as folder:
             _put(store, f"{folder}/y", b"new")
-        store.move(f"{root}/a", f"{root}/abc")
+        store.move(f"{root}/a", f"{root}/abc", last="y")
         assert sorted(files_in(store, root)) == ["a.b/x", "ab/x", "abc/y"] and store.stat(f"{root}/a") is None
 
     def test_a_folder_changes_with_its_contents(self, store: Store, root: str) -> None:
@@ -188,8 +191,8 @@ class StoreConformance:
         store.make_folders(root, [])
         _put(store, f"{root}/x", b"mine")
         with pytest.raises(FileExistsError):
-            store.create(f"{root}/x")
-        sink = store.create(f"{root}/temporary")
+            store.create(f"{root}/x", visible=True)
+        sink = store.create(f"{root}/temporary", visible=True)
         sink.finish(0)
         with pytest.raises(FileExistsError):
             sink.publish(f"{root}/x", overwrite=False)
@@ -204,7 +207,7 @@ class StoreConformance:
     def test_a_file_is_seen_while_it_is_written(self, store: Store, root: str) -> None:
         """By this the processes of a save know that they write to one store."""
         store.make_folders(root, [])
-        sink = store.create(f"{root}/x")
+        sink = store.create(f"{root}/x", visible=True)
         assert store.stat(f"{root}/x") and store.list(root) == ["x"]
         sink.close()
 
@@ -217,10 +220,10 @@ class StoreConformance:
             for turn in range(25):
                 barrier.wait()
                 with contextlib.suppress(FileExistsError):
-                    sink = store.create(f"{root}/created-{turn}")
+                    sink = store.create(f"{root}/created-{turn}", visible=True)
                     won.append(turn)
                     sink.close()
-                sink = store.create(f"{root}/temporary-{turn}-{n}")
+                sink = store.create(f"{root}/temporary-{turn}-{n}", visible=True)
                 sink.finish(0)
                 barrier.wait()
                 with contextlib.suppress(FileExistsError):
@@ -249,7 +252,7 @@ class StoreConformance:
         reader = threading.Thread(target=look)
         reader.start()
         for n in range(20):
-            sink = store.create(f"{root}/temporary-{n}")
+            sink = store.create(f"{root}/temporary-{n}", visible=True)
             text = f"{n:03}".encode() * (1000 + n)
             buffer = aligned(len(text))
             buffer[: len(text)] = text
@@ -263,7 +266,7 @@ class StoreConformance:
 
     def test_what_a_living_writer_has_is_not_removed(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
-        sink = store.create(f"{root}/x")
+        sink = store.create(f"{root}/x", visible=True)
         assert sink.protect() and store.is_in_use(f"{root}/x")
         assert store.delete_unused(f"{root}/x", lambda: True) and sink.is_at(f"{root}/x")
         sink.close()
@@ -336,12 +339,12 @@ class StoreConformance:
         store.make_folders(f"{root}/c", [])
         _put(store, f"{root}/c/y", b"other")
         with pytest.raises(FileExistsError):
-            store.move(f"{root}/a", f"{root}/c")
+            store.move(f"{root}/a", f"{root}/c", last="x")
         with pytest.raises(FileNotFoundError):
-            store.move(f"{root}/b", f"{root}/e")
+            store.move(f"{root}/b", f"{root}/e", last="x")
         with pytest.raises(OSError, match="not empty"):
             store.remove_folder(f"{root}/c")
-        store.move(f"{root}/a", f"{root}/d")
+        store.move(f"{root}/a", f"{root}/d", last="x")
         assert sorted(files_in(store, root)) == ["c/y", "d/b/x"]
 
     def test_a_run_has_one_writer(self, store: Store, root: str) -> None:

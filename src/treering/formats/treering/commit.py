@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
-from ...stores.store import Store
+from ...stores.store import ABSENT, Store
 from .new_files import CREATE_ATTEMPTS, Files, write_whole
 from .removal import check_removable, consists_of, logged, remove, remove_leftovers
 from .schema import MANIFEST, OWN_FILES
@@ -62,7 +62,7 @@ class Transaction(Files):
             for attempt in range(CREATE_ATTEMPTS):
                 try:
                     self._make_dir()
-                    self.create(name)
+                    self.create(name, visible=True)
                     break
                 except FileNotFoundError:  # another process removed the empty directory as a leftover
                     if attempt == CREATE_ATTEMPTS - 1:
@@ -80,9 +80,12 @@ class Transaction(Files):
             if not sink.is_at(path):
                 raise SaveError(f"{path}: removed by another program while the save was under way; do locks work here?")
         check()
-        replaced = consists_of(self.store, self.path) if self._overwrite else []
+        found = self.store.stat(self._manifest) if self._overwrite else None
+        replaced = consists_of(self.store, self.path) if found else []
         try:
-            self._open[self._temporary].publish(self._manifest, overwrite=self._overwrite)
+            self._open[self._temporary].publish(
+                self._manifest, overwrite=self._overwrite, version=found.version if found else ABSENT
+            )
         except OSError as error:
             if not self._in_place():  # it may be there in spite of the error, over a network
                 if not isinstance(error, FileExistsError):

@@ -183,7 +183,7 @@ class ArrayFile:
             for (start, memory), run in zip(runs, _blocks(ranges), strict=True)
             for chunk in _chunks(*run)
         ]
-        in_parallel(jobs, work)
+        in_parallel(jobs, work, self._blob.readers)
         if bad:
             self._raise_damaged(sorted(bad))
         if runs:
@@ -218,7 +218,7 @@ class ArrayFile:
                 self._read(job[0], target)
             bad.extend(self._compare(*job, target))
 
-        in_parallel(jobs, work)
+        in_parallel(jobs, work, self._blob.readers)
         return sorted(bad)
 
     def leaves(self, block: int) -> tuple[str, ...]:

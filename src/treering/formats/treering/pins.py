@@ -5,6 +5,7 @@ import os
 from ...errors import NotFoundError
 from ...stores.read_errors import reading
 from ...stores.store import Store
+from ...stores.whole_files import make_empty
 from .schema import MANIFEST, PIN
 
 
@@ -19,7 +20,7 @@ def pin(store: Store, path: str, wanted: bool) -> None:
     mark = os.path.join(path, PIN)
     if wanted and not pinned(store, path):
         try:
-            store.create(mark).close()
+            make_empty(store, mark)
             if store.stat(os.path.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
                 store.delete(mark)
                 raise FileNotFoundError

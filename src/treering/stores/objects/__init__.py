@@ -1,0 +1,1 @@
+"""Object stores: S3, Google Cloud Storage, Azure, and web servers that are only read, by way of obstore."""

@@ -1,0 +1,249 @@
+"""Requests to one bucket, by way of obstore: their errors as a file system raises them, short answers as errors."""
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ...errors import TreeringError, UnsupportedError
+
+_ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
+_PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
+_CLOCK_SECONDS = 600  # for which a look at the server's clock counts
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_EMPTY = ("InvalidRange", "Invalid range", " 416 ")
+_EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
+
+Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
+
+
+class RequestError(TreeringError, OSError):
+    """A store has refused a request, or did not answer it. It says nothing about what is there."""
+
+    __str__ = Exception.__str__
+
+
+class ChangedError(FileExistsError):
+    """Something else is at a name than what was expected there."""
+
+
+class ConflictError(ChangedError):
+    """Another request for the same name is under way; the same one may be answered differently in a moment."""
+
+
+class Found(NamedTuple):
+    """An object: its key, size in bytes, time in seconds since the epoch by the server's clock, and version."""
+
+    key: str
+    nbytes: int
+    modified: float
+    version: Version
+
+
+class Bucket:
+    """The requests to one bucket. `url` is what the paths in it begin with; `client` is a store of obstore's."""
+
+    def __init__(self, url: str, client: Any):
+        self.url, self.client = url, client
+        self._conditional = False  # the server was seen to honour conditions
+        self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
+
+    def head(self, key: str) -> Found | None:
+        """The object of a key; None when there is none."""
+        with contextlib.suppress(FileNotFoundError), self.asked(key):
+            return _found(self._obstore.head(self.client, key))
+        return None
+
+    def beginning(self, key: str, nbytes: int) -> tuple[bytes, Found]:
+        """The object of a key and its first bytes, all of them where it has fewer. Raises `FileNotFoundError`."""
+        try:
+            return self._bytes(key, 0, nbytes, None)
+        except _EmptyError:
+            found = self.head(key)
+            if found is None:
+                raise self._missing(key) from None
+            return b"", found
+
+    def read(self, key: str, begin: int, end: int, version: Version) -> Any:
+        """The bytes [begin, end) of an object, as a buffer. Raises `ChangedError` when it has another version."""
+        return self._bytes(key, begin, end, version)[0]
+
+    def _bytes(self, key: str, begin: int, end: int, version: Version | None) -> tuple[Any, Found]:
+        options: dict[str, Any] = {"range": (begin, end)}
+        if version and version[0]:
+            options["if_match"] = version[0]
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self.asked(key):
+                    got = self._obstore.get(self.client, key, options=options)
+                    data = got.bytes()
+                    found = _found(got.meta)
+                    if len(data) == min(end, found.nbytes) - begin:
+                        return data, found
+                    raise RequestError(f"{self.url}/{key}: expected {end - begin} bytes, found {len(data)}")
+            except _EmptyError:
+                raise
+            except RequestError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_PAUSE_SECONDS * 2**attempt)
+        raise AssertionError
+
+    def put(self, key: str, data: Any, *, replaces: Version | None = None, overwrite: bool = False) -> Version:
+        """Puts an object: a new one, or over the one that it replaces, or over whatever is there.
+
+        Raises `ChangedError` when that is not so, unless the object that is there is this very one: an answer that was
+        lost makes the client ask again.
+        """
+        mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self.asked(key):
+                    return _version(self._obstore.put(self.client, key, data, mode=mode, use_multipart=False))
+            except ChangedError as error:
+                if found := self.same(key, data):
+                    return found.version
+                if not isinstance(error, ConflictError) or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_PAUSE_SECONDS * 2**attempt)
+        raise AssertionError
+
+    def same(self, key: str, data: Any) -> Found | None:
+        """The object of a key if it has exactly these bytes, of which there are some."""
+        data = memoryview(data).cast("B")
+        with contextlib.suppress(FileNotFoundError):
+            there, found = self.beginning(key, len(data) + 1)
+            return found if len(data) and bytes(there) == data else None
+        return None
+
+    def check_unchanged(self, key: str, replaces: Version | None) -> None:
+        """Raises `ChangedError` unless what is there is what is to be replaced, or nothing when that is None."""
+        found = self.head(key)
+        if (found and found.version) != replaces:
+            raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
+
+    def list(self, key: str) -> tuple[list[Found], list[str]]:
+        """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
+        with self.asked(key):
+            found = self._obstore.list_with_delimiter(self.client, prefix=key or None)
+            return [_found(one) for one in found["objects"] if one["path"] != key], list(found["common_prefixes"])
+
+    def list_all(self, key: str) -> "list[Found]":
+        """All objects below a key, in the order of their names."""
+        with self.asked(key):
+            chunks = self._obstore.list(self.client, prefix=key or None)
+            return sorted(_found(one) for chunk in chunks for one in chunk if one["path"] != key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects; those that are not there are none."""
+        if keys:
+            with contextlib.suppress(FileNotFoundError), self.asked(keys[0]):
+                self._obstore.delete(self.client, list(keys) if len(keys) > 1 else keys[0])
+
+    def copy(self, key: str, other: str) -> None:
+        """Copies an object within the server."""
+        with self.asked(key):
+            self._obstore.copy(self.client, key, other)
+
+    def writer(self, key: str, part_bytes: int, parts: int) -> Any:
+        """An upload in parts, so many of which are in flight; a context manager that gives it up after an error."""
+        with self.asked(key):
+            return self._obstore.open_writer(self.client, key, buffer_size=part_bytes, max_concurrency=parts)
+
+    def check_conditions(self, key: str) -> None:
+        """Raises `UnsupportedError` unless the server keeps to conditions, tried on an object that is there."""
+        if self._conditional:
+            return
+        honoured = 0
+        for replaces in (None, ('"treering"', "1")):
+            with contextlib.suppress(ChangedError):
+                self.put(key, secrets.token_bytes(8), replaces=replaces)
+                honoured -= 1
+            honoured += 1
+        if honoured < 2:
+            raise UnsupportedError(
+                f"{self.url}: expected a store that refuses to create what is there (If-None-Match) and to replace "
+                "what has changed (If-Match), found one that does not: two jobs could replace each other's checkpoints "
+                "and neither would know; save elsewhere, or pass a store that is registered with conditional=False if "
+                "nothing else ever writes there"
+            )
+        self._conditional = True
+
+    def age(self, found: Found, beside: str) -> float:
+        """The seconds since an object was written, by the server's clock; it is read off an object beside a key."""
+        here = time.monotonic()
+        if self._clock is None or here - self._clock[1] > _CLOCK_SECONDS:
+            probe = f"{beside}.{secrets.token_hex(3)}.clock.tmp"
+            self.put(probe, b"-", overwrite=True)
+            seen = self.head(probe)
+            self.delete([probe])
+            self._clock = (seen.modified if seen else time.time(), here)
+        return self._clock[0] + (time.monotonic() - self._clock[1]) - found.modified
+
+    @property
+    def _obstore(self) -> Any:
+        import obstore
+
+        return obstore
+
+    def _missing(self, key: str) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{key}")
+
+    @contextlib.contextmanager
+    def asked(self, key: str) -> Iterator[None]:
+        """Wraps a request. Raises `FileNotFoundError`, `ChangedError`, and `RequestError` for all that went wrong."""
+        import obstore.exceptions as exceptions
+
+        path = f"{self.url}/{key}" if key else self.url
+        try:
+            yield
+        except FileNotFoundError as error:
+            if any(word in str(error) for word in _NO_BUCKET):
+                raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
+            raise self._missing(key) from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise RequestError(
+                f"{path}: the store does not allow this ({_short(error)}); look at the credentials, and whether they "
+                "may list, get, put and delete there"
+            ) from error
+        except exceptions.NotSupportedError as error:
+            raise UnsupportedError(f"{path}: this kind of store cannot do that: {_short(error)}") from error
+        except exceptions.BaseError as error:
+            text = str(error)
+            if any(word in text for word in _EMPTY):
+                raise _EmptyError(path) from None
+            if any(word in text for word in _NO_BUCKET):
+                raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
+            if any(word in text for word in _EXPIRED):
+                raise RequestError(f"{path}: the credentials have expired; renew them ({_short(error)})") from error
+            if " 409 " in text:
+                raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+            raise RequestError(f"{path}: the store did not answer as it should: {_short(error)}") from error
+
+
+class _EmptyError(RequestError):
+    """Bytes of an object that has none were asked for."""
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error, without the source that obstore adds."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return " ".join(text.split())[:300]
+
+
+def _found(meta: Any) -> Found:
+    return Found(meta["path"], meta["size"], meta["last_modified"].timestamp(), _version(meta))
+
+
+def _version(answer: Any) -> Version:
+    return answer["e_tag"], answer["version"]
+
+
+def _mode(version: Version) -> dict[str, str]:
+    names = {"e_tag": version[0], "version": version[1]}
+    return {name: value for name, value in names.items() if value}

@@ -1,0 +1,90 @@
+"""The clients of obstore's for the URLs of buckets, with the credentials that the field's programs use."""
+
+import datetime
+import os
+from typing import Any
+
+from ...errors import MismatchError, UnsupportedError
+
+EXTRAS = {
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "adl": "azure",
+    "abfs": "azure", "abfss": "azure", "http": "http", "https": "http", "memory": "http",
+}  # fmt: skip
+_TIMEOUT = {"timeout": "60s", "connect_timeout": "10s"}  # of one request
+_RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=90)}
+
+
+def make(root: str) -> Any:
+    """The client for what is before the names in a URL: `s3://bucket`, `https://host`.
+
+    Raises `UnsupportedError` when obstore is not installed.
+    """
+    scheme, _, place = root.partition("://")
+    try:
+        from obstore import store
+    except ImportError:
+        raise UnsupportedError(
+            f"{root}: reading and writing such URLs needs obstore: pip install 'treering[{EXTRAS[scheme]}]'"
+        ) from None
+    options: dict[str, Any] = {"client_options": dict(_TIMEOUT), "retry_config": _RETRIES}
+    if scheme == "memory":
+        return store.MemoryStore()
+    if scheme in ("http", "https"):
+        options["client_options"]["allow_http"] = scheme == "http"
+        return store.HTTPStore(root, **options)
+    if scheme in ("s3", "s3a"):
+        return _s3(store, place, options)
+    return store.from_url(root, **options)
+
+
+def _s3(store: Any, bucket: str, options: dict[str, Any]) -> Any:
+    """S3, or what speaks its language at `AWS_ENDPOINT_URL`. Payloads are not signed over TLS: checksums cover them."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if endpoint:
+        options["endpoint"] = endpoint
+    if endpoint.startswith("http://"):
+        options["client_options"]["allow_http"] = True
+    else:
+        options["unsigned_payload"] = True
+    if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profile():
+        options |= _of_profile(bucket)
+    return store.S3Store(bucket, **options)
+
+
+def _has_profile() -> bool:
+    named = ("AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
+    usual = ("~/.aws/credentials", "~/.aws/config")
+    return any(name in os.environ for name in named) or any(map(os.path.exists, map(os.path.expanduser, usual)))
+
+
+def _of_profile(bucket: str) -> dict[str, Any]:
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise UnsupportedError(
+            f"s3://{bucket}: the credentials lie in a profile of AWS, which boto3 reads: pip install 'treering[s3]'"
+        ) from None
+    session = boto3.Session()
+    found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session=session)}
+    if session.region_name:
+        found["region"] = session.region_name
+    return found
+
+
+def url_of(client: Any) -> str:
+    """The URL of a store object of obstore's. Raises `MismatchError` for one that has none."""
+    kind = type(client).__name__
+    prefix = f"/{client.prefix}" if getattr(client, "prefix", None) else ""
+    config = getattr(client, "config", {})
+    if kind == "S3Store":
+        return f"s3://{config['bucket']}{prefix}"
+    if kind == "GCSStore":
+        return f"gs://{config['bucket']}{prefix}"
+    if kind == "AzureStore":
+        return f"az://{config['container_name']}{prefix}"
+    if kind == "HTTPStore":
+        return client.url.rstrip("/")
+    if kind == "MemoryStore":
+        return f"memory://{id(client):x}"
+    raise MismatchError(f"expected a path, a URL or a store of obstore's for a bucket, found a {kind}")

@@ -1,0 +1,122 @@
+"""The right to write a run in a store without locks: an object that names the writer, and is renewed while it lives."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..._threads.alive import Alive
+from ...errors import ExistsError, SaveError, UnsupportedError
+from .. import claims
+from ..lease import NAME
+from . import heartbeat
+from .bucket import Bucket, ChangedError, Version
+from .heartbeat import LEASE_SECONDS, About, Heartbeat
+
+_POLL_SECONDS = 2.0
+_log = logging.getLogger("treering")
+_alive: "Alive[ObjectLease]" = Alive()
+_taking = threading.RLock()  # held while a lease is taken: one at a time in this process
+
+
+class ObjectLease:
+    """The right to write a run. See `stores.store.Lease`.
+
+    Within a process the newest claim counts. Of other processes' leases one whose process is known to be dead counts no
+    longer, and any that was not renewed for `LEASE_SECONDS` by the server's clock.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
+        self.run, self.lost = f"{bucket.url}/{key}", False
+        self._bucket, self._key, self._busy = bucket, f"{key}/{NAME}", busy
+        self._beat: Heartbeat | None = None
+        _alive.add(self)
+
+    def acquire(self) -> None:
+        with _taking:
+            if self.lost:
+                raise claims.lost(self.run)
+            if self._beat is not None:
+                self.check()
+                return
+            self._take_over()
+            self._wait_for_it()
+
+    def _take_over(self) -> None:
+        """Takes the lease away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
+        for other in _alive.all():
+            if other is self or other._beat is None or other.run != self.run:
+                continue
+            if other._busy():
+                raise claims.busy(self.run)
+            _log.warning("%s: taken over from another Checkpointer of this process, which was not closed", self.run)
+            other.lost = True
+            other.release()
+
+    def _wait_for_it(self) -> None:
+        """Takes the lease once its holder is dead, which may take `LEASE_SECONDS` to see. Raises `ExistsError`."""
+        first: About | None = None
+        while not self._taken(None):
+            try:
+                holder, found = heartbeat.read(self._bucket, self._key)
+            except FileNotFoundError:
+                continue  # it was given back
+            if holder is None or holder.version != heartbeat.VERSION or holder.requires:
+                raise UnsupportedError(
+                    f"{self.run}/{NAME}: expected version {heartbeat.VERSION} of this object, found another; a later "
+                    "release of treering writes this run: upgrade treering, or make sure that no job writes it and "
+                    "remove the object"
+                )
+            if not heartbeat.lives(self._bucket, holder, found):
+                _log.warning(
+                    "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
+                )
+                if self._taken(found.version):
+                    return
+                continue
+            if heartbeat.is_here(holder) or (first and (first.token, first.beats) != (holder.token, holder.beats)):
+                raise ExistsError(
+                    f"{self.run}: process {holder.process} on {holder.host}, since {holder.since}, writes this run; "
+                    "wait for it to end, or stop it, or choose another run (reading needs no Checkpointer: "
+                    "treering.open, treering.follow)"
+                )
+            if first is None:
+                first = holder
+                _log.warning(
+                    "%s: process %d on %s wrote this run; waiting for up to %d s to see whether it still does",
+                    self.run, holder.process, holder.host, LEASE_SECONDS,
+                )  # fmt: skip
+            time.sleep(_POLL_SECONDS)
+
+    def _taken(self, replaces: Version | None) -> bool:
+        """Whether the lease is this one's now: there was none, or the one that it replaces."""
+        try:
+            self._beat = Heartbeat(self._bucket, self._key, replaces=replaces)
+        except ChangedError:
+            return False
+        return True
+
+    def release(self) -> None:
+        with _taking:
+            if self._beat is not None:
+                beat, self._beat = self._beat, None
+                try:
+                    beat.stop(delete=True)
+                except OSError as error:
+                    _log.warning("%s: its lease was not given back, and runs out: %s", self.run, error)
+
+    def check(self) -> None:
+        """Raises `SaveError` when another may write the run by now."""
+        beat = self._beat
+        if beat is not None and not (beat.check() or beat.confirm()):
+            raise SaveError(
+                f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; "
+                "nothing was committed; stop one of the two"
+            )
+
+
+def check_leases(path: str) -> None:
+    """Raises `SaveError` for a path in a run whose lease this process had, and another may have by now."""
+    for lease in _alive.all():
+        if path.startswith(lease.run + "/"):
+            lease.check()

@@ -1,0 +1,147 @@
+"""A new object that is being written. See `stores.store.Sink`."""
+
+import contextlib
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+from ...errors import SaveError
+from ..buffers import aligned
+from ..store import ABSENT
+from .bucket import Bucket, Version
+from .heartbeat import Heartbeat
+from .lease import check_leases
+from .upload import Stream, Upload, Uploads
+
+_AT_ONCE = 256 << 10  # bytes; what is smaller is put before `finish` returns
+
+
+class ObjectSink:
+    """An object that is not there before it is finished.
+
+    One that is `visible` has an object of its own under its name at once, which says who writes and is renewed; what
+    is written into it is put under the name that it is published with.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, conditional: bool):
+        self.path = f"{bucket.url}/{key}"
+        self._bucket, self._key, self._uploads = bucket, key, uploads
+        self._conditional = conditional
+        self.heartbeat = None
+        if visible:
+            self.heartbeat = Heartbeat(bucket, key)
+            if conditional:
+                try:
+                    bucket.check_conditions(key)
+                except BaseException:
+                    self.heartbeat.stop(delete=True)
+                    raise
+        self._buffer: memoryview | None = None
+        self._stream = Stream(bucket, key, held=visible)
+        self._kept: Any = None  # the last bytes, which may be cut
+        self._at = 0
+        self._lock = threading.Lock()
+        self._upload: Upload | None = None
+        self._versions: dict[str, Version] = {}  # of what it was published as
+
+    def protect(self) -> bool:
+        return True
+
+    def preallocate(self, nbytes: int) -> None:
+        self._buffer = aligned(nbytes)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        if self._buffer is not None:
+            self._buffer[offset : offset + len(data)] = data
+            return
+        with self._lock:
+            if offset != self._at:
+                raise SaveError(f"{self.path}: expected bytes from {self._at} on, found some from {offset} on")
+            if self._kept is not None:
+                self._stream.write(self._kept)
+            self._kept = bytes(data)
+            self._at += len(data)
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        if self._buffer is not None:
+            data, self._buffer = self._buffer[:nbytes], None
+            if nbytes > _AT_ONCE and not self.heartbeat:
+                self._upload = self._uploads.begin(self.path, lambda: self._put(data))
+                return
+            self._stream.write(data)
+        elif self._kept is not None:
+            self._stream.write(self._kept[: nbytes - self._stream.size])
+            self._kept = None
+        if not self.heartbeat:
+            version = self._stream.put(replaces=None, overwrite=False)
+            if version:
+                self._versions[self._key] = version
+
+    def _put(self, data: memoryview) -> None:
+        self._bucket.put(self._key, data, overwrite=True)  # no other object gets its name
+
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
+        self._uploads.settle(self.path.rpartition("/")[0])
+        key = path[len(self._bucket.url) + 1 :]
+        replaces: Any = version if overwrite and version != ABSENT else None
+        anything = overwrite and (version is None or not self._conditional)
+        check_leases(path)
+        self._check_alive()
+        data = self._stream.contents()
+        published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
+        try:
+            check_leases(path)
+            self._check_alive()
+        except SaveError:  # it took so long that another may have begun to write here
+            with contextlib.suppress(OSError):
+                self._bucket.delete([key])
+            raise
+        self._versions[key] = published
+        if overwrite and key != self._key:
+            self._drop()
+
+    def _check_alive(self) -> None:
+        beat = self.heartbeat
+        if beat and not (beat.check() or beat.confirm()):
+            raise SaveError(f"{self.path}: another job took this save for one whose writer is dead, and removed it")
+
+    def is_at(self, path: str) -> bool:
+        key = path[len(self._bucket.url) + 1 :]
+        if self._upload is not None and key == self._key:
+            self._upload.wait()
+            self._upload.check()
+            return True  # its name is its own
+        if self.heartbeat and key == self._key:
+            return self.heartbeat.confirm()
+        if key not in self._versions:  # an answer that was lost may have been a good one
+            return self.heartbeat is not None and self._bucket.same(key, self._stream.contents()) is not None
+        found = self._bucket.head(key)
+        return found is not None and found.version[0] == self._versions[key][0]
+
+    def close(self) -> None:
+        if self.heartbeat:
+            self.heartbeat.stop(delete=False)
+        self._stream.give_up()
+        self._buffer = self._kept = None
+        if self._upload is not None:
+            self._upload.wait()
+
+    def _drop(self) -> None:
+        if self.heartbeat:
+            self.heartbeat.stop(delete=True)
+        else:
+            self._bucket.delete([self._key])
+
+
+class ObjectWriter:
+    """An object that is written from one end to the other. See `stores.store.Writer`."""
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    @property
+    def size(self) -> int:
+        return self._stream.size
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)

@@ -1,0 +1,239 @@
+"""Buckets as a `Store`: names without folders, objects that appear as a whole, writers known by what they renew."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from ...errors import CorruptError, ExistsError, UnsupportedError
+from ..flat_folders import check_replaceable
+from ..key_values import brought_in, taken_out
+from ..store import Beside, Owned, Stat, Writer
+from ..temporary_names import place_of, temporary_beside
+from ..whole_files import check_free
+from . import clients, heartbeat
+from .blob import ObjectBlob
+from .bucket import Bucket, ChangedError
+from .heartbeat import Heartbeat
+from .lease import ObjectLease
+from .sink import ObjectSink, ObjectWriter
+from .upload import OBJECT_BYTES, Stream, Uploads
+
+_MARK = ".writer"  # the object in a scratch folder that says who fills it
+
+
+class ObjectStore:
+    """The buckets that URLs name. See `stores.store.Store` for the methods.
+
+    conditional: whether the servers are asked to keep to conditions. Without them two jobs that write one checkpoint or
+    run at the same time replace each other's, and neither knows.
+    """
+
+    has_folders = False
+    object_bytes = OBJECT_BYTES
+
+    def __init__(self, make: Callable[[str], Any] = clients.make, *, conditional: bool = True):
+        self._make, self._conditional = make, conditional
+        self._buckets: dict[str, Bucket] = {}
+        self._uploads = Uploads()
+        self._heartbeats: dict[str, Heartbeat] = {}
+
+    def add(self, url: str, client: Any) -> None:
+        """Makes a store object of obstore's the one for all paths that begin with a URL."""
+        self._buckets[url] = Bucket(url, client)
+
+    # Reading
+
+    def stat(self, path: str) -> Stat | None:
+        bucket, key = self._find(path)
+        if key and (found := bucket.head(key)):
+            return Stat("file", found.nbytes, found.modified, found.version)
+        if bucket.url.startswith("http"):
+            return None if key else Stat("folder", 0, 0, 0)
+        objects, folders = bucket.list(key)
+        if not objects and not folders and key:
+            return None
+        last = max((one.modified for one in objects), default=0.0)
+        return Stat("folder", 0, last, (*((one.key, one.version) for one in objects), *folders))
+
+    def list(self, path: str) -> "list[str]":
+        bucket, key = self._find(path)
+        objects, folders = bucket.list(key)
+        return sorted({*(one.key.rpartition("/")[2] for one in objects), *(one.rpartition("/")[2] for one in folders)})
+
+    def open(self, path: str) -> ObjectBlob:
+        bucket, key = self._find(path)
+        if not key:
+            raise CorruptError(f"{path}: expected an object, found a bucket")
+        try:
+            return ObjectBlob(bucket, key)
+        except FileNotFoundError:
+            if self.stat(path):
+                raise CorruptError(f"{path}: expected an object, found names that begin with this one") from None
+            raise
+
+    def is_link(self, path: str) -> bool:
+        return False
+
+    def real_path(self, path: str) -> str:
+        return path
+
+    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+        bucket, key = self._find(path)
+        found = bucket.list_all(key)
+        return brought_in(path, context, ((one.key[len(key) + 1 :], self._read(bucket, one)) for one in found))
+
+    def _read(self, bucket: Bucket, one: Any) -> bytes:
+        blob = ObjectBlob(bucket, one.key)
+        return blob.read(0, blob.size)
+
+    def written_by_tensorstore(self, path: str, context: Any) -> None:
+        bucket, key = self._find(path)
+        for name, data in taken_out(path, context):
+            bucket.put(f"{key}/{name}", data, overwrite=True)
+
+    # Writing
+
+    def create(self, path: str, *, visible: bool = False) -> ObjectSink:
+        bucket, key = self._find(path)
+        self._check_writable(bucket)
+        sink = ObjectSink(bucket, key, self._uploads, visible=visible, conditional=self._conditional)
+        if sink.heartbeat:
+            self._heartbeats[path] = sink.heartbeat
+        return sink
+
+    def delete(self, path: str) -> None:
+        bucket, key = self._find(path)
+        self._check_writable(bucket)
+        if beat := self._heartbeats.pop(path, None):
+            beat.stop(delete=True)
+        else:
+            bucket.delete([key])
+
+    def is_in_use(self, path: str) -> bool:
+        bucket, key = self._find(path)
+        about, found = heartbeat.read(bucket, key)
+        return about is not None and heartbeat.lives(bucket, about, found)
+
+    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        if not self.is_in_use(path) and check():
+            bucket, key = self._find(path)
+            bucket.delete([key])
+        return True
+
+    def remove_leftover(self, path: str) -> None:
+        bucket, key = self._find(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not self.is_in_use(f"{path}/{_MARK}"):
+                bucket.delete([one.key for one in bucket.list_all(key)])
+
+    def make_folder(self, path: str) -> None:
+        if self.stat(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def make_folders(self, path: str, made: "list[str]") -> None: ...
+
+    def remove_folder(self, path: str) -> None:
+        if self.stat(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    def settle(self, path: str) -> None:
+        self._uploads.settle(path)
+
+    def move(self, old: str, new: str, *, last: str) -> None:
+        bucket, key = self._find(old)
+        other, target = self._find(new)
+        if self.stat(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        names = [one.key[len(key) + 1 :] for one in bucket.list_all(key)]
+        if not names or other is not bucket:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
+        names.sort(key=lambda name: name == last)
+        for name in names:
+            bucket.copy(f"{key}/{name}", f"{target}/{name}")
+        if names[-1] == last:
+            bucket.delete([f"{key}/{names.pop()}"])
+        bucket.delete([f"{key}/{name}" for name in names])
+
+    @contextlib.contextmanager
+    def new_file(self, path: str, *, overwrite: bool) -> "Iterator[Writer]":
+        bucket, key = self._find(path)
+        self._check_writable(bucket)
+        check_free(self, path, overwrite=overwrite, folder=False)
+        found = bucket.head(key) if overwrite else None
+        stream = Stream(bucket, key)
+        try:
+            yield ObjectWriter(stream)
+            stream.put(replaces=found and found.version, overwrite=not self._conditional)
+        except ChangedError:
+            raise ExistsError(f"{path}: another writer put something there meanwhile; it is untouched") from None
+        finally:
+            stream.give_up()
+
+    @contextlib.contextmanager
+    def new_folder(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        owned: Owned,
+        names: Collection[str] = (),
+        beside: Beside | None = None,
+    ) -> "Iterator[str]":
+        check_free(self, path, overwrite=overwrite, folder=True)
+        check_replaceable(self, path, owned, names, beside)
+        with self.scratch_folder(path) as temporary:
+            yield temporary
+            self._uploads.settle(temporary)
+            check_free(self, path, overwrite=overwrite, folder=True)
+            replaced = check_replaceable(self, path, owned, names, beside)
+            bucket, key = self._find(path)
+            # What readers look for lies in the folder itself, not in those below: it is the first to go and the last to
+            # come, so that nobody ever reads parts of both.
+            bucket.delete([f"{key}/{name}" for name in replaced if "/" not in name])
+            bucket.delete([f"{key}/{name}" for name in replaced if "/" in name])
+            _, scratch = self._find(temporary)
+            made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
+            for name in sorted(made, key=lambda name: ("/" not in name, name)):
+                if name != _MARK:
+                    bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
+
+    @contextlib.contextmanager
+    def scratch_folder(self, path: str) -> "Iterator[str]":
+        bucket, _ = self._find(path)
+        self._check_writable(bucket)
+        folder, _, place = path.rpartition("/")
+        for name in self.list(folder):
+            if place_of(name) == place:
+                self.remove_leftover(f"{folder}/{name}")
+        temporary = temporary_beside(path)
+        _, scratch = self._find(temporary)
+        beat = Heartbeat(bucket, f"{scratch}/{_MARK}")
+        try:
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                self._uploads.settle(temporary)
+            beat.stop(delete=False)
+            with contextlib.suppress(OSError):
+                bucket.delete([one.key for one in bucket.list_all(scratch)])
+
+    def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
+        bucket, key = self._find(run)
+        return ObjectLease(bucket, key, busy)
+
+    def _find(self, path: str) -> tuple[Bucket, str]:
+        """The bucket of a path and the key in it."""
+        for url, bucket in self._buckets.items():
+            if path == url or path.startswith(url + "/"):
+                return bucket, path[len(url) + 1 :]
+        scheme, _, rest = path.partition("://")
+        place, _, key = rest.partition("/")
+        url = f"{scheme}://{place}"
+        self._buckets[url] = Bucket(url, self._make(url))
+        return self._buckets[url], key
+
+    def _check_writable(self, bucket: Bucket) -> None:
+        if bucket.url.startswith("http"):
+            raise UnsupportedError(f"{bucket.url}: web servers are only read; save to a path or a bucket")

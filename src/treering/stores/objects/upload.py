@@ -1,0 +1,132 @@
+"""Writing objects: small ones in one request, streams of unknown length in parts that grow with what was written."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..._threads.pool import start
+from ...errors import SaveError
+from .bucket import Bucket, Version
+
+OBJECT_BYTES = 32 << 20  # bytes of an array object, which is put in one request
+_IN_FLIGHT = 5  # objects that are being put at a time
+_PART_BYTES = 16 << 20  # bytes of the parts of a stream, of which a store takes at most 10,000
+_PARTS = 4  # of a stream that are in flight
+
+
+class Stream:
+    """The bytes of an object from one end to the other; those of a small one are held until the end."""
+
+    def __init__(self, bucket: Bucket, key: str, *, held: bool = False):
+        self.size = 0
+        self._bucket, self._key, self._held = bucket, key, held
+        self._chunks: list[bytes] = []
+        self._chunk_bytes = 0
+        self._parts: contextlib.ExitStack | None = None
+        self._writer: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+        data = bytes(memoryview(data).cast("B"))
+        self.size += len(data)
+        self._chunks.append(data)
+        self._chunk_bytes += len(data)
+        if self._chunk_bytes >= OBJECT_BYTES and not self._held:
+            self._send()
+
+    def contents(self) -> bytes:
+        """All bytes of one that is held."""
+        self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0]
+
+    def put(self, *, replaces: Version | None, overwrite: bool) -> Version | None:
+        """Makes the object: its name is there from now on, as a whole. Raises `ChangedError` as `Bucket.put` does.
+
+        One that went in parts cannot be tied to a condition by obstore: what is there is looked up just before.
+        """
+        if self._parts is None:
+            return self._bucket.put(self._key, self.contents(), replaces=replaces, overwrite=overwrite)
+        self._send()
+        if not overwrite:
+            self._bucket.check_unchanged(self._key, replaces)
+        parts, self._parts = self._parts, None
+        with self._bucket.asked(self._key):
+            parts.close()
+        return None
+
+    def give_up(self) -> None:
+        """Leaves nothing behind."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            with contextlib.suppress(Exception):
+                parts.__exit__(SaveError, SaveError("given up"), None)
+
+    def _send(self) -> None:
+        if self._parts is None:
+            self._parts = contextlib.ExitStack()
+            self._writer = self._parts.enter_context(self._bucket.writer(self._key, _PART_BYTES, _PARTS))
+        with self._bucket.asked(self._key):
+            for chunk in self._chunks:
+                self._writer.write(chunk)
+        self._chunks, self._chunk_bytes = [], 0
+
+
+class Uploads:
+    """The objects that are on their way, a few at a time."""
+
+    def __init__(self) -> None:
+        self._room = threading.BoundedSemaphore(_IN_FLIGHT)
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Upload] = {}
+
+    def begin(self, path: str, put: Callable[[], None]) -> "Upload":
+        """Begins to put an object in the background, as soon as there is room for it."""
+        upload = Upload(put, self._room)
+        with self._lock:
+            self._under_way[path] = upload
+        self._room.acquire()
+        try:
+            start(threading.Thread(target=upload.run, name="treering-upload", daemon=False))
+        except SaveError:  # as many threads as there may be, or the program is ending
+            upload.run()
+        return upload
+
+    def settle(self, folder: str) -> None:
+        """Waits for all below a folder. Raises the first error."""
+        with self._lock:
+            own = [path for path in self._under_way if path.startswith(folder + "/")]
+            waiting = [self._under_way.pop(path) for path in own]
+        for upload in waiting:
+            upload.wait()
+        for upload in waiting:
+            upload.check()
+
+
+class Upload:
+    """An object on its way."""
+
+    def __init__(self, put: Callable[[], None], room: threading.Semaphore):
+        self._put, self._room = put, room
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Puts it."""
+        try:
+            self._put()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._put = lambda: None  # and its bytes
+            self._room.release()
+            self._over.set()
+
+    def wait(self) -> None:
+        """Returns when it is over."""
+        self._over.wait()
+
+    def check(self) -> None:
+        """Raises the error that it ended with."""
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,62 @@
+"""A real S3 server on loopback, moto's, in a process of its own."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+BUCKET = "treering"
+_START_SECONDS = 60
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """Yields the URL of a server with one bucket, `BUCKET`, while the `with` block runs."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(port, process)
+        _boto(url).create_bucket(Bucket=BUCKET)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
+    """A store of obstore's for the bucket."""
+    from obstore.store import S3Store
+
+    options.setdefault("retry_config", {"max_retries": 3})
+    return S3Store(
+        bucket,
+        endpoint=url,
+        access_key_id="testing",
+        secret_access_key="testing",
+        region="us-east-1",
+        client_options={"allow_http": True, "timeout": "20s"},
+        **options,
+    )
+
+
+def _boto(url: str) -> Any:
+    import boto3
+
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=url, **keys)
+
+
+def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the S3 server did not start")
