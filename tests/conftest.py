@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
+import s3
 from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
-
-from . import s3
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

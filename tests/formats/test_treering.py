@@ -134,7 +134,7 @@ def test_pieces_are_aligned_for_their_elements(tmp_path: pathlib.Path) -> None:
 
 def test_headers_stay_below_the_limit_by_starting_another_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     plan = layout.plan
-    monkeypatch.setattr(layout, "plan", lambda *args: plan(*args, header_limit=5000))
+    monkeypatch.setattr(layout, "plan", lambda *args, **options: plan(*args, **options, header_limit=5000))
     tree = {f"leaf-{n}": np.full(n, n, np.uint8) for n in range(200)}
     tr.save(tmp_path / "c", tree)
     files = sorted((tmp_path / "c").glob("*.safetensors"))

@@ -10,6 +10,7 @@ from typing import Any
 import obstore.store
 import pytest
 
+import s3
 from treering import stores
 from treering.stores.memory import MemoryStore
 from treering.stores.objects.store import ObjectStore
@@ -17,8 +18,6 @@ from treering.stores.store import Stat, Store, Writer
 from treering.stores.whole_files import files_in
 from treering.testing import StoreConformance
 from treering.testing._doubles import QuickDisk
-
-from .. import s3
 
 _BUCKET = "bucket://tests"
 

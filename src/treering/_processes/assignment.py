@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, Cells, box_of, box_shape, intersect, slices, whole
+from .._core.boxes import Box, Cells, box_of, box_shape, in_slices, intersect, slices, whole
 from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, LocalShard
 
@@ -164,12 +164,71 @@ def owner(layout: Layout) -> int | None:
     return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None
 
 
+def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
+    """The pieces of a process that writes alone, cut up where they have more than `most` bytes."""
+    steps = _steps(entries, ((piece.leaf, piece.box) for piece in pieces), most)
+    found: list[Piece] = []
+    for piece in pieces:
+        if piece.leaf not in steps:
+            found.append(piece)
+            continue
+        itemsize = dtypes.itemsize(entries[piece.leaf].dtype)
+        begin = piece.begin
+        for cell in _cells(piece.box, steps[piece.leaf]):
+            nbytes = itemsize * math.prod(box_shape(cell))
+            found.append(Piece(piece.leaf, cell, piece.shard, begin, nbytes))
+            begin += nbytes
+    return found
+
+
+def cut_shares(entries: Sequence[Any], shares: Mapping[int, Share], most: int) -> dict[int, Share]:
+    """The shares, with the boxes cut up that have more than `most` bytes; their writers write all parts of them."""
+    steps = _steps(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
+    found = dict(shares)
+    for leaf, step in steps.items():
+        cells = [(cell, n) for n, box in enumerate(shares[leaf].boxes) for cell in _cells(box, step)]
+        found[leaf] = Share([cell for cell, _ in cells], [int(shares[leaf].writers[n]) for _, n in cells])
+    return found
+
+
+def cells_of(boxes: Sequence[Box], itemsize: int, most: int) -> list[Box]:
+    """The boxes of an array, cut up where the largest has more than `most` bytes."""
+    step = _step(boxes, itemsize, most)
+    return [cell for box in boxes for cell in _cells(box, step)] if step else list(boxes)
+
+
+def _steps(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) -> dict[int, tuple[int, ...]]:
+    """For the leaves with boxes of more than `most` bytes, the elements along each axis of the parts."""
+    by_leaf: dict[int, list[Box]] = {}
+    for leaf, box in boxes:
+        by_leaf.setdefault(leaf, []).append(box)
+    found = ((leaf, _step(own, dtypes.itemsize(entries[leaf].dtype), most)) for leaf, own in by_leaf.items())
+    return {leaf: step for leaf, step in found if step}
+
+
+def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | None:
+    """Parts of this shape are one run of bytes each; it is the same for every box, so that a grid stays a grid."""
+    shape = [max(stop - start for start, stop in axis) for axis in zip(*boxes, strict=True)]
+    if itemsize * math.prod(shape) <= most:
+        return None
+    return box_shape(next(in_slices(shape, itemsize, most)))
+
+
+def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
+    """The parts of a box, one after the other."""
+    axes = zip(box, step, strict=True)
+    return itertools.product(
+        *([(n, min(n + size, stop)) for n in range(start, stop, size)] for (start, stop), size in axes)
+    )
+
+
 def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
     """The shares of the leaves that are spread over the devices of a process that writes alone."""
     boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
     for piece in pieces:
-        if piece.leaf in boxes:
-            boxes[piece.leaf].append(piece.box)
+        own = boxes.get(piece.leaf)
+        if own is not None and (not own or own[-1] != piece.box):  # or it is one more run of the same
+            own.append(piece.box)
     return {leaf: Share(own, [0] * len(own)) for leaf, own in boxes.items()}
 
 

@@ -98,10 +98,10 @@ class Retention:
     def _retain(self, step: int | None) -> None:
         if self._keep is None:
             return
-        saved = self._steps.good()
+        with self._steps.store.glance(self._steps.root):
+            saved, committed = self._steps.good(), self._steps.committed()
         self._name_unknown_metrics(saved, self._keep.metrics)
         wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
-        committed = self._steps.committed()
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted:

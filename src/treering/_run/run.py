@@ -45,6 +45,11 @@ def directories(store: Store, run: str, prefix: str | None = None) -> list[tuple
     ``step-``; where no step has it, the text before the eight or more digits of all names. Raises `MismatchError`
     when the names have several prefixes. A directory that cannot be read does not count.
     """
+    with store.glance(run):
+        return _directories(store, run, prefix)
+
+
+def _directories(store: Store, run: str, prefix: str | None) -> list[tuple[int, str]]:
     with reading(run):
         names = store.list(run)
     if prefix is not None:
@@ -96,9 +101,10 @@ def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, st
 
     Where both have a step, Treering's counts.
     """
-    names = committed(store, run, prefix)
-    own = {step: os.path.join(run, name) for step, name in names.items()}
-    return dict(sorted({**formats.foreign_steps(store, run, set(names.values())), **own}.items()))
+    with store.glance(run):
+        names = committed(store, run, prefix)
+        own = {step: os.path.join(run, name) for step, name in names.items()}
+        return dict(sorted({**formats.foreign_steps(store, run, set(names.values())), **own}.items()))
 
 
 @at_the_caller
@@ -110,8 +116,9 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     """
     place = stores.absolute(run)
     store = stores.of(place)
-    own = directories(store, place)
-    foreign = formats.foreign_steps(store, place, {name for _, name in own})
+    with store.glance(place):
+        own = directories(store, place)
+        foreign = formats.foreign_steps(store, place, {name for _, name in own})
     return sorted({step for step, _ in own} | set(foreign))
 
 

@@ -47,6 +47,10 @@ class Steps:
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
         """The undamaged steps, ascending; with `foreign` also those that another library has left in the directory."""
+        with self.store.glance(self.root):
+            return self._good(foreign)
+
+    def _good(self, foreign: bool) -> list[Saved]:
         own = self.committed()
         with self._lock:
             for step in self._known.keys() - own.keys():  # a run of many steps keeps few

@@ -15,7 +15,7 @@ from .._core.rebuilt import rebuilt
 from .._core.skeleton import Node, Skeleton, containers
 from .._core.source import Source
 from .._core.values import decode
-from .._processes.assignment import alignment
+from .._processes.assignment import alignment, cells_of
 from .._pytree import box_levels, walk
 from .._pytree.leaves import Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
@@ -115,11 +115,14 @@ def _own_skeleton(reader: Source) -> Skeleton | None:
     return reader.skeleton
 
 
-def described(view: views.View, live: LiveTree | None, slice_bytes: int | None) -> tuple[Catalogue, list[LocalShard]]:
+def described(
+    view: views.View, live: LiveTree | None, slice_bytes: int | None, piece_bytes: int | None = None
+) -> tuple[Catalogue, list[LocalShard]]:
     """The catalogue of a save of all leaves of a view, and its shards in the order in which they are written.
 
     Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
-    the one in the same place. Pieces are cut into slices of at most `slice_bytes`, if given.
+    the one in the same place. Arrays are cut into pieces of at most `piece_bytes`, and these are read in slices of at
+    most `slice_bytes`, if given.
     """
     entries = list(view.entries.values())
     shardings: dict[int, Any] = {}
@@ -138,6 +141,8 @@ def described(view: views.View, live: LiveTree | None, slice_bytes: int | None) 
             pieces = [shard.box for shard in live.shards_of(origin)]
         else:
             pieces = [whole(entry.shape)]
+        if piece_bytes:
+            pieces = cells_of(pieces, dtype.itemsize, piece_bytes)
         for piece in pieces:
             order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
             for part in _slices_of(piece, dtype.itemsize, slice_bytes) if slice_bytes else (piece,):

@@ -20,6 +20,7 @@ from .._threads.alive import Alive
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
 from ..errors import SaveError, TreeringError
+from ..stores.read_errors import RequestError
 
 _log = logging.getLogger("treering")
 _LONG_STALL = 1.0  # seconds
@@ -225,7 +226,7 @@ class PendingSave:
 
 def _as_save_error(error: BaseException, path: str) -> BaseException:
     """The error as callers get it, without the arrays that its traceback would keep alive."""
-    if not isinstance(error, TreeringError):
+    if not isinstance(error, TreeringError) or isinstance(error, RequestError):
         wrapped = SaveError(
             f"{path}: saving failed: {str(error) or type(error).__name__}; what was there before is untouched"
         )

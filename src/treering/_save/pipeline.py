@@ -129,7 +129,10 @@ def _prepare_view(
     skeleton = view.skeleton
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
     parallel = limit is None or limit >= _PARALLEL_BYTES
-    catalogue, shards = inputs.described(view, live, slice_bytes if call.count == 1 else None)
+    alone = call.count == 1
+    catalogue, shards = inputs.described(
+        view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None
+    )
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     shards = assignment.to_stage(catalogue, shards, shares, call.index)
     reading = OnDemand(view, shards, slice_bytes, parallel=parallel, hold=not fits, check=check)

@@ -196,7 +196,8 @@ def start(
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
             hooks.enter()
-        if call.count == 1 and format.name == "treering":  # or else process 0 checks it for all, in the background
+        # Or else it is checked in the background: by process 0 for all, and where a look takes longer than a stall may.
+        if call.count == 1 and format.name == "treering" and stores.of(place).has_folders:
             check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
         place,

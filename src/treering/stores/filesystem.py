@@ -1,8 +1,9 @@
 """The file system as a `Store`: the system calls of a `Disk`, and what is built of them."""
 
+import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,8 +33,11 @@ class Filesystem:
     def list(self, path: str) -> "list[str]":
         return self.disk.list(path)
 
-    def open(self, path: str) -> File:
+    def open(self, path: str, *, expected: int = 0) -> File:
         return File(self.disk, path)
+
+    def glance(self, path: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)
@@ -51,6 +55,18 @@ class Filesystem:
 
     def delete(self, path: str) -> None:
         self.disk.unlink(path)
+
+    def delete_all(self, path: str, names: Iterable[str]) -> None:
+        failed: OSError | None = None
+        for name in names:
+            try:
+                self.disk.unlink(os.path.join(path, name))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failed = failed or error
+        if failed:
+            raise failed
 
     def is_in_use(self, path: str) -> bool:
         with opened(self.disk, path) as fd:

@@ -66,11 +66,14 @@ class MemoryStore:
         with self.lock:
             return sorted({name[len(below) :].partition("/")[0] for name in self.objects if name.startswith(below)})
 
-    def open(self, path: str) -> "_MemoryBlob":
+    def open(self, path: str, *, expected: int = 0) -> "_MemoryBlob":
         with self.lock:
             if path not in self.objects and self.stat(path):
                 raise CorruptError(f"{path}: expected a file, found a folder")
             return _MemoryBlob(path, self._find(path).data)
+
+    def glance(self, path: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_link(self, path: str) -> bool:
         return False
@@ -106,6 +109,11 @@ class MemoryStore:
         with self.lock:
             self._find(path)
             del self.objects[path]
+
+    def delete_all(self, path: str, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.delete(_below(path) + name)
 
     def is_in_use(self, path: str) -> bool:
         with self.lock:
@@ -196,13 +204,13 @@ class _MemoryBlob:
     """See `stores.store.Blob`."""
 
     local = has_holes = False
-    readers = 4
+    readers, read_bytes = 4, 4 << 20
 
     def __init__(self, path: str, data: bytearray):
         self.path, self.size = path, len(data)
         self._data = data
 
-    def read_into(self, target: memoryview, offset: int) -> None:
+    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
         target[:] = self.read(offset, len(target))
 
     def read(self, offset: int, nbytes: int) -> bytes:

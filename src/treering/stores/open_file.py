@@ -18,7 +18,7 @@ _CHUNK = 4 << 20  # bytes of a mapping that are brought in at a time
 class File:
     """A file that stays open, so that it can be read even after it was replaced or deleted. See `stores.store.Blob`."""
 
-    readers = 4
+    readers, read_bytes = 4, 4 << 20
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -44,7 +44,7 @@ class File:
     def has_holes(self) -> bool:
         return self._disk.has_holes(self._fd)
 
-    def read_into(self, target: memoryview, offset: int) -> None:
+    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` when the file ends before, or cannot be read."""
         with reading(self.path):
             if self._disk.read(self._fd, target, offset) != len(target):

@@ -19,6 +19,12 @@ class UnreadableError(CorruptError):
     """The system cannot read what is there."""
 
 
+class RequestError(TreeringError, OSError):
+    """A store has refused a request, or did not answer it. It says nothing about what is there."""
+
+    __str__ = Exception.__str__
+
+
 class ReplacedError(NotFoundError):
     """The checkpoint was overwritten or deleted since it was opened."""
 

@@ -54,12 +54,20 @@ class Blob(Protocol):
         ...
 
     @property
+    def read_bytes(self) -> int:
+        """The bytes that each of them had best read."""
+        ...
+
+    @property
     def has_holes(self) -> bool:
         """Whether parts of it were never written, and read as zeros; False where that cannot be known."""
         ...
 
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fills a buffer from an offset. Raises `CorruptError` when the bytes end before, or cannot be read."""
+    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+        """Fills a buffer from an offset, `anew` from where the bytes lie even if they are known.
+
+        Raises `CorruptError` when the bytes end before, or cannot be read.
+        """
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -185,8 +193,18 @@ class Store(Protocol):
         """The names in a folder, sorted; none when it does not exist."""
         ...
 
-    def open(self, path: str) -> Blob:
-        """Opens a file. Raises `CorruptError` for what is no file."""
+    def open(self, path: str, *, expected: int = 0) -> Blob:
+        """Opens a file. Raises `CorruptError` for what is no file.
+
+        expected: how many of its first bytes are about to be read, for stores that would bring them at once.
+        """
+        ...
+
+    def glance(self, path: str) -> AbstractContextManager[None]:
+        """Lets `stat` and `list` answer from one look at a folder, while the `with` block of this thread runs.
+
+        Stores where each question takes long look at all that is below, unless that is too much.
+        """
         ...
 
     def is_link(self, path: str) -> bool:
@@ -220,6 +238,10 @@ class Store(Protocol):
 
     def delete(self, path: str) -> None:
         """Removes a file. Some stores raise `FileNotFoundError` when there is none."""
+        ...
+
+    def delete_all(self, path: str, names: Iterable[str]) -> None:
+        """Removes the files of these names in a folder that are there. Raises the first error after trying all."""
         ...
 
     def is_in_use(self, path: str) -> bool:

@@ -84,9 +84,9 @@ def opened(store: Store, path: str) -> Iterator[Blob]:
         blob.close()
 
 
-def open_fetched(store: Store, path: str) -> Blob:
+def open_fetched(store: Store, path: str, expected: int = 0) -> Blob:
     """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
     with reading(path):
-        blob = store.open(path)
+        blob = store.open(path, expected=expected)
         git_lfs.check_open(blob)
     return blob

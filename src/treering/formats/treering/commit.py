@@ -14,32 +14,35 @@ from collections.abc import Callable
 from ...errors import ExistsError, SaveError
 from ...stores.store import ABSENT, Store
 from .new_files import CREATE_ATTEMPTS, Files, write_whole
-from .removal import check_removable, consists_of, logged, remove, remove_leftovers
+from .removal import check_removable, consists_of, logged, remove_leftovers
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
 
 
-def check_free(store: Store, path: str, *, overwrite: bool) -> None:
-    """Raises `ExistsError` when a save to `path` would touch something it must not."""
+def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
+    """The names that are at a path already. Raises `ExistsError` when a save there would touch what it must not."""
     found = store.stat(path)
+    if found is None and not store.has_folders:
+        return []
     if found is None:
         parent = os.path.dirname(path)
         while (above := store.stat(parent)) is None and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
         if above is not None and not above.is_folder:
             raise ExistsError(f"{path}: expected to create a directory, but {parent} is a file; choose another path")
-        return
+        return []
     if not found.is_folder:
         raise ExistsError(f"{path}: expected a free path, found a file; choose another path or remove it")
     names = store.list(path)
     if MANIFEST in names:
         if not overwrite:
             raise ExistsError(f"{path}: expected a free path, found a checkpoint; pass overwrite=True to replace it")
-        return
+        return names
     if other := [name for name in names if not OWN_FILES.fullmatch(name)]:
         shown = ", ".join(other[:3]) + (", …" if len(other) > 3 else "")
         raise ExistsError(f"{path}: expected a free path, found a directory with {shown}; choose a path below it")
+    return names
 
 
 class Transaction(Files):
@@ -49,13 +52,15 @@ class Transaction(Files):
     """
 
     def __init__(self, store: Store, path: str, *, overwrite: bool):
-        check_free(store, path, overwrite=overwrite)
+        with store.glance(path):
+            names = check_free(store, path, overwrite=overwrite)
         if overwrite:
             check_removable(store, path)
         super().__init__(store, path, secrets.token_hex(3))
         self._overwrite = overwrite
         self._manifest = os.path.join(path, MANIFEST)
-        remove_leftovers(store, path)
+        if any(OWN_FILES.fullmatch(name) for name in names):
+            remove_leftovers(store, path)
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = os.path.join(path, name)
         try:
@@ -111,7 +116,7 @@ class Transaction(Files):
         self.close()
         if self._overwrite:
             with logged(self.path):  # the files of the replaced checkpoint, without locks: no save has them
-                remove(self.store, self.path, replaced)
+                self.store.delete_all(self.path, replaced)
             remove_leftovers(self.store, self.path)
 
     def abort(self) -> None:
@@ -143,7 +148,7 @@ class Transaction(Files):
 
     def _make_dir(self) -> None:
         """Makes the directory. The commit makes its name durable; the names of those above it are durable before."""
-        if self.store.stat(self.path) is None:
+        if self.store.has_folders and self.store.stat(self.path) is None:
             self.store.make_folders(os.path.dirname(self.path), self.made)
             with contextlib.suppress(FileExistsError):
                 self.store.make_folder(self.path)

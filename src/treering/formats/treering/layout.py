@@ -41,18 +41,24 @@ def plan(
     index: int = 0,
     count: int = 1,
     header_limit: int = MAX_HEADER * 9 // 10,
+    file_bytes: int | None = None,
 ) -> list[ArrayFile]:
-    """Lays out what process `index` of `count` writes, in as many files as keep each header below the limit."""
+    """Lays out what process `index` of `count` writes, in as many files as keep each header below the limit.
+
+    With `file_bytes` also each buffer, unless a single piece has more.
+    """
     groups: list[tuple[int, int]] = []
-    first = used = 0
+    first = used = nbytes = 0
     for n, piece in enumerate(pieces):
         # Generous: the key, escaped at worst, and 120 bytes of dtype, shape and offsets.
         cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
         again = n > first and (piece.leaf, piece.box) == (pieces[n - 1].leaf, pieces[n - 1].box)  # a run of the same
-        if n > first and not again and used + cost > header_limit:
+        full = used + cost > header_limit or (file_bytes is not None and nbytes + piece.nbytes > file_bytes)
+        if n > first and not again and full:
             groups.append((first, n))
-            first, used = n, 0
+            first, used, nbytes = n, 0, 0
         used += cost
+        nbytes += piece.nbytes
     if pieces:
         groups.append((first, len(pieces)))
     # A process need not know how many files the others have: its numbers are those that are `index` modulo `count`.

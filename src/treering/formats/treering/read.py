@@ -1,11 +1,12 @@
 """Reading the native format: the bytes of a box are found, checked, and returned as an array."""
 
+import contextlib
 import datetime
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,6 +31,7 @@ from .manifest import ArrayRow, piece_key
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
+_OBJECTS = 8  # of a bucket that are read at a time
 _ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
 
 
@@ -76,6 +78,10 @@ class Reader:
 
     def check_present(self) -> None:
         """Raises `CorruptError` unless every array file is there in its full size."""
+        with self._store.glance(self.path) if len(self._manifest.files) > 1 else contextlib.nullcontext():
+            self._check_present()
+
+    def _check_present(self) -> None:
         for file in self._manifest.files:
             path = os.path.join(self.path, file.name)
             found = self._store.stat(path)
@@ -109,12 +115,14 @@ class Reader:
         `mmap=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
+        if self._store.object_bytes is not None:
+            self._open_together(wanted)
         parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
         for found in parts:
             for part in found:
                 ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
-        memory = {number: self._file(number).memory(merge(found), verify, mmap) for number, found in ranges.items()}
+        memory = self._memory(ranges, verify, mmap)
         arrays = _assemble(wanted, parts, memory)
         for n, (entry, _) in enumerate(wanted):
             if entry.dtype == "bool" and (arrays[n].view(np.uint8) > 1).any():
@@ -128,6 +136,39 @@ class Reader:
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
                 arrays[n] = arrays[n].copy()
         return arrays
+
+    def _memory(
+        self, ranges: Mapping[int, Sequence[tuple[int, int]]], verify: bool, mmap: bool | None
+    ) -> dict[int, Memory]:
+        """The byte ranges of the files, those of several in parallel where a read takes long to answer."""
+        memory: dict[int, Memory] = {}
+
+        def read(number: int) -> None:
+            memory[number] = self._file(number).memory(merge(ranges[number]), verify, mmap)
+
+        if self._store.object_bytes is None:
+            for number in ranges:
+                read(number)
+        else:
+            in_parallel(list(ranges), read, _OBJECTS)
+        return memory
+
+    def _open_together(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> None:
+        """Opens the files of the boxes in parallel, those that are read for the most part with all their bytes."""
+        nbytes: dict[int, int] = {}
+        for entry, box in wanted:
+            row = self._resolve(entry)
+            for number, piece, _ in self._pieces(row, box):
+                inner = intersect(piece, box)
+                size = dtypes.itemsize(row.dtype) * math.prod(box_shape(inner)) if inner else 0
+                nbytes[number] = nbytes.get(number, 0) + size
+        files = self._manifest.files
+
+        def open_one(number: int) -> None:
+            size = files[number].size
+            self._file(number, size if nbytes[number] * 2 > size else 0)
+
+        in_parallel([number for number in nbytes if number not in self._files], open_one, _OBJECTS)
 
     def problems(self) -> Iterator[Problem]:
         """Reads every byte and yields all damage. Raises `UnsupportedError` at the end for files of a later release."""
@@ -225,16 +266,17 @@ class Reader:
             raise manifest.requiring(f"{self.path}: {found.path}", found.where.requires)
         return found
 
-    def _file(self, number: int) -> ArrayFile:
+    def _file(self, number: int, expected: int = 0) -> ArrayFile:
+        """An array file, opened when it is asked for first; `expected` are the bytes that are about to be read."""
         if found := self._files.get(number):
             return found
-        with self._opening:
+        with self._opening if self._store.object_bytes is None else contextlib.nullcontext():
             listed = self._manifest.files[number]
             if listed.requires:
                 raise manifest.requiring(os.path.join(self.path, listed.name), listed.requires)
             if number not in self._files:
                 try:
-                    self._files[number] = ArrayFile(self._store, self.path, listed)
+                    self._files[number] = ArrayFile(self._store, self.path, listed, expected)
                 except ReplacedError:
                     raise
                 except FileNotFoundError:

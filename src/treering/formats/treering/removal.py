@@ -6,7 +6,7 @@ A checkpoint of which any part is of a later version of the format is never move
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -132,7 +132,7 @@ def unpublish(store: Store, path: str) -> Callable[[], None]:
     def remove_files() -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has removed the directory as well
             store.settle(path)  # or after a power cut the manifest might be there without its files
-        remove(store, path, names)
+        store.delete_all(path, names)  # no writer can commit them any more, for the manifest is durably gone
         remove_leftovers(store, path, remove_empty=True)
 
     return remove_files
@@ -149,17 +149,3 @@ def consists_of(store: Store, path: str) -> list[str]:
         return [*file_names(data), *(name for name in store.list(path) if name.startswith(added))]
     except (CorruptError, UnsupportedError, OSError):
         return []
-
-
-def remove(store: Store, path: str, names: Iterable[str]) -> None:
-    """Removes the files of a manifest that is durably gone: no writer can commit them any more."""
-    failed: OSError | None = None
-    for name in names:
-        try:
-            store.delete(os.path.join(path, name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            failed = failed or error
-    if failed:
-        raise failed

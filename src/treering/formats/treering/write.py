@@ -6,13 +6,13 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from ..._core.boxes import Box
+from ..._core.boxes import Box, whole
 from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
@@ -79,7 +79,8 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable
         listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
-        data = _manifest(job, pieces, listed, [[first for _, first in report] for report in reports])
+        firsts = [[first for _, first in report] for report in reports]
+        data = _manifest(job, pieces, spread, listed, firsts)
         try:
             files.commit(data, lambda: _check_visible(store, job.path, listed[1:], call.timeout))
         except SaveError as error:
@@ -95,10 +96,16 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
         files = files or Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
-            pieces = assignment.pieces(job.catalogue.entries, staging.shards, job.shares, call.index)
+            entries, most = job.catalogue.entries, store.object_bytes
+            if most and job.shares is not None:
+                job = job._replace(shares=assignment.cut_shares(entries, job.shares, most))
+            pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
             if job.shares is not None:
                 staging.need([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
-            planned = layout.plan(job.catalogue.entries, pieces, token, call.index, call.count)
+            elif most:
+                pieces = assignment.cut(entries, pieces, most)
+            spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
+            planned = layout.plan(entries, pieces, token, call.index, call.count, file_bytes=most)
         call.doing("writing")
         watch.begin()
         report = [(_write_file(files, file, pieces, staging, pool, watch), file.first) for file in planned]
@@ -147,7 +154,11 @@ class _Watch:
 
 
 def _manifest(
-    job: Job, pieces: Sequence[Piece], listed: Sequence[Sequence[manifest.File]], firsts: Sequence[Sequence[int]]
+    job: Job,
+    pieces: Sequence[Piece],
+    spread: Collection[int],
+    listed: Sequence[Sequence[manifest.File]],
+    firsts: Sequence[Sequence[int]],
 ) -> bytes:
     entries, everyone = job.catalogue.entries, job.shares
 
@@ -157,7 +168,7 @@ def _manifest(
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, everyone, process))
 
     with gc_paused():
-        by_leaf = assignment.unshared(job.catalogue.shardings, pieces) if everyone is None else everyone
+        by_leaf = assignment.unshared(spread, pieces) if everyone is None else everyone
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
     data = manifest.seal(
         manifest.Manifest(
@@ -177,6 +188,16 @@ def _manifest(
     )
     _check_readable(data, job, rows.layouts)
     return data
+
+
+def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
+    """The leaves that are spread over devices, or cut up."""
+    found = set(catalogue.shardings)
+    for piece in pieces:
+        entry: Any = catalogue.entries[piece.leaf]
+        if piece.leaf not in found and piece.box != whole(entry.shape):
+            found.add(piece.leaf)
+    return found
 
 
 _read_back: tuple[Any, ...] = ()  # tree, layouts and metadata of the last manifest that was read

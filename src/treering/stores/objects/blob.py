@@ -8,32 +8,37 @@ from ...errors import CorruptError
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ChangedError
+from .upload import OBJECT_BYTES
 
 _HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
-_PART_BYTES = 8 << 20  # bytes that one request reads
 
 
 class ObjectBlob:
     """An object, of the version that it had when it was opened; reading any other is a `ReplacedError`."""
 
     local = has_holes = False
-    readers = 16
+    readers, read_bytes = 16, 8 << 20
 
-    def __init__(self, bucket: Bucket, key: str):
+    def __init__(self, bucket: Bucket, key: str, expected: int = 0):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        head, found = bucket.beginning(key, _HEAD_BYTES)
+        head, found = bucket.beginning(key, min(max(expected, _HEAD_BYTES), OBJECT_BYTES + _HEAD_BYTES))
         self._head, self.size, self._version = memoryview(head), found.nbytes, found.version
+        self._unread = len(head)
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
         end = offset + len(target)
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
-        held = 0 if anew else max(min(len(self._head), end) - offset, 0)
-        target[:held] = self._head[offset : offset + held]
+        head = memoryview(b"") if anew else self._head
+        held = max(min(len(head), end) - offset, 0)
+        target[:held] = head[offset : offset + held]
+        self._unread -= held
+        if self._unread <= 0 and len(head) > _HEAD_BYTES:
+            self._head = memoryview(b"")  # all of it was read, once
 
         def read(begin: int) -> None:
-            stop = min(begin + _PART_BYTES, end)
+            stop = min(begin + self.read_bytes, end)
             with reading(self.path):
                 try:
                     target[begin - offset : stop - offset] = self._bucket.read(self._key, begin, stop, self._version)
@@ -42,7 +47,7 @@ class ObjectBlob:
                         f"{self.path}: it was replaced or deleted while it was open; open it again"
                     ) from None
 
-        in_parallel(list(range(offset + held, end, _PART_BYTES)), read, self.readers)
+        in_parallel(list(range(offset + held, end, self.read_bytes)), read, self.readers)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:

@@ -5,10 +5,11 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from ...errors import TreeringError, UnsupportedError
+from ...errors import UnsupportedError
+from ..read_errors import RequestError
 
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
@@ -17,13 +18,8 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does no
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
+T = TypeVar("T")
 Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
-
-
-class RequestError(TreeringError, OSError):
-    """A store has refused a request, or did not answer it. It says nothing about what is there."""
-
-    __str__ = Exception.__str__
 
 
 class ChangedError(FileExistsError):
@@ -32,6 +28,10 @@ class ChangedError(FileExistsError):
 
 class ConflictError(ChangedError):
     """Another request for the same name is under way; the same one may be answered differently in a moment."""
+
+
+class _BrokenError(RequestError):
+    """An answer that did not come whole, which obstore does not ask for again itself."""
 
 
 class Found(NamedTuple):
@@ -53,8 +53,8 @@ class Bucket:
 
     def head(self, key: str) -> Found | None:
         """The object of a key; None when there is none."""
-        with contextlib.suppress(FileNotFoundError), self.asked(key):
-            return _found(self._obstore.head(self.client, key))
+        with contextlib.suppress(FileNotFoundError):
+            return _found(self._repeated(key, lambda: self._obstore.head(self.client, key)))
         return None
 
     def beginning(self, key: str, nbytes: int) -> tuple[bytes, Found]:
@@ -75,18 +75,23 @@ class Bucket:
         options: dict[str, Any] = {"range": (begin, end)}
         if version and version[0]:
             options["if_match"] = version[0]
+
+        def read() -> tuple[Any, Found]:
+            got = self._obstore.get(self.client, key, options=options)
+            data, found = got.bytes(), _found(got.meta)
+            if len(data) != min(end, found.nbytes) - begin:
+                raise _BrokenError(f"{self.url}/{key}: expected {end - begin} bytes, found {len(data)}")
+            return data, found
+
+        return self._repeated(key, read)
+
+    def _repeated(self, key: str, ask: Callable[[], T]) -> T:
+        """The answer to a request that may be made again, until it comes whole."""
         for attempt in range(_ATTEMPTS):
             try:
                 with self.asked(key):
-                    got = self._obstore.get(self.client, key, options=options)
-                    data = got.bytes()
-                    found = _found(got.meta)
-                    if len(data) == min(end, found.nbytes) - begin:
-                        return data, found
-                    raise RequestError(f"{self.url}/{key}: expected {end - begin} bytes, found {len(data)}")
-            except _EmptyError:
-                raise
-            except RequestError:
+                    return ask()
+            except _BrokenError:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
@@ -127,26 +132,36 @@ class Bucket:
 
     def list(self, key: str) -> tuple[list[Found], list[str]]:
         """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
-        with self.asked(key):
-            found = self._obstore.list_with_delimiter(self.client, prefix=key or None)
-            return [_found(one) for one in found["objects"] if one["path"] != key], list(found["common_prefixes"])
+        found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self.client, prefix=key or None))
+        return [_found(one) for one in found["objects"] if one["path"] != key], list(found["common_prefixes"])
 
     def list_all(self, key: str) -> "list[Found]":
         """All objects below a key, in the order of their names."""
-        with self.asked(key):
-            chunks = self._obstore.list(self.client, prefix=key or None)
-            return sorted(_found(one) for chunk in chunks for one in chunk if one["path"] != key)
+        return sorted(self.list_up_to(key, None) or ())
+
+    def list_up_to(self, key: str, most: int | None) -> "list[Found] | None":
+        """All objects below a key; None where there are more than so many."""
+
+        def ask() -> list[Found] | None:
+            found: list[Found] = []
+            for page in self._obstore.list(self.client, prefix=key or None):
+                found += [_found(one) for one in page if one["path"] != key]
+                if most is not None and len(found) > most:
+                    return None
+            return found
+
+        return self._repeated(key, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are not there are none."""
         if keys:
-            with contextlib.suppress(FileNotFoundError), self.asked(keys[0]):
-                self._obstore.delete(self.client, list(keys) if len(keys) > 1 else keys[0])
+            chosen = list(keys) if len(keys) > 1 else keys[0]
+            with contextlib.suppress(FileNotFoundError):
+                self._repeated(keys[0], lambda: self._obstore.delete(self.client, chosen))
 
     def copy(self, key: str, other: str) -> None:
         """Copies an object within the server."""
-        with self.asked(key):
-            self._obstore.copy(self.client, key, other)
+        self._repeated(key, lambda: self._obstore.copy(self.client, key, other))
 
     def writer(self, key: str, part_bytes: int, parts: int) -> Any:
         """An upload in parts, so many of which are in flight; a context manager that gives it up after an error."""
@@ -206,11 +221,6 @@ class Bucket:
             raise self._missing(key) from None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise RequestError(
-                f"{path}: the store does not allow this ({_short(error)}); look at the credentials, and whether they "
-                "may list, get, put and delete there"
-            ) from error
         except exceptions.NotSupportedError as error:
             raise UnsupportedError(f"{path}: this kind of store cannot do that: {_short(error)}") from error
         except exceptions.BaseError as error:
@@ -219,11 +229,19 @@ class Bucket:
                 raise _EmptyError(path) from None
             if any(word in text for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
+            denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+            if denied or " 403 " in text or " 401 " in text:
+                raise RequestError(
+                    f"{path}: the store does not allow this ({_short(error)}); look at the credentials, and whether "
+                    "they may list, get, put and delete there"
+                ) from error
             if any(word in text for word in _EXPIRED):
                 raise RequestError(f"{path}: the credentials have expired; renew them ({_short(error)})") from error
             if " 409 " in text:
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-            raise RequestError(f"{path}: the store did not answer as it should: {_short(error)}") from error
+            hint = "; without a reason, this is often a token that has expired" if " 400 " in text else ""
+            kind = RequestError if "max_retries" in text else _BrokenError  # or obstore has tried again already
+            raise kind(f"{path}: the store did not answer as it should: {_short(error)}{hint}") from error
 
 
 class _EmptyError(RequestError):

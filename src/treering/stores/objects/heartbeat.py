@@ -16,7 +16,7 @@ import msgspec
 from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
-from .bucket import Bucket, ChangedError, Found, RequestError, Version
+from .bucket import Bucket, ChangedError, Found, Version
 
 LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
 _RENEWAL_SECONDS = 20.0
@@ -89,7 +89,7 @@ class Heartbeat:
             except ChangedError:
                 self.lost = True
                 _log.warning("%s/%s: taken over or removed by another writer", self._bucket.url, self.key)
-            except (OSError, RequestError) as error:
+            except OSError as error:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
 
     def stop(self, *, delete: bool) -> None:

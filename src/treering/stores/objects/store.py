@@ -3,7 +3,8 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from ...errors import CorruptError, ExistsError, UnsupportedError
@@ -14,12 +15,14 @@ from ..temporary_names import place_of, temporary_beside
 from ..whole_files import check_free
 from . import clients, heartbeat
 from .blob import ObjectBlob
-from .bucket import Bucket, ChangedError
+from .bucket import Bucket, ChangedError, Found
+from .glance import Glance
 from .heartbeat import Heartbeat
 from .lease import ObjectLease
 from .sink import ObjectSink, ObjectWriter
 from .upload import OBJECT_BYTES, Stream, Uploads
 
+_GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
 _MARK = ".writer"  # the object in a scratch folder that says who fills it
 
 
@@ -38,6 +41,7 @@ class ObjectStore:
         self._buckets: dict[str, Bucket] = {}
         self._uploads = Uploads()
         self._heartbeats: dict[str, Heartbeat] = {}
+        self._local = threading.local()
 
     def add(self, url: str, client: Any) -> None:
         """Makes a store object of obstore's the one for all paths that begin with a URL."""
@@ -47,31 +51,56 @@ class ObjectStore:
 
     def stat(self, path: str) -> Stat | None:
         bucket, key = self._find(path)
-        if key and (found := bucket.head(key)):
-            return Stat("file", found.nbytes, found.modified, found.version)
+        if key:
+            seen = self._seen(bucket, key)
+            found = seen.objects.get(key) if seen and key != seen.key else bucket.head(key)
+            if found:
+                return Stat("file", found.nbytes, found.modified, found.version)
         if bucket.url.startswith("http"):
             return None if key else Stat("folder", 0, 0, 0)
-        objects, folders = bucket.list(key)
+        objects, folders = self._list(bucket, key)
         if not objects and not folders and key:
             return None
         last = max((one.modified for one in objects), default=0.0)
         return Stat("folder", 0, last, (*((one.key, one.version) for one in objects), *folders))
 
     def list(self, path: str) -> "list[str]":
-        bucket, key = self._find(path)
-        objects, folders = bucket.list(key)
+        objects, folders = self._list(*self._find(path))
         return sorted({*(one.key.rpartition("/")[2] for one in objects), *(one.rpartition("/")[2] for one in folders)})
 
-    def open(self, path: str) -> ObjectBlob:
+    def open(self, path: str, *, expected: int = 0) -> ObjectBlob:
         bucket, key = self._find(path)
         if not key:
             raise CorruptError(f"{path}: expected an object, found a bucket")
         try:
-            return ObjectBlob(bucket, key)
+            return ObjectBlob(bucket, key, expected)
         except FileNotFoundError:
             if self.stat(path):
                 raise CorruptError(f"{path}: expected an object, found names that begin with this one") from None
             raise
+
+    @contextlib.contextmanager
+    def glance(self, path: str) -> "Iterator[None]":
+        bucket, key = self._find(path)
+        if self._seen(bucket, key) or bucket.url.startswith("http"):
+            yield
+            return
+        found = bucket.list_up_to(key, _GLANCE_OBJECTS)
+        glances = self._local.__dict__.setdefault("glances", [])
+        glances.append(None if found is None else Glance(bucket, key, found))
+        try:
+            yield
+        finally:
+            glances.pop()
+
+    def _seen(self, bucket: Bucket, key: str) -> Glance | None:
+        """The glance of this thread that shows what is at and below a key."""
+        glances = getattr(self._local, "glances", ())
+        return next((one for one in glances if one and one.covers(bucket, key)), None)
+
+    def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
+        seen = self._seen(bucket, key)
+        return seen.list(key) if seen else bucket.list(key)
 
     def is_link(self, path: str) -> bool:
         return False
@@ -110,6 +139,10 @@ class ObjectStore:
             beat.stop(delete=True)
         else:
             bucket.delete([key])
+
+    def delete_all(self, path: str, names: Iterable[str]) -> None:
+        bucket, key = self._find(path)
+        bucket.delete([f"{key}/{name}" for name in names])
 
     def is_in_use(self, path: str) -> bool:
         bucket, key = self._find(path)
