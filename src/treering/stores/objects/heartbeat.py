@@ -20,7 +20,7 @@ from .bucket import Bucket, ChangedError, Found, Version
 
 LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
 _RENEWAL_SECONDS = 20.0
-_SAFE_SECONDS = 60.0  # since the last renewal, within which nobody can have taken it over
+SAFE_SECONDS = 60.0  # since the last renewal, within which nobody can have taken it over
 VERSION = 1
 _MAX_BYTES = 4096  # of such an object; larger ones are none
 _log = logging.getLogger("treering")
@@ -66,9 +66,9 @@ class Heartbeat:
 
     def check(self) -> bool:
         """Whether it is this writer's still; asks the server only when the last renewal is long ago."""
-        if time.monotonic() - self._renewed > _SAFE_SECONDS and not self.lost:
+        if time.monotonic() - self._renewed > SAFE_SECONDS and not self.lost:
             self.renew()
-        return not self.lost and time.monotonic() - self._renewed <= _SAFE_SECONDS
+        return not self.lost and time.monotonic() - self._renewed <= SAFE_SECONDS
 
     def confirm(self) -> bool:
         """Whether the object is there as it was written last, which is looked up."""
@@ -97,7 +97,7 @@ class Heartbeat:
         with self._lock:
             self.stopped = True
             _stopped.set()
-            if delete and not self.lost and (time.monotonic() - self._renewed <= _SAFE_SECONDS or self.confirm()):
+            if delete and not self.lost and (time.monotonic() - self._renewed <= SAFE_SECONDS or self.confirm()):
                 self._bucket.delete([self.key])
 
     def _data(self) -> bytes:

@@ -1,0 +1,220 @@
+"""Several writers of one bucket, some of them killed or stopped in the middle."""
+
+import functools
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import s3
+import treering as tr
+from fault_proxy import Proxy, Request, proxy
+from treering import stores
+from treering.errors import ExistsError, TreeringError
+from treering.stores.objects import heartbeat
+from treering.stores.objects.store import ObjectStore
+
+_SCRIPT = """
+import sys
+import numpy as np
+import s3
+import treering as tr
+from treering import stores
+from treering.errors import ExistsError, SaveError
+from treering.stores.objects.store import ObjectStore
+
+buckets = ObjectStore()
+buckets.add("writers://tests", s3.client(sys.argv[1]))
+stores.register(buckets, "writers")
+"""
+
+
+@pytest.fixture
+def between(s3_server: str) -> Iterator[Proxy]:
+    with proxy(s3_server) as one:
+        buckets = ObjectStore()
+        buckets.add("writers://tests", s3.client(one.url))
+        with stores.using(buckets, "writers"):
+            yield one
+
+
+@pytest.fixture
+def place() -> str:
+    return f"writers://tests/{secrets.token_hex(4)}"
+
+
+def _start(url: str, code: str, *arguments: str) -> "subprocess.Popen[str]":
+    """A process that uses the bucket behind a URL; `arguments` are `sys.argv[2:]`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT + code, url, *arguments],
+        env={**os.environ, "PYTHONPATH": os.path.dirname(s3.__file__), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ended(process: "subprocess.Popen[str]") -> int:
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def _names(path: str) -> list[str]:
+    return stores.of(path).list(path)
+
+
+_SAVING = """
+path, overwrite = sys.argv[2], sys.argv[3] == "overwrite"
+tr.save(path, {"w": np.arange(300_000)}, overwrite=overwrite)
+"""
+
+
+def _kill_at(number: int, processes: "list[subprocess.Popen[str]]", request: Request) -> str | None:
+    if request.number < number:
+        return None
+    processes[0].kill()
+    return "drop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["new", "overwrite"])
+def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: str, mode: str) -> None:
+    """What was there is there, or what is new; the next save removes all that is left."""
+    old, new = np.zeros(10), np.arange(300_000)
+    with proxy(s3_server) as counted:
+        if mode == "overwrite":
+            tr.save(f"{place}/counted", {"w": old})
+        assert _ended(_start(counted.url, _SAVING, f"{place}/counted", mode)) == 0
+        count = len(counted.requests)
+    for number in range(count + 1):
+        path = f"{place}/{number}"
+        if mode == "overwrite":
+            tr.save(path, {"w": old})
+        with proxy(s3_server) as deadly:
+            processes: list[subprocess.Popen[str]] = []
+            deadly.fault = functools.partial(_kill_at, number, processes)
+            processes.append(_start(deadly.url, _SAVING, path, mode))
+            _ended(processes[0])
+        if mode == "overwrite" or "treering.json" in _names(path):
+            found = tr.restore(path)["w"]
+            assert np.array_equal(found, new) or (mode == "overwrite" and np.array_equal(found, old))
+        tr.save(path, {"w": old + 1}, overwrite=True)
+        assert np.array_equal(tr.restore(path)["w"], old + 1) and len(_names(path)) == 2, _names(path)
+
+
+_RUN = """
+with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
+    for step in range(1, 100):
+        ckpts.save(step, {"w": np.full(1000, step)})
+        print(step, flush=True)
+        if step == 5 and len(sys.argv) > 3:
+            sys.stdin.read()
+"""
+
+
+def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> None:
+    job = _start(between.url, _RUN, place, "stay")
+    assert job.stdout is not None
+    while job.stdout.readline().strip() != "5":
+        pass
+    with pytest.raises(ExistsError, match=f"process {job.pid} on"), tr.Checkpointer(place) as ckpts:
+        ckpts.save(6, {"w": np.full(1000, 6)})
+    job.kill()
+    _ended(job)
+    with tr.Checkpointer(place, keep=tr.keep.last(2)) as ckpts:
+        step = ckpts.latest_step
+        assert step is not None and step >= 4
+        assert np.array_equal(ckpts.restore()["w"], np.full(1000, step))
+        ckpts.save(step + 1, {"w": np.full(1000, step + 1)})
+    assert tr.steps(place)[-1] == step + 1
+    assert "writer.lock" not in _names(place)
+    for name in _names(place):
+        assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
+
+
+def test_a_writer_that_was_stopped_too_long_cannot_commit(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lease has run out, another has taken the run over: what it then commits would be among the other's steps."""
+    stopped = _start(
+        between.url,
+        """
+import os, signal, time
+from treering.stores.objects import heartbeat, sink
+heartbeat._RENEWAL_SECONDS, heartbeat.SAFE_SECONDS = 0.3, 1.0
+put = sink.check_leases
+def stop_before(path):
+    sink.check_leases = put
+    print("committing", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # or this thread goes on for a moment
+    put(path)
+ckpts = tr.Checkpointer(sys.argv[2])
+ckpts.save(1, {"w": np.zeros(10)})
+ckpts.wait()
+sink.check_leases = stop_before
+try:
+    ckpts.save(2, {"w": np.zeros(10)})
+    ckpts.wait()
+except SaveError as error:
+    print("refused", error, flush=True)
+""",
+        place,
+    )
+    assert stopped.stdout is not None and stopped.stdout.readline() == "committing\n"
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if it were another machine's
+    time.sleep(0.5)
+    with caplog.at_level(logging.WARNING), tr.Checkpointer(place) as ckpts:
+        ckpts.save(3, {"w": np.ones(10)})
+        assert "which is dead" in caplog.text
+        stopped.send_signal(signal.SIGCONT)
+        assert "another job has taken this run over" in stopped.communicate(timeout=60)[0]
+        assert tr.steps(place) == [1, 3]
+        assert not any(r.method == "PUT" and r.path.endswith("2/treering.json") for r in between.requests)
+        ckpts.save(4, {"w": np.ones(10)})
+    assert tr.steps(place) == [1, 3, 4]
+
+
+def test_two_saves_to_one_path_at_a_time(between: Proxy, place: str) -> None:
+    saves = [_start(between.url, _SAVING, place, "new") for _ in range(3)]
+    outcomes = [_ended(save) for save in saves]
+    assert outcomes.count(0) == 1
+    assert np.array_equal(tr.restore(place)["w"], np.arange(300_000)) and len(_names(place)) == 2
+
+
+def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> None:
+    """Another replaces the checkpoint after it was looked at: neither is lost without a word."""
+    tr.save(place, {"w": np.zeros(3)})
+    seen: list[Request] = []
+
+    def replace(request: Request) -> str | None:
+        if request.method == "PUT" and request.path.endswith("/treering.json") and not seen:
+            seen.append(request)
+            tr.save(place, {"w": np.ones(3)}, overwrite=True)
+        return None
+
+    job = _start(
+        between.url,
+        "try:\n    tr.save(sys.argv[2], {'w': np.full(3, 2.0)}, overwrite=True)\nexcept SaveError as error:\n"
+        "    print('no', error)\nexcept ExistsError as error:\n    print('refused', error)\n",
+        place,
+    )
+    between.fault = replace
+    assert job.communicate(timeout=60)[0].startswith("refused")
+    between.fault = lambda request: None
+    assert np.array_equal(tr.restore(place)["w"], np.ones(3)) and len(_names(place)) == 2
+
+
+def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) -> None:
+    with stores.of(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
+        file.write(b'{"version": 2, "token": "x"}')
+    with pytest.raises(TreeringError, match="a later release"), tr.Checkpointer(place) as ckpts:
+        ckpts.save(1, {"w": np.zeros(3)})
