@@ -46,6 +46,16 @@ def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
     )
 
 
+def environment(url: str) -> dict[str, str]:
+    """The variables with which programs that know nothing of the server use it."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }
+
+
 def _boto(url: str) -> Any:
     import boto3
 

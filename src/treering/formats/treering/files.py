@@ -148,6 +148,7 @@ class ArrayFile:
         self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
         self._good = bytearray(blocks)
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
+        self._remembers = store.object_bytes is None  # or there may be thousands of files
 
     def can_mmap(self, requested: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""
@@ -191,7 +192,7 @@ class ArrayFile:
         in_parallel(jobs, work, self._blob.readers)
         if bad:
             self._raise_damaged(sorted(bad))
-        if runs:
+        if runs and self._remembers:
             start, memory = runs[-1]
             block = (start + len(memory) - 1) // BLOCK
             self._last = block, bytes(memory[block * BLOCK - start :][: self._length(block, block + 1)])

@@ -116,6 +116,8 @@ class Reader:
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
         if self._store.object_bytes is not None:
+            if len(wanted) == 1 and (found := self._read_by_turns(*wanted[0], verify)) is not None:
+                return [_as_bools(found, wanted[0][0])]
             self._open_together(wanted)
         parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
@@ -124,9 +126,7 @@ class Reader:
                 ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
         memory = self._memory(ranges, verify, mmap)
         arrays = _assemble(wanted, parts, memory)
-        for n, (entry, _) in enumerate(wanted):
-            if entry.dtype == "bool" and (arrays[n].view(np.uint8) > 1).any():
-                arrays[n] = arrays[n].view(np.uint8) != 0
+        arrays = [_as_bools(array, entry) for array, (entry, _) in zip(arrays, wanted, strict=True)]
         held = sum(one.nbytes for one in memory.values())
         if sum(array.nbytes for array in arrays) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
@@ -136,6 +136,27 @@ class Reader:
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
                 arrays[n] = arrays[n].copy()
         return arrays
+
+    def _read_by_turns(self, entry: ArrayEntry, box: Box, verify: bool) -> np.ndarray | None:
+        """A box that lies in many objects, a few of which are in memory at a time; None for one that lies in few."""
+        row = self._resolve(entry)
+        pieces = [(*one, inner) for one in self._pieces(row, box) if (inner := intersect(one[1], box))]
+        if len(pieces) <= _OBJECTS:
+            return None
+        size = dtypes.itemsize(row.dtype)
+        own = adoptable(box_shape(box), dtypes.to_numpy(row.dtype))
+
+        def copy(one: tuple[int, Box, str, Box]) -> None:
+            number, piece, key, inner = one
+            whole_size = self._manifest.files[number].size
+            file = self._file(number, whole_size if size * math.prod(box_shape(inner)) * 2 > whole_size else 0)
+            begin = self._tensor(number, key, row.dtype, box_shape(piece))
+            for part in parts_of(number, begin, piece, inner, box, size, apart=True):
+                memory = file.memory(merge(part.ranges or [(part.begin, part.end)]), verify, None)
+                own[part.at] = memory.view(part, own.dtype)
+
+        in_parallel(pieces, copy, _OBJECTS)
+        return own
 
     def _memory(
         self, ranges: Mapping[int, Sequence[tuple[int, int]]], verify: bool, mmap: bool | None
@@ -300,6 +321,13 @@ class Reader:
         """The files that a leaf lies in."""
         row = self._target(row)
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
+
+
+def _as_bools(array: np.ndarray, entry: ArrayEntry) -> np.ndarray:
+    """The array, of bools made of the bytes that hold them: any but 0 is true."""
+    if entry.dtype == "bool" and (array.view(np.uint8) > 1).any():
+        return array.view(np.uint8) != 0
+    return array
 
 
 def _assemble(

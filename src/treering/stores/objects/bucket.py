@@ -15,7 +15,7 @@ _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
-_EMPTY = ("InvalidRange", "Invalid range", " 416 ")
+_EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
 T = TypeVar("T")
@@ -119,9 +119,11 @@ class Bucket:
     def same(self, key: str, data: Any) -> Found | None:
         """The object of a key if it has exactly these bytes, of which there are some."""
         data = memoryview(data).cast("B")
+        if not len(data):
+            return None
         with contextlib.suppress(FileNotFoundError):
             there, found = self.beginning(key, len(data) + 1)
-            return found if len(data) and bytes(there) == data else None
+            return found if bytes(there) == data else None
         return None
 
     def check_unchanged(self, key: str, replaces: Version | None) -> None:

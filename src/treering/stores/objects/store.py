@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ...errors import CorruptError, ExistsError, UnsupportedError
+from ...errors import CorruptError, ExistsError, NotFoundError, UnsupportedError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, taken_out
 from ..store import Beside, Owned, Stat, Writer
@@ -56,7 +56,7 @@ class ObjectStore:
             found = seen.objects.get(key) if seen and key != seen.key else bucket.head(key)
             if found:
                 return Stat("file", found.nbytes, found.modified, found.version)
-        if bucket.url.startswith("http"):
+        if _is_web(bucket):
             return None if key else Stat("folder", 0, 0, 0)
         objects, folders = self._list(bucket, key)
         if not objects and not folders and key:
@@ -82,7 +82,7 @@ class ObjectStore:
     @contextlib.contextmanager
     def glance(self, path: str) -> "Iterator[None]":
         bucket, key = self._find(path)
-        if self._seen(bucket, key) or bucket.url.startswith("http"):
+        if self._seen(bucket, key) or _is_web(bucket):
             yield
             return
         found = bucket.list_up_to(key, _GLANCE_OBJECTS)
@@ -100,6 +100,10 @@ class ObjectStore:
 
     def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
         seen = self._seen(bucket, key)
+        if not seen and _is_web(bucket):
+            if bucket.head(key):
+                return [], []
+            raise NotFoundError(f"{bucket.url}/{key}: expected a file, for web servers cannot be listed; found none")
         return seen.list(key) if seen else bucket.list(key)
 
     def is_link(self, path: str) -> bool:
@@ -229,8 +233,7 @@ class ObjectStore:
             _, scratch = self._find(temporary)
             made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
             for name in sorted(made, key=lambda name: ("/" not in name, name)):
-                if name != _MARK:
-                    bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
+                bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
@@ -244,7 +247,7 @@ class ObjectStore:
         _, scratch = self._find(temporary)
         beat = Heartbeat(bucket, f"{scratch}/{_MARK}")
         try:
-            yield temporary
+            yield f"{temporary}/files"
         finally:
             with contextlib.suppress(OSError):
                 self._uploads.settle(temporary)
@@ -268,5 +271,10 @@ class ObjectStore:
         return self._buckets[url], key
 
     def _check_writable(self, bucket: Bucket) -> None:
-        if bucket.url.startswith("http"):
+        if _is_web(bucket):
             raise UnsupportedError(f"{bucket.url}: web servers are only read; save to a path or a bucket")
+
+
+def _is_web(bucket: Bucket) -> bool:
+    """Whether it is a web server, which has files that can be read and nothing else."""
+    return bucket.url.startswith(("http://", "https://"))

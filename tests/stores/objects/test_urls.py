@@ -1,0 +1,244 @@
+"""URLs in every call: buckets with the credentials of the environment, web servers, several processes."""
+
+import functools
+import http.server
+import os
+import pathlib
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import s3
+import treering as tr
+from fault_proxy import Proxy, proxy
+from jobs import run_job
+from treering import stores
+from treering.errors import MismatchError, NotFoundError, UnsupportedError
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of the bucket, which the environment says how to reach."""
+    for name, value in s3.environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    stores._buckets.cache_clear()
+    yield f"s3://{s3.BUCKET}/{secrets.token_hex(4)}"
+    stores._buckets.cache_clear()
+
+
+def test_every_call_takes_a_url(bucket: str, tmp_path: pathlib.Path) -> None:
+    tree = {"params": {"w": np.arange(12.0).reshape(3, 4)}, "step": np.array(7)}
+    run = f"{bucket}/run"
+    tr.save(f"{bucket}/a", tree, metadata={"note": "x"})
+    tr.save_async(f"{bucket}/b", tree).result()
+    assert tr.open(f"{bucket}/a").metadata == {"note": "x"} and not tr.diff(f"{bucket}/a", f"{bucket}/b")
+    with tr.Checkpointer(run, keep=tr.keep.last(2)) as ckpts:
+        for step in (1, 2, 3):
+            ckpts.save(step, tree, metrics={"loss": 1 / step})
+    tr.record(run, 3, {"accuracy": 0.5})
+    assert tr.steps(run) == [2, 3] and tr.open(run).metrics == {"loss": 1 / 3, "accuracy": 0.5}
+    assert [ckpt.step for ckpt in tr.follow(run, after=2, timeout=0)] == [3]
+    assert tr.restore(run)["step"] == 7 and tr.verify(run).ok
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.rewind(2)
+    assert tr.steps(run) == [2] and tr.steps(f"{run}/rewound-1") == [3]
+    for format in ("safetensors", "flax", "orbax", "t5x", "treering"):
+        tr.convert(f"{bucket}/a", tmp_path / format, format=format)
+        tr.convert(tmp_path / format, f"{bucket}/{format}", format=format)
+        found = tr.restore(f"{bucket}/{format}", {"params": {"w": np.zeros((3, 4))}, "step": np.array(0)})
+        np.testing.assert_array_equal(found["params"]["w"], tree["params"]["w"])
+
+
+def test_a_profile_has_the_credentials(bucket: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_REGION")
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    (tmp_path / "config").write_text("[profile mine]\nregion = eu-west-3\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    tr.save(f"{bucket}/a", {"w": np.ones(3)})
+    assert tr.restore(f"{bucket}/a")["w"].sum() == 3
+
+
+def test_a_store_object_stands_for_its_bucket(s3_server: str) -> None:
+    prefix = secrets.token_hex(4)
+    client = s3.client(s3_server, prefix=prefix)
+    report = tr.save(client, {"w": np.ones(3)})  # type: ignore[arg-type]
+    assert report.path == f"s3://{s3.BUCKET}/{prefix}"
+    assert tr.restore(report.path)["w"].sum() == 3 and tr.open(client)["w"].shape == (3,)  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match="LocalStore"):
+        import obstore.store
+
+        tr.save(obstore.store.LocalStore(), {})  # type: ignore[arg-type]
+
+
+def test_a_file_url_is_a_path(tmp_path: pathlib.Path) -> None:
+    tr.save(f"file://{tmp_path}/with%20space", {"w": 1})
+    assert tr.restore(tmp_path / "with space") == {"w": 1}
+
+
+def test_without_obstore_it_is_named() -> None:
+    code = (
+        "import sys; sys.modules['obstore'] = None\nimport treering as tr\n"
+        "try: tr.steps('gs://bucket/run')\nexcept tr.errors.UnsupportedError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code.replace("tr.errors.", "")], capture_output=True, text=True)
+    assert "pip install 'treering[gcs]'" in done.stdout + done.stderr
+
+
+def test_importing_and_local_calls_leave_obstore_alone(tmp_path: pathlib.Path) -> None:
+    code = f"import sys, treering as tr; tr.save({str(tmp_path / 'c')!r}, {{'a': 1}}); print('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_requests_are_few(s3_server: str) -> None:
+    """At 50 ms each they are what saving and restoring small states takes."""
+    tree = {f"layer-{n}": np.full(1000, n, np.float32) for n in range(1000)}
+    with proxy(s3_server) as counted:
+        root = stores.absolute(s3.client(counted.url, prefix=secrets.token_hex(4)))  # type: ignore[arg-type]
+        tr.save(f"{root}/first", {"a": 1})  # the server is asked once whether it keeps to conditions
+
+        def requests(call: Any) -> int:
+            begun = len(counted.requests)
+            call()
+            return len(counted.requests) - begun
+
+        assert requests(lambda: tr.save(f"{root}/c", tree)) <= 8
+        assert requests(lambda: tr.restore(f"{root}/c", tree)) <= 8
+        opened = tr.open(f"{root}/c")
+        assert requests(lambda: opened["layer-7"][...]) <= 2
+        with tr.Checkpointer(f"{root}/run") as ckpts:
+            for step in range(20):
+                ckpts.save(step, {"a": step})
+        assert requests(lambda: tr.steps(f"{root}/run")) == 1
+
+
+def test_arrays_are_cut_into_objects(bucket: str) -> None:
+    """And come back whole, from one device and from many, with and without rules."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    tree = {
+        "flat": np.arange(20_000_003, dtype=np.int32),
+        "odd": (np.arange(7 * 1_500_001) % 999).astype(np.float32).reshape(7, 1_500_001),
+        "spread": jax.device_put(np.arange(4 * 9_000_001, dtype=np.int8).reshape(4, -1), spread),
+        "small": np.arange(5),
+    }
+    for n, options in enumerate(({}, {"memory_limit": None}, {"dtype": "float16"})):
+        path = f"{bucket}/{n}"
+        tr.save(path, tree, **options)  # type: ignore[arg-type]
+        found = tr.restore(path)
+        for name, array in tree.items():
+            expected = np.asarray(array)
+            if "dtype" in options and expected.dtype.kind == "f":
+                expected = expected.astype(np.float16)
+            np.testing.assert_array_equal(found[name], expected)
+        store = stores.of(path)
+        sizes = [stat.nbytes for one in store.list(path) if (stat := store.stat(f"{path}/{one}"))]
+        assert len(sizes) > 4 and max(sizes) < 33 << 20
+        part = tr.open(path)["odd"][2:5, 100:200]
+        np.testing.assert_array_equal(part, np.asarray(found["odd"])[2:5, 100:200])
+    local = f"{bucket}/copy"
+    tr.save(local, tr.open(f"{bucket}/0"))
+    assert not tr.diff(local, f"{bucket}/0")
+
+
+_JOB = """
+run = URL + "/run"
+value = (np.arange(40_000_000) % 999).astype(np.float32).reshape(8, -1)
+tree = {"w": put(value, P("x")), "same": np.arange(3)}
+with tr.Checkpointer(run) as ckpts:
+    ckpts.save(1, tree)
+    ckpts.wait()
+    found = ckpts.restore(tree)
+    assert same(found["w"], value)
+tr.save(URL + "/cast", tree, dtype="float16")
+tr.save(URL + "/flax", tree, format="flax")
+report(tr.steps(run))
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_write_one_checkpoint(bucket: str, s3_server: str, tmp_path: pathlib.Path) -> None:
+    body = f"os.environ.update({s3.environment(s3_server)!r})\n" + _JOB
+    for result in run_job(tmp_path, body, processes=2, URL=bucket):
+        assert result.code == 0 and result.report == [1], result.output
+    value = (np.arange(40_000_000) % 999).astype(np.float32).reshape(8, -1)
+    np.testing.assert_array_equal(tr.restore(f"{bucket}/run")["w"], value)
+    np.testing.assert_array_equal(tr.restore(f"{bucket}/flax")["w"], value)
+    assert tr.restore(f"{bucket}/cast")["w"].dtype == np.float16 and tr.verify(f"{bucket}/run").ok
+
+
+class _Hub(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder with ranges, and sends who asks for `/resolve/…` to another address, as the Hub does."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/resolve/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.replace("/resolve/", "/files/"))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        path = pathlib.Path(self.directory, os.path.basename(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        begin, end = 0, len(data)
+        if asked := self.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            begin, end = int(first), min(int(last) + 1, len(data)) if last else len(data)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(end - begin))
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data[begin:end])
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def hub(tmp_path: pathlib.Path) -> Iterator[Proxy]:
+    handler = functools.partial(_Hub, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with proxy(f"http://127.0.0.1:{server.server_port}") as counted:
+            yield counted
+        server.shutdown()
+
+
+def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path) -> None:
+    weights = {"big": np.arange(8_000_000, dtype=np.float32).reshape(8, -1), "small": np.ones(4, np.float32)}
+    tr.save(tmp_path / "model.safetensors", weights)
+    url = f"{hub.url}/resolve/model.safetensors"
+    ckpt = tr.open(url)
+    assert ckpt.format == "safetensors" and ckpt["big"].shape == (8, 1_000_000)
+    np.testing.assert_array_equal(ckpt["big"][5, :1000], weights["big"][5, :1000])
+    asked = sum(_length(request.headers) for request in hub.requests if request.method == "GET")
+    assert asked < 16 << 20, "one row is some ranges, not a download"
+    np.testing.assert_array_equal(tr.restore(url)["big"], weights["big"])
+    with pytest.raises(UnsupportedError, match="only read"):
+        tr.save(f"{hub.url}/new", {"a": 1})
+    with pytest.raises(NotFoundError):
+        tr.open(f"{hub.url}/nothing.safetensors")
+
+
+def _length(headers: dict[str, str]) -> int:
+    asked = {name.lower(): value for name, value in headers.items()}.get("range", "bytes=0-99999999")
+    first, last = asked.removeprefix("bytes=").split("-")
+    return int(last) - int(first) + 1
