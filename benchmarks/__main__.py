@@ -13,6 +13,7 @@ from . import (
     converting,
     loop,
     memory,
+    objects,
     opening,
     operations,
     planning,
@@ -32,9 +33,20 @@ _NOTE = (
     "`sharded` is 1 GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process; `processes` the "
     "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "
     "process as the floor. Of the loop, the floor is one thread that writes the same bytes plainly and syncs them, and "
-    "Orbax v0 its CheckpointManager."
+    "Orbax v0 its CheckpointManager. Of the bucket, a server in Python on this machine, the floor is obstore with the "
+    "same objects and as many in flight; Orbax writes to no bucket but Google's."
 )
-_APART = ["memory", "open", "loop", "reading", "converting", "sharded", "processes", "planning"]  # each by itself
+_APART = [
+    "memory",
+    "open",
+    "loop",
+    "reading",
+    "converting",
+    "sharded",
+    "processes",
+    "planning",
+    "objects",
+]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_APART, *states.STATES]
 
 
@@ -87,6 +99,8 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
         found += processes.rows(directory, repeats)
     if "planning" in only:
         found += planning.rows(repeats)
+    if "objects" in only:
+        found += objects.rows(repeats)
     return found
 
 

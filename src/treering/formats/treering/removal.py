@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import xxhash
 
+from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.nfs import warn_of_no_locks
@@ -37,8 +38,7 @@ def check_removable(store: Store, path: str) -> None:
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
     manifest.check_known(found, name)
-    for file in found.files:
-        files.check_version(store, os.path.join(path, file.name), file)
+    in_parallel(found.files, lambda file: files.check_version(store, os.path.join(path, file.name), file))
     with contextlib.suppress(UnreadableError):
         for _, late in metrics.read(store, path, manifest.xxh3(data)):
             if isinstance(late, UnsupportedError):
