@@ -14,6 +14,7 @@ from ..read_errors import RequestError
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
+_QUICK_BYTES = 64 << 10
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
@@ -44,17 +45,20 @@ class Found(NamedTuple):
 
 
 class Bucket:
-    """The requests to one bucket. `url` is what the paths in it begin with; `client` is a store of obstore's."""
+    """The requests to one bucket. `url` is what the paths in it begin with; `client` is a store of obstore's.
 
-    def __init__(self, url: str, client: Any):
-        self.url, self.client = url, client
+    `quick` is another for what has few bytes, and should not wait as long for an answer.
+    """
+
+    def __init__(self, url: str, client: Any, quick: Any = None):
+        self.url, self.client, self._quick = url, client, quick or client
         self._conditional = False  # the server was seen to honour conditions
         self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
 
     def head(self, key: str) -> Found | None:
         """The object of a key; None when there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return _found(self._repeated(key, lambda: self._obstore.head(self.client, key)))
+            return _found(self._repeated(key, lambda: self._obstore.head(self._quick, key)))
         return None
 
     def beginning(self, key: str, nbytes: int) -> tuple[bytes, Found]:
@@ -104,10 +108,11 @@ class Bucket:
         lost makes the client ask again.
         """
         mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
+        client = self._quick if memoryview(data).nbytes <= _QUICK_BYTES else self.client
         for attempt in range(_ATTEMPTS):
             try:
                 with self.asked(key):
-                    return _version(self._obstore.put(self.client, key, data, mode=mode, use_multipart=False))
+                    return _version(self._obstore.put(client, key, data, mode=mode, use_multipart=False))
             except ChangedError as error:
                 if found := self.same(key, data):
                     return found.version
@@ -134,7 +139,7 @@ class Bucket:
 
     def list(self, key: str) -> tuple[list[Found], list[str]]:
         """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
-        found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self.client, prefix=key or None))
+        found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self._quick, prefix=key or None))
         return [_found(one) for one in found["objects"] if one["path"] != key], list(found["common_prefixes"])
 
     def list_all(self, key: str) -> "list[Found]":

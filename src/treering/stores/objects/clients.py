@@ -1,6 +1,7 @@
 """The clients of obstore's for the URLs of buckets, with the credentials that the field's programs use."""
 
 import datetime
+import functools
 import os
 from typing import Any
 
@@ -10,12 +11,13 @@ EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "adl": "azure",
     "abfs": "azure", "abfss": "azure", "http": "http", "https": "http", "memory": "http",
 }  # fmt: skip
-_TIMEOUT = {"timeout": "60s", "connect_timeout": "10s"}  # of one request
+_SECONDS = 300  # for one request with data: five objects at a time need half a megabyte a second
+QUICK_SECONDS = 20  # for one without, and for what says that a writer lives
 _RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=90)}
 
 
-def make(root: str) -> Any:
-    """The client for what is before the names in a URL: `s3://bucket`, `https://host`.
+def make(root: str, seconds: int = _SECONDS) -> Any:
+    """The client for what is before the names in a URL (`s3://bucket`, `https://host`), with a limit for each request.
 
     Raises `UnsupportedError` when obstore is not installed.
     """
@@ -26,15 +28,24 @@ def make(root: str) -> Any:
         raise UnsupportedError(
             f"{root}: reading and writing such URLs needs obstore: pip install 'treering[{EXTRAS[scheme]}]'"
         ) from None
-    options: dict[str, Any] = {"client_options": dict(_TIMEOUT), "retry_config": _RETRIES}
+    limits = {"timeout": f"{seconds}s", "connect_timeout": "10s"}
+    options: dict[str, Any] = {"client_options": limits, "retry_config": _RETRIES}
     if scheme == "memory":
-        return store.MemoryStore()
+        return _in_memory(place)
     if scheme in ("http", "https"):
         options["client_options"]["allow_http"] = scheme == "http"
         return store.HTTPStore(root, **options)
     if scheme in ("s3", "s3a"):
         return _s3(store, place, options)
     return store.from_url(root, **options)
+
+
+@functools.cache
+def _in_memory(name: str) -> Any:
+    """The memory of that name, for as long as the process lives."""
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
 
 
 def _s3(store: Any, bucket: str, options: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ _RENEWAL_SECONDS = 20.0
 SAFE_SECONDS = 60.0  # since the last renewal, within which nobody can have taken it over
 VERSION = 1
 _MAX_BYTES = 4096  # of such an object; larger ones are none
+_UNSEEN = "unseen"  # in the place of the time when a process began
 _log = logging.getLogger("treering")
 _PROCESS = secrets.token_hex(8)  # names this process in the objects that it writes
 _alive: "Alive[Heartbeat]" = Alive()
@@ -119,7 +120,7 @@ def lives(bucket: Bucket, about: About, found: Found) -> bool:
     if about.owner == _PROCESS:
         return any(one.token == about.token and not one.stopped for one in _alive.all())
     if is_here(about):
-        return _started(about.process) == about.started
+        return _runs(about)
     return bucket.age(found, found.key) <= LEASE_SECONDS
 
 
@@ -149,13 +150,24 @@ def _machine() -> str:
         return ""  # not Linux: there the age alone decides
 
 
+def _runs(about: About) -> bool:
+    """Whether a process of this machine runs; one that may not be looked at does."""
+    try:
+        os.kill(about.process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _started(about.process) in (about.started, _UNSEEN)
+
+
 def _started(process: int) -> str:
-    """The time when a process began, in ticks since the boot; "" when there is none of that number."""
+    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` when nobody says."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return _UNSEEN
     return "" if fields[0] in "ZX" else fields[19]
 
 

@@ -1,5 +1,6 @@
 """The right to write a run in a store without locks: an object that names the writer, and is renewed while it lives."""
 
+import atexit
 import logging
 import threading
 import time
@@ -113,6 +114,13 @@ class ObjectLease:
                 f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; "
                 "nothing was committed; stop one of the two"
             )
+
+
+@atexit.register
+def _release_all() -> None:
+    """Gives back what nobody has closed, so that no job elsewhere has to wait; all saves are over by now."""
+    for lease in _alive.all():
+        lease.release()
 
 
 def check_leases(path: str) -> None:

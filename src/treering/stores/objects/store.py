@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -36,16 +37,17 @@ class ObjectStore:
     has_folders = False
     object_bytes = OBJECT_BYTES
 
-    def __init__(self, make: Callable[[str], Any] = clients.make, *, conditional: bool = True):
+    def __init__(self, make: Callable[..., Any] = clients.make, *, conditional: bool = True):
         self._make, self._conditional = make, conditional
         self._buckets: dict[str, Bucket] = {}
         self._uploads = Uploads()
-        self._heartbeats: dict[str, Heartbeat] = {}
+        self._heartbeats: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
         self._local = threading.local()
 
     def add(self, url: str, client: Any) -> None:
         """Makes a store object of obstore's the one for all paths that begin with a URL."""
-        self._buckets[url] = Bucket(url, client)
+        if url not in self._buckets or self._buckets[url].client is not client:
+            self._buckets[url] = Bucket(url, client)
 
     # Reading
 
@@ -142,6 +144,7 @@ class ObjectStore:
         if beat := self._heartbeats.pop(path, None):
             beat.stop(delete=True)
         else:
+            self._uploads.end(path)  # or what is on its way would come after
             bucket.delete([key])
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
@@ -267,7 +270,7 @@ class ObjectStore:
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
-        self._buckets[url] = Bucket(url, self._make(url))
+        self._buckets[url] = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS))
         return self._buckets[url], key
 
     def _check_writable(self, bucket: Bucket) -> None:

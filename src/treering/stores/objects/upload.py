@@ -92,6 +92,13 @@ class Uploads:
             upload.run()
         return upload
 
+    def end(self, path: str) -> None:
+        """Waits until an object is no longer on its way, whatever became of it."""
+        with self._lock:
+            upload = self._under_way.pop(path, None)
+        if upload:
+            upload.wait()
+
     def settle(self, folder: str) -> None:
         """Waits for all below a folder. Raises the first error."""
         with self._lock:
