@@ -146,6 +146,21 @@ def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str)
     assert len(seen) == 2 and _same(path, _TREE)
 
 
+def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Proxy, place: str) -> None:
+    seen: list[str] = []
+
+    def fail_the_second(request: Request) -> str | None:
+        if request.method == "PUT" and "arrays-" in request.path:
+            seen.append(request.path)
+            return "403 AccessDenied" if len(seen) == 2 else "late"
+        return None
+
+    between.fault = fail_the_second
+    with pytest.raises(SaveError, match="credentials"):
+        tr.save(f"{place}/c", {"w": np.zeros(100 << 20, np.uint8)})
+    assert len(seen) > 2 and stores.of(place).list(f"{place}/c") == []
+
+
 def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> None:
     run = f"{place}/run"
     with tr.Checkpointer(run) as ckpts:

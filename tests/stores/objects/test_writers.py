@@ -139,6 +139,30 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
         assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
 
 
+def test_a_program_that_ends_gives_its_lease_back(between: Proxy, place: str) -> None:
+    code = "ckpts = tr.Checkpointer(sys.argv[2])\nckpts.save(1, {'w': 1})\n"  # and is never closed
+    assert _ended(_start(between.url, code, place)) == 0
+    assert tr.steps(place) == [1] and "writer.lock" not in _names(place)
+
+
+def test_a_forked_child_leaves_the_lease_alone(between: Proxy, place: str) -> None:
+    code = """
+import os, warnings
+ckpts = tr.Checkpointer(sys.argv[2])
+ckpts.save(1, {"w": 1})
+ckpts.wait()
+warnings.simplefilter("ignore")
+if os.fork() == 0:
+    sys.exit()
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+ckpts.save(2, {"w": 2})
+ckpts.close()
+"""
+    child = _start(between.url, code, place)
+    assert child.communicate(timeout=60)[0] == "0\n" and child.returncode == 0
+    assert tr.steps(place) == [1, 2] and "writer.lock" not in _names(place)
+
+
 def test_a_writer_that_was_stopped_too_long_cannot_commit(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
