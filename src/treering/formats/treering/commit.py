@@ -92,7 +92,15 @@ class Transaction(Files):
                 self._manifest, overwrite=self._overwrite, version=found.version if found else ABSENT
             )
         except OSError as error:
-            if not self._in_place():  # it may be there in spite of the error, over a network
+            there = self._in_place()  # it may be, in spite of the error, over a network
+            if there is None:
+                self.committed = True  # as far as anybody knows: the files of both are kept
+                raise SaveError(
+                    f"{self.path}: it cannot be known whether the new checkpoint is in place, for neither putting it "
+                    f"there nor looking was answered ({error}); "
+                    + ("the old one or the new one is, whole" if self._overwrite else "it is, whole, or nothing is")
+                ) from error
+            if not there:
                 if not isinstance(error, FileExistsError):
                     raise
                 raise ExistsError(
@@ -129,7 +137,7 @@ class Transaction(Files):
 
     def _gone(self) -> bool:
         """Whether the manifest of this save is not in place; one that replaced none is removed first."""
-        if not self._in_place():
+        if self._in_place() is False:
             return True
         if self._overwrite:
             return False
@@ -137,14 +145,15 @@ class Transaction(Files):
             self.store.delete(self._manifest)  # it is not durable yet
             self.store.settle(self.path)
         except OSError:
-            return not self._in_place()
+            return self._in_place() is False
         return True
 
-    def _in_place(self) -> bool:
+    def _in_place(self) -> bool | None:
+        """Whether the manifest of this save is in place; None when that cannot be known."""
         sink = self._open.get(self._temporary)
         with contextlib.suppress(OSError):
             return sink is not None and sink.is_at(self._manifest)
-        return True  # it may be
+        return None
 
     def _make_dir(self) -> None:
         """Makes the directory. The commit makes its name durable; the names of those above it are durable before."""
