@@ -1,6 +1,10 @@
 """The errors of those who claim one run within a process."""
 
-from ..errors import ExistsError, MismatchError
+from ..errors import ExistsError, MismatchError, SaveError
+
+
+class TakenOverError(SaveError):
+    """Another job may write here by now. What is in place stays as it is."""
 
 
 def lost(run: str) -> MismatchError:

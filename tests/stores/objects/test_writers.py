@@ -1,6 +1,7 @@
 """Several writers of one bucket, some of them killed or stopped in the middle."""
 
 import functools
+import itertools
 import logging
 import os
 import secrets
@@ -9,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import obstore.store
 import pytest
 
 import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
-from treering.errors import ExistsError, TreeringError
-from treering.stores.objects import heartbeat
+from treering.errors import ExistsError, SaveError, TreeringError
+from treering.stores.objects import heartbeat, sink
 from treering.stores.objects.store import ObjectStore
 
 _SCRIPT = """
@@ -242,3 +245,63 @@ def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) ->
         file.write(b'{"version": 2, "token": "x"}')
     with pytest.raises(TreeringError, match="a later release"), tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": np.zeros(3)})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any, overwrite: bool) -> None:
+    """It wakes right after its manifest was put; another has taken its save for dead, and put its own over it."""
+    buckets = ObjectStore()
+    buckets.add("writers://tests", obstore.store.MemoryStore())
+    path = "writers://tests/c/treering.json"
+    writer = buckets.create(f"{path}.abcdef.tmp", visible=True)
+    writer.write(memoryview(b"mine"), 0)
+    writer.finish(4)
+    alive, turns = sink.ObjectSink._check_alive, itertools.count()
+
+    def stopped(one: sink.ObjectSink) -> None:
+        if next(turns) == 1:
+            with buckets.new_file(path, overwrite=True) as file:
+                file.write(b"another's")
+            assert one.heartbeat is not None
+            one.heartbeat.lost = True
+        alive(one)
+
+    monkeypatch.setattr(sink.ObjectSink, "_check_alive", stopped)
+    monkeypatch.setattr(heartbeat, "SAFE_SECONDS", -1.0)
+    with pytest.raises(SaveError, match="another job took"):
+        writer.publish(path, overwrite=overwrite)
+    assert buckets.open(path).read_up_to(100) == b"another's"
+    writer.close()
+
+
+def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: str) -> None:
+    with tr.Checkpointer(place) as ckpts:
+        ckpts.save(1, {"w": 1})
+        ckpts.wait()
+        (lease,) = [one for one in heartbeat._alive.all() if one.key.endswith("writer.lock") and not one.stopped]
+        between.fault = lambda request: "lose" if request.method == "PUT" else None
+        lease.renew()
+        between.fault = lambda request: None
+        lease.renew()
+        lease.renew()
+        assert not lease.lost and lease.confirm()
+        ckpts.save(2, {"w": 2})
+    assert tr.steps(place) == [1, 2]
+
+
+def test_a_fork_while_arrays_are_on_their_way(between: Proxy, place: str) -> None:
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+pending = tr.save_async(sys.argv[2], {"w": np.zeros(80_000_000, np.uint8)})
+import time; time.sleep(0.3)
+if os.fork() == 0:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+pending.result()
+"""
+    between.fault = lambda request: "late" if request.method == "PUT" else None
+    child = _start(between.url, code, place)
+    assert child.communicate(timeout=60)[0] == "0\n" and child.returncode == 0
+    between.fault = lambda request: None
+    assert tr.restore(place)["w"].shape == (80_000_000,)

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
+from ...stores.claims import TakenOverError
 from ...stores.store import ABSENT, Store
 from .new_files import CREATE_ATTEMPTS, Files, write_whole
 from .removal import check_removable, consists_of, logged, remove_leftovers
@@ -91,6 +92,9 @@ class Transaction(Files):
             self._open[self._temporary].publish(
                 self._manifest, overwrite=self._overwrite, version=found.version if found else ABSENT
             )
+        except TakenOverError:
+            self.committed = self._in_place() is not False
+            raise
         except OSError as error:
             there = self._in_place()  # it may be, in spite of the error, over a network
             if there is None:

@@ -72,10 +72,10 @@ class Files:
 
     def abort(self) -> None:
         """Removes the files, and the directories that were made for them unless other files are there."""
+        for path in self._open:
+            with contextlib.suppress(OSError):
+                self.store.delete(path)
         with contextlib.suppress(OSError):
-            for path in self._open:
-                with contextlib.suppress(FileNotFoundError):
-                    self.store.delete(path)
             for directory in reversed(self.made):
                 self.store.remove_folder(directory)
         self.close()

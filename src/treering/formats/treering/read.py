@@ -92,7 +92,9 @@ class Reader:
                 raise CorruptError(f"{path}: expected {file.size} bytes, found {found.nbytes}; it is cut short")
 
     def hold(self) -> None:
-        """Opens all array files, so that they can be read when the checkpoint has been deleted."""
+        """Opens all array files, so that they can be read when the checkpoint has been deleted; objects never can."""
+        if self._store.object_bytes is not None:
+            return
         for number, listed in enumerate(self._manifest.files):
             if not listed.requires:
                 self._file(number)

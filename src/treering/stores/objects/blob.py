@@ -23,7 +23,7 @@ class ObjectBlob:
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
         head, found = bucket.beginning(key, min(max(expected, _HEAD_BYTES), OBJECT_BYTES + _HEAD_BYTES))
-        self._head, self.size, self._version = memoryview(head), found.nbytes, found.version
+        self._head, self.size, self._found = memoryview(head), found.nbytes, found
         self._unread = len(head)
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
@@ -34,14 +34,14 @@ class ObjectBlob:
         held = max(min(len(head), end) - offset, 0)
         target[:held] = head[offset : offset + held]
         self._unread -= held
-        if self._unread <= 0 and len(head) > _HEAD_BYTES:
+        if self._unread <= 0:
             self._head = memoryview(b"")  # all of it was read, once
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
             with reading(self.path):
                 try:
-                    target[begin - offset : stop - offset] = self._bucket.read(self._key, begin, stop, self._version)
+                    target[begin - offset : stop - offset] = self._bucket.read(self._key, begin, stop, self._found)
                 except (ChangedError, FileNotFoundError):
                     raise ReplacedError(
                         f"{self.path}: it was replaced or deleted while it was open; open it again"

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _QUICK_BYTES = 64 << 10
+_TOKEN = re.compile(r"\.[0-9a-f]{6}\.tmp$")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
@@ -50,9 +52,10 @@ class Bucket:
     `quick` is another for what has few bytes, and should not wait as long for an answer.
     """
 
-    def __init__(self, url: str, client: Any, quick: Any = None):
+    def __init__(self, url: str, client: Any, quick: Any = None, *, conditional: bool = True):
         self.url, self.client, self._quick = url, client, quick or client
-        self._conditional = False  # the server was seen to honour conditions
+        self._asks = conditional  # whether the server is asked to keep to conditions
+        self._conditional = False  # the server was seen to honour them
         self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
 
     def head(self, key: str) -> Found | None:
@@ -71,13 +74,16 @@ class Bucket:
                 raise self._missing(key) from None
             return b"", found
 
-    def read(self, key: str, begin: int, end: int, version: Version) -> Any:
-        """The bytes [begin, end) of an object, as a buffer. Raises `ChangedError` when it has another version."""
-        return self._bytes(key, begin, end, version)[0]
+    def read(self, key: str, begin: int, end: int, expected: Found) -> Any:
+        """The bytes [begin, end) of an object, as a buffer. Raises `ChangedError` when it is another than expected."""
+        data, found = self._bytes(key, begin, end, expected.version)
+        if found[1:] != expected[1:]:
+            raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
+        return data
 
     def _bytes(self, key: str, begin: int, end: int, version: Version | None) -> tuple[Any, Found]:
         options: dict[str, Any] = {"range": (begin, end)}
-        if version and version[0]:
+        if version and version[0] and not version[0].startswith("W/"):  # weak ones fit nothing by the rules of HTTP
             options["if_match"] = version[0]
 
         def read() -> tuple[Any, Found]:
@@ -108,6 +114,9 @@ class Bucket:
         lost makes the client ask again.
         """
         mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
+        if not self._asks and not overwrite:
+            self.check_unchanged(key, replaces)
+            mode = "overwrite"
         client = self._quick if memoryview(data).nbytes <= _QUICK_BYTES else self.client
         for attempt in range(_ATTEMPTS):
             try:
@@ -163,8 +172,11 @@ class Bucket:
         """Removes objects; those that are not there are none."""
         if keys:
             chosen = list(keys) if len(keys) > 1 else keys[0]
-            with contextlib.suppress(FileNotFoundError):
-                self._repeated(keys[0], lambda: self._obstore.delete(self.client, chosen))
+            try:
+                self._repeated(keys[0], lambda: self._obstore.delete(self._quick, chosen))
+            except FileNotFoundError:  # where a missing one ends the request, the others are removed one by one
+                for key in keys if len(keys) > 1 else ():
+                    self.delete([key])
 
     def copy(self, key: str, other: str) -> None:
         """Copies an object within the server."""
@@ -198,10 +210,12 @@ class Bucket:
         """The seconds since an object was written, by the server's clock; it is read off an object beside a key."""
         here = time.monotonic()
         if self._clock is None or here - self._clock[1] > _CLOCK_SECONDS:
-            probe = f"{beside}.{secrets.token_hex(3)}.clock.tmp"
-            self.put(probe, b"-", overwrite=True)
-            seen = self.head(probe)
-            self.delete([probe])
+            probe = f"{_TOKEN.sub('', beside)}.{secrets.token_hex(3)}.tmp"  # a name that is tidied up like others
+            try:
+                self.put(probe, b"-", overwrite=True)
+                seen = self.head(probe)
+            finally:
+                self.delete([probe])
             self._clock = (seen.modified if seen else time.time(), here)
         return self._clock[0] + (time.monotonic() - self._clock[1]) - found.modified
 
@@ -228,7 +242,7 @@ class Bucket:
             raise self._missing(key) from None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        except exceptions.NotSupportedError as error:
+        except (exceptions.NotSupportedError, NotImplementedError) as error:
             raise UnsupportedError(f"{path}: this kind of store cannot do that: {_short(error)}") from error
         except exceptions.BaseError as error:
             text = str(error)

@@ -32,6 +32,11 @@ _thread: threading.Thread | None = None
 _stopped = threading.Event()  # one of them needs no renewal any more
 
 
+def _now() -> float:
+    """Seconds that go on while the machine is suspended, where the system can tell."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class About(msgspec.Struct):
     """The contents of the object: who writes, and how to tell whether that process lives."""
 
@@ -55,7 +60,7 @@ class Heartbeat:
         self._bucket = bucket
         self._about = _about_this_process()
         self._lock = threading.RLock()  # held while it is renewed
-        self._renewed = time.monotonic()
+        self._renewed = _now()
         self._version = bucket.put(key, self._data(), replaces=replaces)
         _alive.add(self)
         _begin()
@@ -67,9 +72,9 @@ class Heartbeat:
 
     def check(self) -> bool:
         """Whether it is this writer's still; asks the server only when the last renewal is long ago."""
-        if time.monotonic() - self._renewed > SAFE_SECONDS and not self.lost:
+        if _now() - self._renewed > SAFE_SECONDS and not self.lost:
             self.renew()
-        return not self.lost and time.monotonic() - self._renewed <= SAFE_SECONDS
+        return not self.lost and _now() - self._renewed <= SAFE_SECONDS
 
     def confirm(self) -> bool:
         """Whether the object is there as it was written last, which is looked up."""
@@ -82,23 +87,32 @@ class Heartbeat:
         with self._lock:
             if self.lost or self.stopped:
                 return
-            begun = time.monotonic()
+            begun = _now()
             self._about.beats += 1
             try:
                 self._version = self._bucket.put(self.key, self._data(), replaces=self._version)
                 self._renewed = begun
-            except ChangedError:
-                self.lost = True
-                _log.warning("%s/%s: taken over or removed by another writer", self._bucket.url, self.key)
+            except (ChangedError, FileNotFoundError):
+                self._look()
             except OSError as error:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
+
+    def _look(self) -> None:
+        """Finds out whose the object is. A renewal whose answer was lost has made it another version of this one's."""
+        with contextlib.suppress(FileNotFoundError):
+            about, found = read(self._bucket, self.key)
+            if about is not None and about.token == self.token:
+                self._version = found.version  # and it is renewed the next time
+                return
+        self.lost = True
+        _log.warning("%s/%s: taken over or removed by another writer", self._bucket.url, self.key)
 
     def stop(self, *, delete: bool) -> None:
         """Renews it no longer, and removes the object unless it is another's."""
         with self._lock:
             self.stopped = True
             _stopped.set()
-            if delete and not self.lost and (time.monotonic() - self._renewed <= SAFE_SECONDS or self.confirm()):
+            if delete and not self.lost and (_now() - self._renewed <= SAFE_SECONDS or self.confirm()):
                 self._bucket.delete([self.key])
 
     def _data(self) -> bytes:
@@ -175,7 +189,7 @@ def _begin() -> None:
     """Starts the thread that renews, unless it runs."""
     global _thread
     with _beating:
-        if _thread is None:
+        if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_beat, name="treering-heartbeat", daemon=True)
             with contextlib.suppress(SaveError):  # `check` renews them itself
                 start(_thread)
@@ -204,6 +218,7 @@ def _forget_after_fork() -> None:
     _PROCESS, _thread, _beating, _stopped = secrets.token_hex(8), None, threading.Lock(), threading.Event()
     for one in _alive.all():
         one.stopped = one.lost = True
+        one._lock = threading.RLock()  # the old one may be held by a thread that the child does not have
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,12 +2,13 @@
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 
 from ..._threads.alive import Alive
-from ...errors import ExistsError, SaveError, UnsupportedError
+from ...errors import ExistsError, UnsupportedError
 from .. import claims
 from ..lease import NAME
 from . import heartbeat
@@ -110,7 +111,7 @@ class ObjectLease:
         """Raises `SaveError` when another may write the run by now."""
         beat = self._beat
         if beat is not None and not (beat.check() or beat.confirm()):
-            raise SaveError(
+            raise claims.TakenOverError(
                 f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; "
                 "nothing was committed; stop one of the two"
             )
@@ -121,6 +122,15 @@ def _release_all() -> None:
     """Gives back what nobody has closed, so that no job elsewhere has to wait; all saves are over by now."""
     for lease in _alive.all():
         lease.release()
+
+
+def _forget_after_fork() -> None:
+    global _taking
+    _taking = threading.RLock()  # the old one may be held by a thread that the child does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def check_leases(path: str) -> None:

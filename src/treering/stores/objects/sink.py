@@ -1,12 +1,14 @@
 """A new object that is being written. See `stores.store.Sink`."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Hashable
 from typing import Any
 
 from ...errors import SaveError
 from ..buffers import aligned
+from ..claims import TakenOverError
 from ..store import ABSENT
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
@@ -27,6 +29,7 @@ class ObjectSink:
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key, self._uploads = bucket, key, uploads
         self._conditional = conditional
+        self._process = os.getpid()
         self.heartbeat = None
         if visible:
             self.heartbeat = Heartbeat(bucket, key)
@@ -89,21 +92,34 @@ class ObjectSink:
         self._check_alive()
         data = self._stream.contents()
         published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
+        self._versions[key] = published
         try:
             check_leases(path)
             self._check_alive()
-        except SaveError:  # it took so long that another may have begun to write here
-            with contextlib.suppress(OSError):
-                self._bucket.delete([key])
+        except TakenOverError:  # it took so long that another may have begun to write here
+            if not overwrite:  # or nothing would be there at all
+                self._take_back(key, published)
             raise
-        self._versions[key] = published
+        except OSError as error:
+            raise TakenOverError(
+                f"{path}: it is in place, but whether another job has begun to write here is not known: {error}"
+            ) from error
         if overwrite and key != self._key:
             self._drop()
+
+    def _take_back(self, key: str, published: Version) -> None:
+        """Removes what was published, unless it is another's by now."""
+        with contextlib.suppress(OSError):
+            found = self._bucket.head(key)
+            if found and found.version[0] == published[0]:
+                self._bucket.delete([key])
 
     def _check_alive(self) -> None:
         beat = self.heartbeat
         if beat and not (beat.check() or beat.confirm()):
-            raise SaveError(f"{self.path}: another job took this save for one whose writer is dead, and removed it")
+            raise TakenOverError(
+                f"{self.path}: another job took this save for one whose writer is dead, and removed it"
+            )
 
     def is_at(self, path: str) -> bool:
         key = path[len(self._bucket.url) + 1 :]
@@ -119,12 +135,13 @@ class ObjectSink:
         return found is not None and found.version[0] == self._versions[key][0]
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # the threads and uploads are those of the process that this one was forked from
         if self.heartbeat:
             self.heartbeat.stop(delete=False)
         self._stream.give_up()
         self._buffer = self._kept = None
-        if self._upload is not None:
-            self._upload.wait()
+        self._uploads.end(self.path)
 
     def _drop(self) -> None:
         if self.heartbeat:

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ...errors import CorruptError, ExistsError, NotFoundError, UnsupportedError
+from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from ..claims import TakenOverError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, taken_out
 from ..store import Beside, Owned, Stat, Writer
@@ -43,11 +44,18 @@ class ObjectStore:
         self._uploads = Uploads()
         self._heartbeats: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
         self._local = threading.local()
+        self._lock = threading.Lock()
 
     def add(self, url: str, client: Any) -> None:
         """Makes a store object of obstore's the one for all paths that begin with a URL."""
-        if url not in self._buckets or self._buckets[url].client is not client:
-            self._buckets[url] = Bucket(url, client)
+        with self._lock:
+            known = self._buckets.get(url)
+            if known and known.client is not client and known.client != client:
+                raise MismatchError(
+                    f"{url}: expected the store object that stands for this URL already, found another; use one "
+                    "for each bucket within a process"
+                )
+            self._buckets[url] = known or Bucket(url, client, conditional=self._conditional)
 
     # Reading
 
@@ -164,9 +172,20 @@ class ObjectStore:
 
     def remove_leftover(self, path: str) -> None:
         bucket, key = self._find(path)
+        if not self._is_filled(path):
+            self._clear(bucket, key)
+
+    def _is_filled(self, scratch: str) -> bool:
+        """Whether somebody writes into a scratch folder; the mark is the first in it, and the last to go."""
         with contextlib.suppress(FileNotFoundError):
-            if not self.is_in_use(f"{path}/{_MARK}"):
-                bucket.delete([one.key for one in bucket.list_all(key)])
+            return self.is_in_use(f"{scratch}/{_MARK}")
+        return False
+
+    def _clear(self, bucket: Bucket, key: str) -> None:
+        """Removes all below a key, the mark of its writer last."""
+        mark = f"{key}/{_MARK}"
+        bucket.delete([one.key for one in bucket.list_all(key) if one.key != mark])
+        bucket.delete([mark])
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -226,6 +245,8 @@ class ObjectStore:
         with self.scratch_folder(path) as temporary:
             yield temporary
             self._uploads.settle(temporary)
+            if not self._is_filled(temporary.rpartition("/")[0]):
+                raise TakenOverError(f"{path}: another job took what is written here for left over, and removed it")
             check_free(self, path, overwrite=overwrite, folder=True)
             replaced = check_replaceable(self, path, owned, names, beside)
             bucket, key = self._find(path)
@@ -251,12 +272,14 @@ class ObjectStore:
         beat = Heartbeat(bucket, f"{scratch}/{_MARK}")
         try:
             yield f"{temporary}/files"
+            if not (beat.check() or beat.confirm()):
+                raise TakenOverError(f"{path}: another job took what is written here for left over, and removed it")
         finally:
             with contextlib.suppress(OSError):
                 self._uploads.settle(temporary)
             beat.stop(delete=False)
             with contextlib.suppress(OSError):
-                bucket.delete([one.key for one in bucket.list_all(scratch)])
+                self._clear(bucket, scratch)
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)
@@ -264,14 +287,16 @@ class ObjectStore:
 
     def _find(self, path: str) -> tuple[Bucket, str]:
         """The bucket of a path and the key in it."""
-        for url, bucket in self._buckets.items():
-            if path == url or path.startswith(url + "/"):
-                return bucket, path[len(url) + 1 :]
+        known = [url for url in list(self._buckets) if path == url or path.startswith(url + "/")]
+        if known:
+            url = max(known, key=len)
+            return self._buckets[url], path[len(url) + 1 :]
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
-        self._buckets[url] = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS))
-        return self._buckets[url], key
+        made = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
+        with self._lock:
+            return self._buckets.setdefault(url, made), key
 
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):

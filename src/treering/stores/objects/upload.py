@@ -1,10 +1,12 @@
 """Writing objects: small ones in one request, streams of unknown length in parts that grow with what was written."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
 from .bucket import Bucket, Version
@@ -79,6 +81,7 @@ class Uploads:
         self._room = threading.BoundedSemaphore(_IN_FLIGHT)
         self._lock = threading.Lock()
         self._under_way: dict[str, Upload] = {}
+        _alive.add(self)
 
     def begin(self, path: str, put: Callable[[], None]) -> "Upload":
         """Begins to put an object in the background, as soon as there is room for it."""
@@ -110,6 +113,17 @@ class Uploads:
             upload.check()
 
 
+def _forget_after_fork() -> None:
+    """Leaves what is on its way to the process that this one was forked from."""
+    for one in _alive.all():
+        one._room, one._lock, one._under_way = threading.BoundedSemaphore(_IN_FLIGHT), threading.Lock(), {}
+
+
+_alive: "Alive[Uploads]" = Alive()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
 class Upload:
     """An object on its way."""
 
@@ -123,7 +137,7 @@ class Upload:
         try:
             self._put()
         except BaseException as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # which would keep the bytes
         finally:
             self._put = lambda: None  # and its bytes
             self._room.release()
