@@ -347,7 +347,12 @@ def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     assert list(made) == ["w"]
     assert (made["w"].array.dtype, made["w"].array.shape) == (dtype, shape)
     box = drawn_box(data, shape)
-    assert memory.read(made["w"], box).tobytes() == part_of(expected, box)
+    found = memory.read(made["w"], box)
+    wanted = np.frombuffer(part_of(expected, box), found.dtype).reshape(found.shape)
+    # Whether a product of two NaNs has the bits of the one or of the other is up to the instructions that NumPy takes.
+    numbers = ~np.isnan(found.astype(np.float64))
+    assert np.array_equal(numbers, ~np.isnan(wanted.astype(np.float64)))
+    assert found[numbers].tobytes() == wanted[numbers].tobytes()
     cells = [len(range(a // n, -(-b // n))) for (a, b), n in zip(box, block, strict=True)]
     empty = any(a == b for a, b in box)
     assert memory.looks["w"] == np.prod([b - a for a, b in box], dtype=int)

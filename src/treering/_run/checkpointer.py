@@ -24,12 +24,13 @@ from .._save.metadata import plain
 from .._save.options import SaveOptions
 from .._save.pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from .._threads.reentry import alone, refuse_within
-from ..errors import MismatchError, TreeringError
+from ..errors import MismatchError, SaveError, TreeringError
 from ..keep import Policy, rank
 from ..rules import Rule
 from . import resume
 from .collective import Collective
 from .directory import Directory
+from .failures import Failures, OnError
 from .last_state import LastState, StepOptions
 from .latest_good import latest_good, listed_again, open_one
 from .retention import Retention
@@ -71,6 +72,10 @@ class Checkpointer:
     on_save: called with the `SaveReport` of every save, in the background, by process 0; errors are logged.
     tensorboard: a directory of TensorBoard event files, in which metrics are looked up that were not given with a
         step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
+    on_error: what becomes of a save that fails: "raise" raises it, for one in the background by the next call; "log"
+        logs it, and a function is called with it, and the loop goes on: the next save tries again. `last_error` has it
+        until one is good; when the last save of all failed, `wait`, `close` and `finish` raise it. What is wrong with
+        the call (a step that is there, leaves that cannot be saved) is raised in any case.
 
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
     `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
@@ -90,6 +95,7 @@ class Checkpointer:
         on_save: Callable[[SaveReport], object] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         save_on_error: bool = False,
+        on_error: OnError = "raise",
     ):
         if keep is not None and not isinstance(keep, Policy):
             raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
@@ -105,7 +111,8 @@ class Checkpointer:
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
         self._steps = Steps(stores.of(self._root), self._root, prefix, tensorboard)
-        self._under_way = UnderWay()
+        self._failures = Failures(on_error)
+        self._under_way = UnderWay(self._failures)
         self._directory = Directory(self._steps, self._under_way.busy)
         self._retention = Retention(self._directory, keep, on_save)
         self._collective = Collective(self._root, timeout)
@@ -160,6 +167,11 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether this job is about to be stopped, and the state at that step is saved or being saved."""
         return self._preempted
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """The failure of the newest save that is over, with an `on_error` that raises none; None when it is good."""
+        return self._failures.last
 
     @property
     def pinned(self) -> list[int]:
@@ -222,6 +234,11 @@ class Checkpointer:
             with self._under_way.writing():
                 pending = self._save_if_wanted(begun, step, tree, force, options)
             return pending
+        except SaveError as error:
+            if self._failures.raises:
+                raise
+            self._failures.report(error)
+            return None
         finally:
             self._last.note(step, tree, options, pending)
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from .._save.pending import PendingSave
+from .failures import Failures
 
 _log = logging.getLogger("treering")
 
@@ -23,7 +24,8 @@ class UnderWay:
     A failure that the result of a save has raised is not raised again. With several processes, process 0 decides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
         self._saves: list[PendingSave] = []
         self._writing: list[object] = []  # calls that may be about to add one, or change the run themselves
 
@@ -56,7 +58,8 @@ class UnderWay:
     def verdict(self) -> Verdict:
         """The verdict on the saves as they are now."""
         calls = [pending._call.name for pending in self._saves if not pending.done()]
-        return Verdict(calls, any(pending.failed and not pending.reported for pending in self._saves))
+        failed = any(pending.failed and not pending.reported for pending in self._saves)
+        return Verdict(calls, failed and self._failures.raises)
 
     def after_all(self) -> Verdict:
         """Waits until no save is under way; returns the verdict then."""
@@ -75,7 +78,8 @@ class UnderWay:
     def settle(self, verdict: Verdict | None = None) -> None:
         """Waits for all saves but those in `verdict.calls`, and forgets them; raises the first failure.
 
-        Without a verdict it waits for all. With one whose `raises` is False, failures are only logged.
+        Without a verdict it waits for all. With one whose `raises` is False, failures are only logged. Where failures
+        do not end the run, that of its last save is raised all the same when all are over, for none makes up for it.
         """
         ended = [pending for pending in self._saves if verdict is None or pending._call.name not in verdict.calls]
         for pending in ended:
@@ -84,7 +88,16 @@ class UnderWay:
             if pending not in self._saves:
                 continue  # the handler of a signal has settled it meanwhile
             self._saves.remove(pending)
-            if pending.failed and not pending.reported:
-                if verdict is None or verdict.raises:
+            if not pending.failed:
+                self._failures.last = None
+            elif not pending.reported:
+                if verdict.raises if verdict else (self._failures.raises or pending is ended[-1]):
+                    self._failures.last = pending._error
                     pending.result()
-                pending.tell_log()
+                self._report(pending)
+
+    def _report(self, pending: PendingSave) -> None:
+        if self._failures.raises:
+            pending.tell_log()
+        else:
+            self._failures.report(pending.seen())

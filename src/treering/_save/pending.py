@@ -124,6 +124,12 @@ class PendingSave:
         """Whether a caller has been given the failure, by `result` or by the call that made the save."""
         return self._reported
 
+    def seen(self) -> BaseException:
+        """The failure of a save, which somebody has been given by now."""
+        self._seen()
+        assert self._error is not None
+        return self._error
+
     def tell_log(self) -> None:
         """Logs the failure, for process 0 raises none: its caller has been given one already, or it has not failed."""
         self._seen()

@@ -1,0 +1,33 @@
+"""Saves that fail: whether they end the loop, and who is told."""
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from ..errors import MismatchError
+
+OnError = Literal["raise", "log"] | Callable[[BaseException], object]
+_log = logging.getLogger("treering")
+
+
+class Failures:
+    """The failures of a run's saves. `last` is that of the newest save that is over, None when it is good."""
+
+    def __init__(self, on_error: OnError):
+        if on_error not in ("raise", "log") and not callable(on_error):
+            raise MismatchError(f"on_error={on_error!r}: expected 'raise', 'log' or a function of an error")
+        self.raises = on_error == "raise"
+        self.last: BaseException | None = None
+        self._tell = on_error if callable(on_error) else None
+
+    def report(self, error: BaseException) -> None:
+        """Logs a failure that is not raised, and calls the user's function with it, once."""
+        if error is self.last:
+            return
+        self.last = error
+        _log.error("a save failed, and the run goes on, for on_error says so; the next save tries again: %s", error)
+        if self._tell is not None:
+            try:
+                self._tell(error)
+            except Exception:
+                _log.exception("on_error failed")
