@@ -31,6 +31,7 @@ _KINDS = {  # what files and folders of the scenarios are, by their names
 _UNDONE = "only after an error does a removal follow it, and then what is removed is not in place"
 _LOCK = "what is written in a lock is for people on other hosts; after a crash nobody holds it"
 _LEFT = "what is removed then is left over, and is removed again should it come back"
+_EMPTY = "an empty file has nothing to lose but its name, and its folder is synced after it"
 _OLD_IS_WHOLE = "the old folder is whole when it is put aside, whatever becomes of the new one"
 
 HARMLESS = {
@@ -50,6 +51,8 @@ HARMLESS = {
         "the folder is empty and goes; once there are steps in it, they are what is synced"
     ),
     "without the sync of the lock": _LOCK,
+    "without the sync of a pin": _EMPTY,
+    "without the sync of the mark of a finished run": _EMPTY,
     "the mark of a finished run is removed before the sync of the lock": _LOCK,
     "a temporary folder is renamed before the sync of what is in a temporary folder": _OLD_IS_WHOLE,
     "a temporary folder is renamed before the sync of a temporary folder after what is in a temporary folder is made": (
