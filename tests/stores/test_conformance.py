@@ -78,7 +78,7 @@ class _Forgetful(MemoryStore):
 class _Overwriting(MemoryStore):
     """Has no create-only names."""
 
-    def create(self, path: str, *, visible: bool = False) -> Any:
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
         self.objects.pop(path, None)
         return super().create(path, visible=visible)
 
@@ -164,7 +164,7 @@ class _Prefixed(MemoryStore):
 class _Racing(MemoryStore):
     """Looks whether a name is free, and takes it later."""
 
-    def create(self, path: str, *, visible: bool = False) -> Any:
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
         if self.stat(path):
             raise FileExistsError(path)
         time.sleep(0.001)

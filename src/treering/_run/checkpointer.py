@@ -25,22 +25,24 @@ from .._save.options import SaveOptions
 from .._save.pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from .._threads.reentry import alone, refuse_within
 from ..errors import MismatchError, SaveError, TreeringError
-from ..keep import Policy, rank
+from ..keep import Policy, last, rank
 from ..rules import Rule
 from . import resume
 from .collective import Collective
 from .directory import Directory
 from .failures import Failures, OnError
 from .last_state import LastState, StepOptions
-from .latest_good import latest_good, listed_again, open_one
+from .latest_good import latest_good, listed_again
 from .retention import Retention
 from .saves_under_way import UnderWay, Verdict
 from .schedule import SaveEvery, Schedule
 from .steps import Steps
+from .two_places import TwoPlaces
 
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
+_LAST = last(1)
 
 
 @methods_at_the_caller
@@ -77,6 +79,13 @@ class Checkpointer:
         until one is good; when the last save of all failed, `wait`, `close` and `finish` raise it. What is wrong with
         the call (a step that is there, leaves that cannot be saved) is raised in any case.
 
+    local: a directory on a local disk, to which steps are saved; from there they are copied to `run` in the background,
+        the newest first. What restores takes the nearest good copy. `close` waits until all that `keep` wants is
+        copied; what a killed job has not copied the next one copies that has the same `local`. With several processes
+        a directory that all of them share.
+    keep_local: which steps to keep there, beside those that are not copied yet; None keeps all.
+    upload_limit: the most bytes a second that copying takes.
+
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
     `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
     """
@@ -96,25 +105,35 @@ class Checkpointer:
         tensorboard: str | os.PathLike[str] | None = None,
         save_on_error: bool = False,
         on_error: OnError = "raise",
+        local: str | os.PathLike[str] | None = None,
+        keep_local: Policy | None = _LAST,
+        upload_limit: float | None = None,
     ):
-        if keep is not None and not isinstance(keep, Policy):
-            raise MismatchError(f"keep={keep!r}: expected a policy such as treering.keep.last(3)")
+        for name, policy in (("keep", keep), ("keep_local", keep_local)):
+            if policy is not None and not isinstance(policy, Policy):
+                raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
         if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
             raise MismatchError(f"prefix={prefix!r}: expected printable text without '/' that does not end in a digit")
         if when_busy not in ("wait", "skip"):
             raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
         if on_save is not None and not callable(on_save):
             raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
+        if local is None and upload_limit is not None:
+            raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are copied")
         coordinator.check_timeout(timeout)
         self._root = stores.absolute(run)
         self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
-        self._steps = Steps(stores.of(self._root), self._root, prefix, tensorboard)
         self._failures = Failures(on_error)
         self._under_way = UnderWay(self._failures)
-        self._directory = Directory(self._steps, self._under_way.busy)
-        self._retention = Retention(self._directory, keep, on_save)
+        far = self._directory_at(self._root, prefix, tensorboard)
+        if local is None:
+            self._directory: Directory | TwoPlaces = far
+        else:
+            near = self._directory_at(stores.absolute(local), prefix, tensorboard)
+            self._directory = TwoPlaces(near, far, keep, upload_limit)
+        self._retention = Retention(self._directory, keep if local is None else keep_local, on_save)
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
@@ -141,8 +160,13 @@ class Checkpointer:
         state = [
             *([] if self._restored is None else [f"restored step {self._restored}"]),
             *saving,
+            *(
+                [f"copying step {copying}"]
+                if (copying := getattr(self._directory, "copying", None)) is not None
+                else []
+            ),
             *(["preempted"] if self._preempted else []),
-            *(["closed"] if self._closed else ["taken over by another"] if self._directory.lock.lost else []),
+            *(["closed"] if self._closed else ["taken over by another"] if self._directory.lost else []),
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
 
@@ -181,14 +205,14 @@ class Checkpointer:
     @property
     def disk_usage(self) -> dict[int, int]:
         """The good steps and how many bytes each takes on the disk."""
-        return {one.step: one.nbytes for one in self._steps.good()}
+        return {one.step: one.nbytes for one in self._directory.good()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The good step that is best by a metric; None when there are no metrics yet. NaN is never best.
 
         Raises `MismatchError` for a metric that no step has, where steps have others.
         """
-        good = self._steps.good(foreign=True)
+        good = self._directory.good(foreign=True)
         known = sorted({name for one in good for name in one.metrics})
         if known and metric not in known:
             raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
@@ -198,6 +222,10 @@ class Checkpointer:
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
         return self._directory.path(step_number(step))
+
+    def copies(self, step: int) -> list[str]:
+        """The paths of all copies of a step, the nearest first. Raises `NotFoundError` when there is none."""
+        return [place.path for place in self._directory.candidates(step)]
 
     # Saving
 
@@ -383,11 +411,13 @@ class Checkpointer:
         """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
         refuse_within("open()", self)
         self.wait()
-        wait_for_all_in(self._root)
-        if step is not None:
-            return open_one(self._directory.steps.store, self._directory.existing(step))
-        store, found = self._steps.store, self._directory.newest_first
-        return listed_again(lambda: latest_good(store, self._root, found(), lambda ckpt: ckpt)[1])
+        wait_for_all_in(self._directory.steps.root)
+
+        def attempt() -> Checkpoint:
+            places = self._directory.candidates(step)
+            return latest_good(self._root, places, lambda ckpt: ckpt, fallback=step is None)[1]
+
+        return attempt() if step is not None else listed_again(attempt)
 
     @overload
     def restore(
@@ -413,13 +443,13 @@ class Checkpointer:
         _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"
         refuse_within(what, self)
-        wait_for_all_in(self._root)
+        wait_for_all_in(self._directory.steps.root)
         with self._collective.call(what) as call:
             self._settle(call)
             call.doing("restoring")
             self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
-        self._retention.restored = self._restored
+        self._directory.restored = self._restored
         self._directory.back_to = None if step is None else self._restored
         self._last.forget()
         return tree
@@ -438,7 +468,7 @@ class Checkpointer:
 
         _options.check(options, "restore_or_init()")  # in the first job as well
         refuse_within("restore_or_init()", self)
-        wait_for_all_in(self._root)
+        wait_for_all_in(self._directory.steps.root)
         with self._collective.call("restore_or_init()") as call:
             self._settle(call)
             found = call.broadcast(lambda: resume.has_begun(self._directory))
@@ -492,6 +522,12 @@ class Checkpointer:
         self._last.forget()
 
     # Helpers
+
+    def _directory_at(self, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None) -> Directory:
+        return Directory(Steps(stores.of(root), root, prefix, tensorboard), self._busy)
+
+    def _busy(self) -> bool:
+        return self._under_way.busy() or (isinstance(self._directory, TwoPlaces) and self._directory.busy)
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
         """Calls `do` in process 0 when every save is over."""

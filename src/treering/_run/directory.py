@@ -1,13 +1,16 @@
 """The directory of a run and its changes: steps are placed, pinned, deleted and set aside."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 
 from .._core.entries import step_number
-from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
+from ..keep import Saved
 from . import run
+from .latest_good import Place
 from .steps import Steps
 
 _log = logging.getLogger("treering")
@@ -16,23 +19,48 @@ _log = logging.getLogger("treering")
 class Directory:
     """Finds the steps of one run and changes those that Treering wrote; steps of other libraries are only read.
 
-    With several processes only process 0 changes anything. `lock` is that of the run's one writer. With `back_to`,
-    the steps behind that one do not count: the next save sets them aside. `busy` says whether the lock is needed.
+    With several processes only process 0 changes anything. With `back_to`, the steps behind that one do not count: the
+    next save sets them aside. `restored` is the step that the job went on from, and may go back to. `busy` says whether
+    the lock of the run's one writer is needed.
     """
 
     def __init__(self, steps: Steps, busy: Callable[[], bool]):
-        self.steps = steps
-        self.lock = steps.store.lease(steps.root, busy)
+        self.steps, self.root = steps, steps.root
         self.back_to: int | None = None
+        self.restored: int | None = None
+        self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
+
+    @property
+    def lost(self) -> bool:
+        """Whether another `Checkpointer` of this process has taken the run over."""
+        return self._lock.lost
 
     def all_steps(self) -> dict[int, str]:
         """The committed steps, ascending, and their paths, with those of other libraries."""
         return run.all_steps(self._store, self._root, self._prefix)
 
-    def newest_first(self) -> list[tuple[int, str]]:
-        """The committed steps and their paths, descending, with those of other libraries."""
-        return list(reversed(self.all_steps().items()))
+    def candidates(self, step: int | None = None) -> list[Place]:
+        """The copies of a step, or of all from the newest on. Raises `NotFoundError` when there is no such step."""
+        if step is not None:
+            return [self.place(step_number(step), self.existing(step))]
+        return [self.place(number, path) for number, path in reversed(self.all_steps().items())]
+
+    def place(self, step: int, path: str) -> Place:
+        """A copy of a step by its path."""
+        return Place(step, self._store, path)
+
+    def good(self, *, foreign: bool = False) -> list[Saved]:
+        """The undamaged steps, ascending; with `foreign` also those of other libraries."""
+        return self.steps.good(foreign=foreign)
+
+    def mark_damaged(self, place: Place) -> None:
+        """Remembers that a copy of a step is damaged, until it is replaced."""
+        self.steps.mark_damaged(place.step, place.path)
+
+    def check_new(self) -> None:
+        """Checks a directory without steps; see `run.check_new`."""
+        run.check_new(self._store, self._root, self._prefix)
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
@@ -82,22 +110,59 @@ class Directory:
                 self._check_removable({step: path})
         return path, overwrite
 
+    def acquire(self) -> None:
+        """Takes the lock. Raises `ExistsError` when another writer holds it."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Gives the lock up."""
+        self._lock.release()
+
     def enter(self) -> None:
         """Takes the lock for a save, and sets aside the steps behind `back_to`. Raises `ExistsError`."""
-        self.lock.acquire()
+        self.acquire()
         if self.back_to is not None:
             self._set_aside_after(self.back_to)
+
+    def begin(self) -> None:
+        """Removes the marks of a run that is finished, and of one that was copied from elsewhere."""
+        self.unmark_finished()
+        self._remove(run.ORIGIN)
+
+    def unmark_finished(self) -> None:
+        """Removes the mark of a finished run."""
+        self._remove(run.FINISHED)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._store.delete(os.path.join(self._root, name))
+
+    def committed(self, retain: Callable[[], None]) -> None:
+        """Called after every commit with a function that deletes old steps."""
+        retain()
+
+    def needed(self) -> set[int]:
+        """The steps that are not to be deleted, whatever the policy says."""
+        return set() if self.restored is None else {self.restored}
+
+    def leave(self) -> SaveError | None:
+        """Ends the writing, when all jobs are done. Returns what of it failed."""
+        self.release()
 
     def rewind(self, step: int) -> None:
         """Goes back to a step. Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's."""
         self.existing(step)
+        self.set_aside_after(step)
+
+    def set_aside_after(self, step: int) -> None:
+        """Sets aside the steps behind a number. Raises `UnsupportedError` when one is another library's."""
         self._check_own_after(step)
-        self.lock.acquire()
+        self.acquire()
         self._set_aside_after(step)
 
     def finish(self) -> None:
         """Marks the run as finished."""
-        self.lock.acquire()
+        self.acquire()
         run.mark_finished(self._store, self._root)
 
     def _set_aside_after(self, step: int) -> None:
@@ -110,10 +175,10 @@ class Directory:
 
     def _check_own_after(self, step: int) -> None:
         own = self.steps.committed()
-        foreign = [path for number, path in self.newest_first() if number > step and number not in own]
+        foreign = [path for number, path in self.all_steps().items() if number > step and number not in own]
         if foreign:
             raise UnsupportedError(
-                f"{foreign[-1]}: behind step {step}, and written by another library, so it is not moved; move it out "
+                f"{foreign[0]}: behind step {step}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or go on in another directory"
             )
         self._check_removable({number: path for number, path in own.items() if number > step})

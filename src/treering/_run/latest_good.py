@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from .. import formats
 from .._core.entries import step_number
@@ -18,6 +18,14 @@ from .run import all_steps
 T = TypeVar("T")
 _log = logging.getLogger("treering")
 _OPEN_ATTEMPTS = 5  # a checkpoint that is overwritten while it is read is read again
+
+
+class Place(NamedTuple):
+    """A copy of a step. A step may have several, in different stores."""
+
+    step: int
+    store: Store
+    path: str
 
 
 def open_one(store: Store, path: str) -> Checkpoint:
@@ -37,7 +45,7 @@ def open_one(store: Store, path: str) -> Checkpoint:
     return Checkpoint(reader, reader.entries, reader.skeleton)
 
 
-def _places(store: Store, place: str, step: int | None) -> list[tuple[int, str]] | None:
+def _places(store: Store, place: str, step: int | None) -> list[Place] | None:
     """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
     found = {} if summary.look(store, place) else all_steps(store, place)
     if not found:
@@ -46,11 +54,11 @@ def _places(store: Store, place: str, step: int | None) -> list[tuple[int, str]]
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
         return None
     if step is None:
-        return list(reversed(found.items()))
+        return [Place(number, store, path) for number, path in reversed(found.items())]
     number = step_number(step)
     if number not in found:
         raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
-    return [(number, found[number])]
+    return [Place(number, store, found[number])]
 
 
 def check_known(store: Store, place: str) -> None:
@@ -67,45 +75,51 @@ def check_known(store: Store, place: str) -> None:
 
 
 def latest_good(
-    store: Store,
     run: str,
-    places: Iterable[tuple[int, str]],
+    places: Sequence[Place],
     use: Callable[[Checkpoint], T],
     *,
     fallback: bool = True,
-    damaged: Callable[[int], None] = lambda step: None,
+    damaged: Callable[[Place], None] = lambda place: None,
     on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
-    """The first step that opens, and what `use` makes of it; damaged ones are logged and told to `damaged`.
+    """The first step that opens, and what `use` makes of it; damaged copies are logged and told to `damaged`.
 
     `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
 
-    Raises the first `CorruptError` when all are damaged, or when `fallback` is off; a step that is deleted
-    meanwhile is passed over.
+    Raises the first `CorruptError` when all are damaged; without `fallback` when all copies of the first step are. A
+    step that is deleted meanwhile is passed over.
     """
     first: CorruptError | None = None
     deleted = 0
-    passed: int | None = None
-    for step, path in places:
-        if passed is not None:
-            _log.warning("taking step %d, the one before step %d", step, passed)
-        passed = step
+    for n, place in enumerate(places):
+        if n:
+            _log_next(places[n - 1], place)
+        last = not fallback and not any(other.step == place.step for other in places[n + 1 :])
+        attempt = functools.partial(use_current, place.store, place.path, place.step, use)
         try:
-            return step, on_all_processes(functools.partial(use_current, store, path, step, use))
+            return place.step, on_all_processes(attempt)
         except CorruptError as error:
-            damaged(step)
-            if not fallback:
+            damaged(place)
+            if last:
                 raise
-            _log.error("step %d is damaged: %s", step, error)
+            _log.error("step %d is damaged: %s", place.step, error)
             first = first or error
         except ReplacedError:
-            if not fallback or summary.look(store, path):
+            if last or summary.look(place.store, place.path):
                 raise
-            _log.warning("step %d was deleted meanwhile", step)
+            _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
             deleted += 1
     if deleted and not first:
         raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
     raise first or NotFoundError(f"{run}: expected a step, found none")
+
+
+def _log_next(passed: Place, place: Place) -> None:
+    if place.step == passed.step:
+        _log.warning("taking the copy of step %d at %s", place.step, place.path)
+    else:
+        _log.warning("taking step %d, the one before step %d", place.step, passed.step)
 
 
 def use_current(store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:

@@ -129,6 +129,6 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
             steps = _places(store, place, step)
         if steps is None:
             return use_current(store, place, None, use)
-        return latest_good(store, place, steps, use, fallback=fallback)[1]
+        return latest_good(place, steps, use, fallback=fallback)[1]
 
     return attempt() if step is not None else listed_again(attempt)

@@ -4,14 +4,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from .._core.entries import step_number
 from .._processes import consistency
 from .._processes.coordinator import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.match import Policy
 from ..formats.treering import summary
 from ..stores.nfs import look_anew
-from . import run
 from .directory import Directory
 from .latest_good import latest_good, listed_again
 
@@ -24,7 +22,7 @@ def has_begun(directory: Directory) -> bool:
     """
     if directory.all_steps():
         return True
-    run.check_new(directory.steps.store, directory.steps.root, directory.steps.prefix)
+    directory.check_new()
     return False
 
 
@@ -40,22 +38,20 @@ def restore(
     call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
 ) -> tuple[int, Any]:
     """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
-    steps = directory.steps
 
     def choose() -> list[tuple[int, str]]:
-        return directory.newest_first() if step is None else [(step_number(step), directory.existing(step))]
+        return [(place.step, place.path) for place in directory.candidates(step)]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
-        places = call.broadcast(choose)
-        if places and call.index and summary.look(steps.store, places[0][1]) is None:
-            look_anew(steps.store, places[0][1])
+        places = [directory.place(number, path) for number, path in call.broadcast(choose)]
+        if places and call.index and summary.look(places[0].store, places[0].path) is None:
+            look_anew(places[0].store, places[0].path)
         return latest_good(
-            steps.store,
-            steps.root,
+            directory.root,
             places,
             lambda ckpt: (ckpt._reader.identity, ckpt.restore(like, **options)),
             fallback=fallback and step is None,
-            damaged=lambda number: steps.mark_damaged(number, dict(places)[number]),
+            damaged=directory.mark_damaged,
             on_all_processes=lambda attempt: consistency.on_all_processes(call, attempt),
         )
 

@@ -3,20 +3,22 @@
 import contextlib
 import logging
 import os
-import queue
-import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, few
 from .._save.pending import PendingSave, SaveReport
 from .._threads.latch import Latch
-from .._threads.pool import start
 from ..errors import CorruptError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
 from ..stores.temporary_names import place_of
 from . import run
+from .chores import Chores
 from .directory import Directory
+
+if TYPE_CHECKING:
+    from .two_places import TwoPlaces
 
 _log = logging.getLogger("treering")
 
@@ -24,13 +26,15 @@ _log = logging.getLogger("treering")
 class Retention:
     """The `SaveHooks` of a run. No error after a commit fails the save."""
 
-    def __init__(self, directory: Directory, keep: Policy | None, on_save: Callable[[SaveReport], object] | None):
+    def __init__(
+        self, directory: "Directory | TwoPlaces", keep: Policy | None, on_save: Callable[[SaveReport], object] | None
+    ):
         self._directory, self._steps = directory, directory.steps
         self._keep, self._on_save = keep, on_save
-        self.restored: int | None = None  # the step that the job went on from, and may go back to: it is kept
+        self._problem: SaveError | None = None  # in leaving the run
         self._cleaned = False
         self._unknown: set[str] = set()  # metrics that no step had, and that are logged already
-        self._chores, self._hooks = _Chores(), _Chores()  # two threads: a slow hook must not keep old steps on the disk
+        self._chores, self._hooks = Chores(), Chores()  # two threads: a slow hook must not keep old steps on the disk
 
     def enter(self) -> None:
         """Takes the lock of the run. Raises `ExistsError` when another writer holds it."""
@@ -40,37 +44,48 @@ class Retention:
         """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
         if self._cleaned:
             return
-        store, root = self._steps.store, self._steps.root
         try:
-            with contextlib.suppress(FileNotFoundError):
-                store.delete(os.path.join(root, run.FINISHED))
-            for place in (root, *run.aside(store, root)):
-                for name in store.list(place):
-                    beside = place_of(name)
-                    if beside and run.parse(beside, self._steps.prefix) is not None:
-                        with contextlib.suppress(FileNotFoundError):
-                            store.remove_leftover(os.path.join(place, name))
-                    if run.parse(name, self._steps.prefix) is not None:
-                        removal.remove_leftovers(store, os.path.join(place, name), remove_empty=True)
-            run.settle_aside(store, root)
+            self._directory.begin()
+            self._remove_leftovers()
             self._cleaned = True
         except OSError:
             _log.exception("removing what earlier jobs left behind failed; it is tried again with the next save")
 
+    def remove_leftovers(self) -> None:
+        """Removes the leftovers of killed jobs, once."""
+        if not self._cleaned:
+            self._remove_leftovers()
+            self._cleaned = True
+
+    def _remove_leftovers(self) -> None:
+        store, root = self._steps.store, self._steps.root
+        for place in (root, *run.aside(store, root)):
+            for name in store.list(place):
+                beside = place_of(name)
+                if beside and run.parse(beside, self._steps.prefix) is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        store.remove_leftover(os.path.join(place, name))
+                if run.parse(name, self._steps.prefix) is not None:
+                    removal.remove_leftovers(store, os.path.join(place, name), remove_empty=True)
+        run.settle_aside(store, root)
+
     def after(self, report: SaveReport) -> None:
         """After a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
-        try:
-            self._retain(report.step)
-        except Exception:  # a policy may be the user's code, and the checkpoint is committed
-            _log.exception("deleting old steps failed; it is tried again after the next save")
+        self._directory.committed(lambda: self.retain(report.step))
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
 
     def close(self) -> None:
-        """Releases the lock of the run when all jobs are done, and returns then; after an interrupt they go on."""
+        """Releases the lock of the run when all jobs are done, and returns then; after an interrupt they go on.
+
+        Raises `SaveError` when steps are not where they should be.
+        """
         self._leave()
         self._hooks.wait()
         self._chores.wait()
+        if problem := self._problem:
+            self._problem = None
+            raise problem
 
     def close_after(self, last: PendingSave) -> None:
         """Releases the lock of the run in the background, when the save `last` is over and all jobs are done."""
@@ -87,7 +102,7 @@ class Retention:
 
         def leave() -> None:
             hooks_done.wait()
-            self._directory.lock.release()
+            self._problem = self._directory.leave()
 
         if self._on_save:
             self._hooks.add("leaving the run", hooks_done.set)
@@ -95,13 +110,20 @@ class Retention:
             hooks_done.set()
         self._chores.add("leaving the run", leave)
 
+    def retain(self, step: int | None) -> None:
+        """Deletes the steps that the policy does not keep, but for one that was just saved. Errors are logged."""
+        try:
+            self._retain(step)
+        except Exception:  # a policy may be the user's code, and the checkpoint is committed
+            _log.exception("deleting old steps failed; it is tried again after the next save")
+
     def _retain(self, step: int | None) -> None:
         if self._keep is None:
             return
         with self._steps.store.glance(self._steps.root):
             saved, committed = self._steps.good(), self._steps.committed()
         self._name_unknown_metrics(saved, self._keep.metrics)
-        wanted = self._keep.kept(saved) | {step, self.restored, *(one.step for one in saved[-1:])}
+        wanted = self._keep.kept(saved) | self._directory.needed() | {step, *(one.step for one in saved[-1:])}
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted:
@@ -127,50 +149,3 @@ class Retention:
             root, count = self._steps.root, len(saved)
             _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
             self._unknown.add(metric)
-
-
-class _Chores:
-    """Does one job after another in a thread that ends when none is left; errors are logged."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def add(self, what: str, do: Callable[[], object]) -> None:
-        with self._lock:
-            self._queue.put((what, do))
-            if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
-                try:
-                    self._begin()
-                except SaveError:  # the interpreter is about to end, or the system starts no more threads
-                    self._do_next()
-                except BaseException:  # an interrupt: that thread may have begun or not, and a new one replaces it
-                    self._begin()
-                    raise
-
-    def wait(self) -> None:
-        """Returns when all jobs are done."""
-        while (thread := self._thread) and thread.is_alive():
-            thread.join()
-
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="treering-upkeep", daemon=False)
-        start(self._thread)
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if self._thread is not threading.current_thread():
-                    return  # an interrupt came while this thread was started, and another has replaced it
-                if self._queue.empty():
-                    self._thread = None
-                    return
-            self._do_next()
-
-    def _do_next(self) -> None:
-        what, do = self._queue.get()
-        try:
-            do()
-        except BaseException:  # `sys.exit()` in a hook as well: the jobs after it are still to be done
-            _log.exception("%s failed", what)

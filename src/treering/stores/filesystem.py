@@ -50,7 +50,7 @@ class Filesystem:
 
     def written_by_tensorstore(self, path: str, context: Any) -> None: ...
 
-    def create(self, path: str, *, visible: bool = False) -> FileSink:
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> FileSink:
         return FileSink(self.disk, path)
 
     def delete(self, path: str) -> None:

@@ -98,7 +98,7 @@ class MemoryStore:
 
     # Writing
 
-    def create(self, path: str, *, visible: bool = False) -> "_MemorySink":
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> "_MemorySink":
         with self.lock:
             if self.stat(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)

@@ -228,11 +228,12 @@ class Store(Protocol):
 
     # Writing
 
-    def create(self, path: str, *, visible: bool = False) -> Sink:
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file. Raises `FileExistsError` when there is one.
 
         visible: others see it, and that its writer lives, from now on until it is published or deleted. Other files are
         seen when they are finished at the latest, and only then may there be the `FileExistsError`.
+        expected: about how many bytes it will have, where that is known.
         """
         ...
 

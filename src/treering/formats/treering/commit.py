@@ -50,14 +50,15 @@ class Transaction(Files):
     """One save into one directory: invisible to readers until `commit`, gone without a trace after `abort`.
 
     Process 0 makes the temporary manifest first: it shows the others that they write to the same file system.
+    `token` is that of the files' names, a new one by default.
     """
 
-    def __init__(self, store: Store, path: str, *, overwrite: bool):
+    def __init__(self, store: Store, path: str, *, overwrite: bool, token: str = ""):
         with store.glance(path):
             names = check_free(store, path, overwrite=overwrite)
         if overwrite:
             check_removable(store, path)
-        super().__init__(store, path, secrets.token_hex(3))
+        super().__init__(store, path, token or secrets.token_hex(3))
         self._overwrite = overwrite
         self._manifest = os.path.join(path, MANIFEST)
         if any(OWN_FILES.fullmatch(name) for name in names):

@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -121,14 +121,7 @@ class ArrayFile:
         size = self.size
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
-        data = bytearray(listed.header)
-        self._blob.read_into(memoryview(data), 0)
-        if manifest.xxh3(data) != listed.xxh3:
-            self._blob.read_into(memoryview(data), 0, anew=True)
-            if manifest.xxh3(data) == listed.xxh3:
-                self._report_second_reading("the header")
-        if manifest.xxh3(data) != listed.xxh3:
-            raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
+        data = self._read_header(listed)
         _check_version(data, self.path)
         blocks = -(-(self.size - listed.header) // BLOCK)
         try:
@@ -149,6 +142,35 @@ class ArrayFile:
         self._good = bytearray(blocks)
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
         self._remembers = store.object_bytes is None  # or there may be thousands of files
+
+    def _read_header(self, listed: manifest.File) -> bytearray:
+        data = bytearray(listed.header)
+        self._blob.read_into(memoryview(data), 0)
+        if manifest.xxh3(data) != listed.xxh3:
+            self._blob.read_into(memoryview(data), 0, anew=True)
+            if manifest.xxh3(data) == listed.xxh3:
+                self._report_second_reading("the header")
+        if manifest.xxh3(data) != listed.xxh3:
+            raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
+        return data
+
+    def contents(self, listed: manifest.File) -> Iterator[tuple[int, memoryview]]:
+        """The file from one end to the other, each block checked: offsets and aligned buffers, the last padded.
+
+        Raises `CorruptError` for damage.
+        """
+        header, size = self._read_header(listed), self.header.size
+        for begin in range(0, self.size, self._blob.read_bytes):
+            end = min(begin + self._blob.read_bytes, self.size)
+            buffer = aligned(end - begin)
+            inside = header[begin:end]
+            buffer[: len(inside)] = inside
+            if end > size:
+                first, last = max(begin - size, 0), end - size
+                memory = self.memory([(first, last)], verify=True, requested=False)
+                bytes_ = memory.view(Part(0, first, last, (last - first,)), np.dtype(np.uint8))
+                buffer[len(inside) : end - begin] = bytes_.data
+            yield begin, buffer
 
     def can_mmap(self, requested: bool | None) -> bool:
         """Whether the file is mapped rather than copied."""

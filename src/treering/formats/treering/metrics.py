@@ -3,11 +3,12 @@
 The name of such a file gives the manifest that it belongs to, and the time when it was written.
 """
 
+import contextlib
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -33,17 +34,30 @@ class _File(msgspec.Struct, frozen=True):
 
 def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
     """Adds metrics, durably, to the checkpoint whose manifest has the checksum `identity`."""
-    token = secrets.token_hex(3)
-    data = manifest.seal(_File(dict(metrics)))
+    token, data = secrets.token_hex(3), manifest.seal(_File(dict(metrics)))
+    _put(store, path, token, data, lambda: f"metrics-{identity}-{time.time_ns():020}-{token}.json")
+
+
+def _put(store: Store, path: str, token: str, data: bytes, name: Callable[[], str]) -> None:
+    """Makes a file of metrics, durably, under the name that it shall have when it is written."""
     files = Files(store, path, token)
     try:
         sink = files.create(f"metrics.json.{token}.tmp")
         write_whole(sink, data)
-        name = f"metrics-{identity}-{time.time_ns():020}-{token}.json"  # the last to be published counts
-        sink.publish(os.path.join(path, name), overwrite=False)
+        sink.publish(os.path.join(path, name()), overwrite=False)  # the last to be published counts
     finally:
         files.abort()  # of the two names, the temporary one
     store.settle(path)
+
+
+def copy(source: Store, path: str, target: Store, to: str, identity: str) -> None:
+    """Copies the metrics that were added to a checkpoint to a copy of it that lacks them."""
+    there = set(names(target, to, identity))
+    for name in names(source, path, identity):
+        if name not in there:
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # deleted, or copied by another process
+                data = read_file(source, os.path.join(path, name))
+                _put(target, to, secrets.token_hex(3), data, lambda name=name: name)
 
 
 def names(store: Store, path: str, identity: str) -> list[str]:

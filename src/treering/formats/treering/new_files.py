@@ -51,12 +51,12 @@ class Files:
             'system that all processes share; choose one, or save each process\'s own data with processes="this"'
         )
 
-    def create(self, name: str, *, visible: bool = False) -> Sink:
+    def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""
         path = os.path.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
             with contextlib.suppress(FileExistsError):  # another process took it for a leftover, and removes it soon
-                sink = self._open[path] = self.store.create(path, visible=visible)
+                sink = self._open[path] = self.store.create(path, visible=visible, expected=expected)
                 if sink.protect():
                     return sink
                 self._open.pop(path).close()  # another process locked or removed it first, as a leftover

@@ -99,6 +99,20 @@ class Reader:
             if not listed.requires:
                 self._file(number)
 
+    @property
+    def manifest_bytes(self) -> bytes:
+        """The manifest as it is."""
+        return self._manifest_bytes
+
+    @property
+    def files(self) -> Sequence[manifest.File]:
+        """The array files."""
+        return self._manifest.files
+
+    def contents(self, number: int) -> Iterator[tuple[int, memoryview]]:
+        """An array file as it is, each block checked; see `ArrayFile.contents`."""
+        return self._file(number).contents(self._manifest.files[number])
+
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
         """The sharding of an array when it was saved, `{"mesh": {axis: size}, "spec": [...]}`; None without one."""
         where = self._target(entry).where

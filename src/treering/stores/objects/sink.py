@@ -25,7 +25,7 @@ class ObjectSink:
     is written into it is put under the name that it is published with.
     """
 
-    def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, conditional: bool):
+    def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, conditional: bool, expected: int):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key, self._uploads = bucket, key, uploads
         self._conditional = conditional
@@ -40,7 +40,7 @@ class ObjectSink:
                     self.heartbeat.stop(delete=True)
                     raise
         self._buffer: memoryview | None = None
-        self._stream = Stream(bucket, key, held=visible)
+        self._stream = Stream(bucket, key, held=visible, expected=expected)
         self._kept: Any = None  # the last bytes, which may be cut
         self._at = 0
         self._lock = threading.Lock()
@@ -76,9 +76,7 @@ class ObjectSink:
             self._stream.write(self._kept[: nbytes - self._stream.size])
             self._kept = None
         if not self.heartbeat:
-            version = self._stream.put(replaces=None, overwrite=False)
-            if version:
-                self._versions[self._key] = version
+            self._versions[self._key] = self._stream.put(replaces=None, overwrite=False)
 
     def _put(self, data: memoryview) -> None:
         self._bucket.put(self._key, data, overwrite=True)  # no other object gets its name

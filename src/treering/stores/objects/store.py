@@ -138,10 +138,10 @@ class ObjectStore:
 
     # Writing
 
-    def create(self, path: str, *, visible: bool = False) -> ObjectSink:
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> ObjectSink:
         bucket, key = self._find(path)
         self._check_writable(bucket)
-        sink = ObjectSink(bucket, key, self._uploads, visible=visible, conditional=self._conditional)
+        sink = ObjectSink(bucket, key, self._uploads, visible=visible, conditional=self._conditional, expected=expected)
         if sink.heartbeat:
             self._heartbeats[path] = sink.heartbeat
         return sink

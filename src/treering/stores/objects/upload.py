@@ -9,19 +9,26 @@ from typing import Any
 from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
+from ..buffers import round_up
+from ..read_errors import RequestError
 from .bucket import Bucket, Version
 
 OBJECT_BYTES = 32 << 20  # bytes of an array object, which is put in one request
 _IN_FLIGHT = 5  # objects that are being put at a time
-_PART_BYTES = 16 << 20  # bytes of the parts of a stream, of which a store takes at most 10,000
+_PART_BYTES = 16 << 20  # bytes of the parts of a stream, unless it is known to be larger
+_MAX_PARTS = 10_000  # that stores take
 _PARTS = 4  # of a stream that are in flight
 
 
 class Stream:
-    """The bytes of an object from one end to the other; those of a small one are held until the end."""
+    """The bytes of an object from one end to the other; those of a small one are held until the end.
 
-    def __init__(self, bucket: Bucket, key: str, *, held: bool = False):
+    `expected` is about how many it will have, where that is known.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, *, held: bool = False, expected: int = 0):
         self.size = 0
+        self._part_bytes = max(_PART_BYTES, round_up(expected // (_MAX_PARTS * 9 // 10), 1 << 20))
         self._bucket, self._key, self._held = bucket, key, held
         self._chunks: list[bytes] = []
         self._chunk_bytes = 0
@@ -42,7 +49,7 @@ class Stream:
         self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
-    def put(self, *, replaces: Version | None, overwrite: bool) -> Version | None:
+    def put(self, *, replaces: Version | None, overwrite: bool) -> Version:
         """Makes the object: its name is there from now on, as a whole. Raises `ChangedError` as `Bucket.put` does.
 
         One that went in parts cannot be tied to a condition by obstore: what is there is looked up just before.
@@ -55,7 +62,13 @@ class Stream:
         parts, self._parts = self._parts, None
         with self._bucket.asked(self._key):
             parts.close()
-        return None
+        found = self._bucket.head(self._key)
+        if found is None or found.nbytes != self.size:
+            raise RequestError(
+                f"{self._bucket.url}/{self._key}: expected {self.size} bytes that were put in parts, found "
+                f"{'nothing' if found is None else found.nbytes}"
+            )
+        return found.version
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
@@ -67,7 +80,7 @@ class Stream:
     def _send(self) -> None:
         if self._parts is None:
             self._parts = contextlib.ExitStack()
-            self._writer = self._parts.enter_context(self._bucket.writer(self._key, _PART_BYTES, _PARTS))
+            self._writer = self._parts.enter_context(self._bucket.writer(self._key, self._part_bytes, _PARTS))
         with self._bucket.asked(self._key):
             for chunk in self._chunks:
                 self._writer.write(chunk)

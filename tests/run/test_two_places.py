@@ -1,0 +1,339 @@
+"""Runs that are saved on a local disk and copied from there to where they stay."""
+
+import logging
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import obstore.store
+import pytest
+
+import s3
+import treering as tr
+from fault_proxy import Proxy, proxy
+from treering import stores
+from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError
+from treering.stores.objects.store import ObjectStore
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def far(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+    """Where a run stays."""
+    if request.param == "disk":
+        yield str(tmp_path / "far" / "run")
+        return
+    buckets = ObjectStore()
+    memory = request.param == "memory"
+    buckets.add("far://b", obstore.store.MemoryStore() if memory else s3.client(request.getfixturevalue("s3_server")))
+    with stores.using(buckets, "far"):
+        yield f"far://b/{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def near(tmp_path: pathlib.Path) -> str:
+    return str(tmp_path / "near")
+
+
+def _state(step: int, size: int = 1000) -> dict[str, Any]:
+    return {"w": np.full(size, step, np.float32), "n": step}
+
+
+def _save(ckpts: tr.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpts.save(step, _state(step))
+        ckpts.wait()
+
+
+def _check(tree: Any, step: int) -> None:
+    assert tree["n"] == step and np.array_equal(tree["w"], _state(step)["w"])
+
+
+def _manifest(path: str) -> bytes:
+    blob = stores.of(path).open(f"{path}/treering.json")
+    return blob.read(0, blob.size)
+
+
+def _until(check: Callable[[], Any], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_steps_are_saved_near_and_stay_far(near: str, far: str) -> None:
+    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+        assert ckpts.restore_or_init(lambda: _state(0))[1] == 0
+        for step in range(1, 6):
+            pending = ckpts.save(step, _state(step), metrics={"loss": 1 / step})
+            assert pending and pending.result().path == f"{near}/step-{step:08}"
+        _check(ckpts.restore(), 5)
+    assert tr.steps(near) == [5] and tr.steps(far) == [3, 4, 5]
+    assert _manifest(f"{near}/step-00000005") == _manifest(f"{far}/step-00000005")
+    for step in (3, 4, 5):
+        _check(tr.restore(far, step=step), step)
+    assert tr.verify(far) and tr.open(far).metrics == {"loss": 0.2} and tr.open(far).step == 5
+    after = tr.Checkpointer(far, local=near)
+    assert after.steps == [3, 4, 5] and after.latest_step == 5 and after.best_step("loss", "min") == 5
+    assert after.copies(5) == [f"{near}/step-00000005", f"{far}/step-00000005"]
+    assert after.copies(4) == [f"{far}/step-00000004"] and after.path(6) == f"{near}/step-00000006"
+    assert list(after.disk_usage) == [3, 4, 5]
+    with pytest.raises(NotFoundError, match="expected step 1, found 3, 4, 5"):
+        after.copies(1)
+
+
+def test_the_nearest_good_copy_is_taken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 1, 2)
+    file = next(pathlib.Path(near, "step-00000002").glob("arrays-*"))
+    file.chmod(0o600)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for step in (None, 2):
+        caplog.clear()
+        ckpts = tr.Checkpointer(far, local=near)
+        _check(ckpts.restore(step=step), 2)
+        assert ckpts.restored_step == 2
+        assert f"taking the copy of step 2 at {far}/step-00000002" in caplog.text
+    file.unlink()
+    assert tr.Checkpointer(far, local=near).open(2).path == f"{far}/step-00000002"
+    with tr.Checkpointer(far, local=near + "-of-another-host") as ckpts:
+        state, step = ckpts.restore_or_init(lambda: _state(0))
+        _check(state, 2)
+        assert step == 2
+        _save(ckpts, 3)
+    assert tr.steps(far) == [1, 2, 3]
+
+
+def test_what_is_not_copied_is_never_deleted(near: str, tmp_path: pathlib.Path, s3_server: str) -> None:
+    """The network goes away: saving goes on near, all that `keep` wants stays there, and the next job copies it."""
+    with proxy(s3_server) as between:
+        buckets = ObjectStore()
+        buckets.add("flaky://b", s3.client(between.url, retry_config={"max_retries": 0}))
+        with stores.using(buckets, "flaky"):
+            _go_on_without(between, near, f"flaky://b/{secrets.token_hex(4)}")
+
+
+def _go_on_without(between: Proxy, near: str, far: str) -> None:
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3))
+    _save(ckpts, 1)
+    _until(lambda: tr.steps(far) == [1])
+    between.fault = lambda request: "503 SlowDown"
+    _save(ckpts, 2, 3, 4, 5)
+    with pytest.raises(SaveError, match=f"{far}: the newest steps are not all there.*they are in {near}, and the next"):
+        ckpts.close()
+    assert {3, 4, 5} <= set(tr.steps(near))
+    between.fault = lambda request: None
+    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+        assert ckpts.latest_step == 5
+        _save(ckpts, 6)
+    assert tr.steps(far) == [4, 5, 6] and tr.steps(near) == [6]
+
+
+_SLOWLY = """
+import sys
+import numpy as np
+import treering as tr
+
+ckpts = tr.Checkpointer(sys.argv[1], local=sys.argv[2], upload_limit=2_000_000, keep_local=None)
+for step in (1, 2, 3):
+    ckpts.save(step, {"w": np.full(2_000_000, step, np.float32), "n": step})
+    ckpts.wait()
+    print(step, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_job_is_finished_by_the_next(near: str, tmp_path: pathlib.Path, stop: signal.Signals) -> None:
+    far = str(tmp_path / "far")
+    with subprocess.Popen(
+        [sys.executable, "-c", _SLOWLY, far, near], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout and [job.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
+        _until(lambda: list(pathlib.Path(far).glob("step-*/arrays-*")))
+        job.send_signal(stop)
+    assert tr.steps(far) == [] and tr.steps(near) == [1, 2, 3]
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        assert ckpts.steps == [1, 2, 3]
+        assert ckpts.restore()["n"] == 3
+        _save(ckpts, 4)
+    assert tr.steps(far) == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        assert np.all(tr.restore(far, step=step)["w"] == step)
+        assert len(os.listdir(f"{far}/step-{step:08}")) == 2
+
+
+def test_steps_of_a_job_that_was_overtaken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Another host has gone on: what the first one has near and far has not is an old branch, and never comes back."""
+    other = near + "-of-another-host"
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        _save(ckpts, 1, 2)
+    store = stores.of(far)
+    with tr.Checkpointer(far, local=other) as ckpts:
+        ckpts.restore(step=1)
+        ckpts.save(2, _state(20))
+        ckpts.save(3, _state(30))
+    assert store.list(far).count("rewound-1") == 1
+    back = tr.Checkpointer(far, local=near, keep_local=None)
+    assert back.steps == [1, 2, 3] and back.copies(2) == [f"{far}/step-00000002"]  # not the one near
+    assert back.copies(1) == [f"{near}/step-00000001", f"{far}/step-00000001"]
+    _check(back.restore(step=2), 20)
+    _check(back.restore(), 30)
+    with back:
+        _save(back, 4)
+    assert "since steps 2 were saved here; they were set aside to" in caplog.text
+    _check(tr.restore(f"{near}/rewound-1/step-00000002"), 2)
+    assert tr.steps(far) == [1, 2, 3, 4] and tr.steps(near) == [1, 4]
+
+
+def test_a_job_without_a_local_place_comes_between(near: str, far: str) -> None:
+    with tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 1)
+    with tr.Checkpointer(far) as ckpts:
+        ckpts.save(1, _state(10), on_exists="overwrite")
+    back = tr.Checkpointer(far, local=near)
+    _check(back.restore(), 10)
+    with back:
+        _save(back, 2)
+    assert tr.steps(far) == [1, 2] and tr.steps(near) == [2]
+    _check(tr.restore(far, step=1), 10)
+
+
+def test_a_local_run_moves_to_another_place(near: str, far: str) -> None:
+    with tr.Checkpointer(near) as ckpts:
+        _save(ckpts, 1, 2)
+        ckpts.pin(1)
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        _check(ckpts.restore(), 2)
+        _save(ckpts, 3)
+    assert tr.steps(far) == [1, 2, 3] and tr.Checkpointer(far).pinned == [1]
+
+
+def test_overwriting_and_skipping(near: str, far: str) -> None:
+    with tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 1, 2)
+        _until(lambda: tr.steps(far) == [1, 2] and tr.steps(near) == [2])
+        for step in (1, 2):
+            with pytest.raises(ExistsError, match=f"step {step} is saved already"):
+                ckpts.save(step, _state(7))
+            assert ckpts.save(step, _state(7), on_exists="skip") is None
+        ckpts.save(1, _state(10), on_exists="overwrite")
+        ckpts.save(2, _state(20), on_exists="overwrite")
+    for step in (1, 2):
+        _check(tr.restore(far, step=step), 10 * step)
+        _check(tr.Checkpointer(far, local=near).restore(step=step), 10 * step)
+
+
+def test_managing_both(near: str, far: str) -> None:
+    with tr.Checkpointer(
+        far, local=near, keep=tr.keep.last(2) | tr.keep.best(1, "loss", "min", unscored="drop"), keep_local=None
+    ) as ckpts:
+        ckpts.save(1, _state(1), metrics={"loss": 5})
+        ckpts.save(2, _state(2), metrics={"loss": 3})
+        ckpts.wait()
+        ckpts.pin(2)
+        tr.record(near, 1, {"loss": 1})  # after it was copied, or before
+        _save(ckpts, 3, 4, 5)
+        _until(lambda: tr.steps(far) == [1, 2, 4, 5])
+        assert tr.Checkpointer(far).pinned == [2] and tr.open(far, step=1).metrics == {"loss": 1}
+        with pytest.raises(MismatchError, match="pinned"):
+            ckpts.delete(2)
+        ckpts.delete(4)
+        assert ckpts.pinned == [2] and tr.steps(far) == [1, 2, 5] and tr.steps(near) == [1, 2, 3, 5]
+        ckpts.unpin(2)
+        assert ckpts.pinned == []
+        _save(ckpts, 6)
+        ckpts.rewind(5)
+        assert ckpts.latest_step == 5
+        ckpts.save(6, _state(60))
+        ckpts.finish()
+    for place in (near, far):
+        assert tr.steps(place)[-2:] == [5, 6] and "finished" in stores.of(place).list(place)
+        _check(tr.restore(place), 60)
+    assert [ckpt.step for ckpt in tr.follow(far)] == [1, 5, 6]
+
+
+def test_a_step_is_gone_back_from(near: str, far: str) -> None:
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        _save(ckpts, 1, 2, 3)
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        ckpts.restore(step=1)
+        ckpts.save(2, _state(20))
+    for place in (near, far):
+        assert tr.steps(place) == [1, 2]
+        _check(tr.restore(place), 20)
+
+
+def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
+    ckpts = tr.Checkpointer(far, local=near, upload_limit=10)
+    ckpts.save(1, _state(1))
+    ckpts.wait()
+    _until(lambda: "copying step 1" in repr(ckpts))
+    ckpts.save(2, _state(2))
+    ckpts.wait()
+    begun = time.monotonic()
+    ckpts.delete(1)
+    assert time.monotonic() - begun < 10 and ckpts.steps == [2]
+    ckpts._directory._uploads._pace._rate = None  # type: ignore[attr-defined]
+    ckpts.close()
+    assert tr.steps(far) == [2]
+
+
+def test_the_limit_is_kept(near: str, tmp_path: pathlib.Path) -> None:
+    begun = time.monotonic()
+    with tr.Checkpointer(tmp_path / "far", local=near, upload_limit=10_000_000) as ckpts:
+        ckpts.save(1, {"w": np.zeros(5_000_000, np.float32)})
+    assert time.monotonic() - begun > 1  # 20 MB, of which the first part goes at once
+
+
+def test_a_damaged_step_is_not_copied(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(near) as ckpts:
+        _save(ckpts, 1, 2, 3)
+    file = next(pathlib.Path(near, "step-00000002").glob("arrays-*"))
+    file.chmod(0o600)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(SaveError, match="damaged leaves: w"), tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 4)
+    assert tr.steps(far) == [1, 3, 4] and "step 2 is not copied, for it is damaged" in caplog.text
+
+
+def test_what_is_wrong_is_named(near: str, far: str) -> None:
+    for options, about in {
+        "local": ({"local": far}, "expected another directory than that of the run"),
+        "keep_local": ({"local": near, "keep_local": 3}, "keep_local=3: expected a policy"),
+        "upload_limit": ({"local": near, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
+        "limit alone": ({"upload_limit": 5}, "upload_limit=5: expected local="),
+    }.values():
+        with pytest.raises(MismatchError, match=about):
+            tr.Checkpointer(far, **options)  # type: ignore[arg-type]
+    with tr.Checkpointer(far) as other:
+        other.save(1, _state(1))
+        other.wait()
+        code = textwrap.dedent("""
+            import sys, treering as tr
+            from treering.errors import ExistsError
+            try:
+                tr.Checkpointer(sys.argv[1], local=sys.argv[2]).save(2, {"n": 2})
+            except ExistsError as error:
+                sys.exit("writes this run" not in str(error))
+        """)
+        if "://" not in far:
+            assert subprocess.run([sys.executable, "-c", code, far, near], check=False).returncode == 0
+    assert not os.path.exists(f"{near}/step-00000002")
+
+
+def test_logs_say_what_is_where(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 1)
+    assert f"saved {near}/step-00000001" in caplog.text and f"{far}: step 1 copied in" in caplog.text
