@@ -16,7 +16,8 @@ demo: $(VENV)/demo
 	$(RUN) examples/minilm.py
 
 test: $(VENV)/test
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest -m slow
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 2

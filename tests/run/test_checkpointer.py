@@ -794,7 +794,7 @@ def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypa
         for step in range(5):
             ckpts.save(step, {"x": step})
         ckpts.wait()
-        assert list(ckpts.disk_usage) == list(ckpts._steps._known) == [4]
+        assert list(ckpts.disk_usage) == list(ckpts._directory.steps._known) == [4]
 
 
 def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:

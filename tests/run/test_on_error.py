@@ -91,3 +91,22 @@ def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
             ckpts.save(2, {"w": object()})
     with pytest.raises(MismatchError, match="on_error"):
         tr.Checkpointer("run", on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_a_failure_that_a_later_call_has_reported_is_raised_at_the_end(between: Proxy) -> None:
+    """Steps between that are not due settle the save that failed; no good one comes after it."""
+    told: list[BaseException] = []
+    ckpts = tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", save_every=10, on_error=told.append)
+    ckpts.save(10, {"w": np.zeros(4)})
+    ckpts.wait()
+    between.fault = lambda request: "503 SlowDown" if request.method == "PUT" else None
+    ckpts.save(20, {"w": np.zeros(4)})
+    while ckpts.is_saving:
+        pass
+    for step in range(21, 25):
+        ckpts.save(step, {"w": np.zeros(4)})
+    _up(between)
+    assert told and ckpts.last_error is told[-1]
+    with pytest.raises(SaveError, match="step-00000020"):
+        ckpts.close()
+    ckpts.close()  # once

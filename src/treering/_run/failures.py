@@ -18,7 +18,14 @@ class Failures:
             raise MismatchError(f"on_error={on_error!r}: expected 'raise', 'log' or a function of an error")
         self.raises = on_error == "raise"
         self.last: BaseException | None = None
+        self._raised: BaseException | None = None
         self._tell = on_error if callable(on_error) else None
+
+    def raise_last(self) -> None:
+        """Raises the last failure, once, unless a good save has come after it."""
+        if self.last is not None and self.last is not self._raised:
+            self._raised = self.last
+            raise self.last
 
     def report(self, error: BaseException) -> None:
         """Logs a failure that is not raised, and calls the user's function with it, once."""

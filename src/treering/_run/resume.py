@@ -12,9 +12,10 @@ from ..formats.treering import summary
 from ..stores.nfs import look_anew
 from .directory import Directory
 from .latest_good import latest_good, listed_again
+from .two_places import TwoPlaces
 
 
-def has_begun(directory: Directory) -> bool:
+def has_begun(directory: Directory | TwoPlaces) -> bool:
     """Whether there is a step.
 
     Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when directories
@@ -35,7 +36,12 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def restore(
-    call: Call, directory: Directory, like: Any, step: int | None, fallback: bool, options: Mapping[str, Any]
+    call: Call,
+    directory: Directory | TwoPlaces,
+    like: Any,
+    step: int | None,
+    fallback: bool,
+    options: Mapping[str, Any],
 ) -> tuple[int, Any]:
     """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
 

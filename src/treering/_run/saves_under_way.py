@@ -91,10 +91,11 @@ class UnderWay:
             if not pending.failed:
                 self._failures.last = None
             elif not pending.reported:
-                if verdict.raises if verdict else (self._failures.raises or pending is ended[-1]):
-                    self._failures.last = pending._error
+                if verdict.raises if verdict else self._failures.raises:
                     pending.result()
                 self._report(pending)
+        if verdict is None:
+            self._failures.raise_last()
 
     def _report(self, pending: PendingSave) -> None:
         if self._failures.raises:

@@ -13,7 +13,7 @@ from ..errors import CorruptError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..formats.treering.read import ReplacedError
 from ..stores.nfs import look_anew
-from ..stores.read_errors import UnreadableError, reading
+from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 
 _CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
@@ -132,4 +132,5 @@ def _is_current(store: Store, path: str, identity: str) -> bool:
     except (CorruptError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _GONE:
             raise ReplacedError(f"{path}: it was deleted while it was checked") from None
+        raise_if_momentary(error)
         return True

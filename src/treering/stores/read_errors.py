@@ -15,6 +15,18 @@ _DAMAGE = {
 } | {133}  # EHWPOISON of Linux, which Python has no name for
 
 
+# With these it says nothing about what is there: the next time the answer may be another.
+_MOMENTARY = {
+    getattr(errno, name)
+    for name in (
+        *("EMFILE", "ENFILE", "ENOMEM", "ENOBUFS", "EAGAIN", "EINTR", "EBUSY", "ENOLCK", "EDEADLK", "ETIMEDOUT"),
+        *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN"),
+        *("ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "EPIPE"),
+    )
+    if hasattr(errno, name)
+}
+
+
 class UnreadableError(CorruptError):
     """The system cannot read what is there."""
 
@@ -56,11 +68,19 @@ def reading(path: str) -> Iterator[None]:
         raise
 
 
+def raise_if_momentary(error: BaseException) -> None:
+    """Raises an error that says nothing about what is there: whatever is concluded from it would be made up."""
+    if isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY):
+        raise error
+
+
 def refusal(error: TreeringError | OSError, path: str) -> str:
     """The text of an error, as the reason why something is of no format.
 
-    Raises `CorruptError` for a file that cannot be read any more, for it may be of any format.
+    Raises `CorruptError` for a file that cannot be read any more, for it may be of any format, and errors that say
+    nothing about what is there.
     """
+    raise_if_momentary(error)
     if isinstance(error, UnreadableError):
         raise error
     try:

@@ -80,7 +80,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
     gate = _Gate()
     monkeypatch.setattr(bucket.Bucket, "_obstore", gate)
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0)
-    monkeypatch.setattr(heartbeat, "_begin", lambda: None)  # no renewals between the requests that are counted
+    monkeypatch.setattr(heartbeat, "_begin", lambda one: None)  # no renewals between the requests that are counted
     buckets = ObjectStore()
     buckets.add("states://tests", obstore.store.MemoryStore())
     buckets._buckets["states://tests"]._conditional = True

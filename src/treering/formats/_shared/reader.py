@@ -15,7 +15,7 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import Problem
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
-from ...stores.read_errors import reading
+from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
 from .extents import Runs, Small, mapped
 
@@ -169,5 +169,6 @@ class ForeignReader:
             try:
                 self._arrays[entry.path].read(box, False)
             except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
                 part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
                 yield f"{error} (in [{part}])" if part else str(error)

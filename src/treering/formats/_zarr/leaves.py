@@ -13,7 +13,7 @@ from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
-from ...stores.read_errors import reading
+from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
 from ...stores.whole_files import files_in, is_folder, read_file
 from .._shared.msgpack import beginning
@@ -82,12 +82,13 @@ def _damage(array: zarr.Array) -> Iterator[str]:
         try:
             array.read(part, False)
             continue
-        except (CorruptError, OSError):
-            pass
+        except (CorruptError, OSError) as error:
+            raise_if_momentary(error)
         for box, _ in array.split(part, 0):
             try:
                 array.read(box, False)
             except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
                 if str(error) not in seen:
                     seen.add(str(error))
                     yield str(error)
@@ -122,7 +123,8 @@ def parts_of(store: Store, folder: str, name: str, driver: zarr.Driver) -> Itera
     path, about = os.path.join(folder, name), metadata.FILES[driver]
     try:
         layout = metadata.parse(read_file(store, os.path.join(path, about)), driver, path)
-    except (TreeringError, OSError):
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
         return
     for file in files_in(store, path):
         if file in (about, ".zattrs") or layout.has_chunk(file):
@@ -156,6 +158,7 @@ def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignRe
     try:
         arrays = [array for array in open_reader().stored() if isinstance(array, zarr.Array)]
     except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
         if any(is_folder(store, os.path.join(path, name)) for name in store.list(path)):
             raise ExistsError(
                 f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "

@@ -20,7 +20,7 @@ from ..._core.skeleton import assemble, inferred
 from ..._core.source import Source
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.read_errors import refusal
+from ...stores.read_errors import raise_if_momentary, refusal
 from ...stores.store import Store
 from ...stores.whole_files import open_fetched
 from .. import accepts
@@ -151,7 +151,8 @@ def _step_of(store: Store, path: str) -> int | None:
 
     try:
         return own_step(_read(store, path)[0], "step")
-    except (TreeringError, OSError):
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
         return None  # opening it raises the reason
 
 

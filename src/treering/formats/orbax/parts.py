@@ -1,11 +1,11 @@
 """Finds the files in a folder that are an Orbax checkpoint: those that it lists, not others with such names."""
 
-import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import TreeringError
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import files_in, is_file, is_folder
 from .._shared.msgpack import MAP, beginning, tokens
@@ -48,9 +48,11 @@ def _items(store: Store, folder: str) -> list[str]:
     be those of several checkpoints.
     """
     listed = None
-    with contextlib.suppress(TreeringError, OSError):
+    try:
         about = read_about(store, folder) if is_file(store, os.path.join(folder, CHECKPOINT)) else {}
         listed = about.get("item_handlers") if isinstance(about, Mapping) else ()
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
     folders = [name for name in store.list(folder) if is_folder(store, os.path.join(folder, name))]
     if isinstance(listed, Mapping):
         return [name for name in folders if name in listed]
@@ -93,7 +95,8 @@ def _tree(store: Store, folder: str) -> Iterator[str]:
             aggregated = read_aggregated(store, folder, None).entries
             named |= {name for entry in aggregated if (name := placeholder(entry)) is not None}
             found.append(STATE)
-    except (TreeringError, OSError):
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
         return
     if not found:
         return
@@ -116,7 +119,9 @@ def _marks(store: Store, folder: str) -> Iterator[str]:
 def _json(store: Store, folder: str, name: str) -> Iterator[str]:
     """A file, if it is in JSON."""
     path = os.path.join(folder, name)
-    with contextlib.suppress(TreeringError, OSError):
+    try:
         if is_file(store, path):
             read_json(store, path)
             yield name
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)

@@ -12,6 +12,7 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import Problem
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import is_file
 from .._zarr import array as zarr
@@ -134,6 +135,6 @@ def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
             if about["sharding_type"] == "NamedSharding":
                 mesh = dict(zip(about["axis_names"], about["shape"], strict=True))
                 found[base64.urlsafe_b64decode(name).decode()] = {"mesh": mesh, "spec": about["partition_spec"]}
-    except (OSError, CorruptError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        pass  # for information only
+    except (OSError, CorruptError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise_if_momentary(error)  # the others are for information only
     return found

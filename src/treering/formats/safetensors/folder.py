@@ -10,6 +10,7 @@ import msgspec
 
 from ..._core.leaf_paths import few
 from ...errors import CorruptError, UnsafeError
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import read_file
 
@@ -100,7 +101,8 @@ def written_names(store: Store, folder: str) -> set[str]:
         return set(main.names)
     try:
         shards = set(weights_of(store, os.path.join(folder, index)).values())
-    except (CorruptError, OSError):
+    except (CorruptError, OSError) as error:
+        raise_if_momentary(error)
         stem = index.removesuffix(INDEX)
         shards = {name for name in names if (part := _PART.fullmatch(name)) and (part[1], part[4]) == (stem, "")}
     return {index, *shards.intersection(names)}

@@ -12,6 +12,7 @@ from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import adoptable
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from ...stores.whole_files import open_fetched
 from .._shared.extents import Runs, check_shape
@@ -101,6 +102,7 @@ class TensorFlowReader(ForeignReader):
             try:
                 self._verify_part(part, entry.path)
             except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
                 yield str(error)
 
     def _verify(self, path: str) -> None:

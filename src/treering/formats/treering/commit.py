@@ -61,6 +61,7 @@ class Transaction(Files):
         super().__init__(store, path, token or secrets.token_hex(3))
         self._overwrite = overwrite
         self._manifest = os.path.join(path, MANIFEST)
+        self._published = False  # or about to be
         if any(OWN_FILES.fullmatch(name) for name in names):
             remove_leftovers(store, path)
         name = f"{MANIFEST}.{self.token}.tmp"
@@ -89,6 +90,7 @@ class Transaction(Files):
         check()
         found = self.store.stat(self._manifest) if self._overwrite else None
         replaced = consists_of(self.store, self.path) if found else []
+        self._published = True
         try:
             self._open[self._temporary].publish(
                 self._manifest, overwrite=self._overwrite, version=found.version if found else ABSENT
@@ -142,9 +144,10 @@ class Transaction(Files):
 
     def _gone(self) -> bool:
         """Whether the manifest of this save is not in place; one that replaced none is removed first."""
-        if self._in_place() is False:
+        there = self._published and self._in_place()
+        if there is False:
             return True
-        if self._overwrite:
+        if there is None or self._overwrite:  # it may be another's, or has replaced one
             return False
         try:
             self.store.delete(self._manifest)  # it is not durable yet

@@ -1,5 +1,6 @@
 """Pinned checkpoints, which are never deleted."""
 
+import contextlib
 import os
 
 from ...errors import NotFoundError
@@ -20,7 +21,8 @@ def pin(store: Store, path: str, wanted: bool) -> None:
     mark = os.path.join(path, PIN)
     if wanted and not pinned(store, path):
         try:
-            make_empty(store, mark)
+            with contextlib.suppress(FileExistsError):  # set meanwhile, or its answer was lost
+                make_empty(store, mark)
             if store.stat(os.path.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
                 store.delete(mark)
                 raise FileNotFoundError

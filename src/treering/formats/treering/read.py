@@ -22,7 +22,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
 from ...stores.ranges import merge
-from ...stores.read_errors import ReplacedError
+from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
@@ -216,6 +216,7 @@ class Reader:
                 file = self._file(number)
                 bad = file.bad_blocks([(0, listed.size - listed.header)])
             except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
                 unread.add(number)
                 continue

@@ -7,7 +7,7 @@ from ..._threads.pool import in_parallel
 from ...errors import CorruptError
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
-from .bucket import Bucket, ChangedError
+from .bucket import Bucket, ChangedError, Found
 from .upload import OBJECT_BYTES
 
 _HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
@@ -25,6 +25,11 @@ class ObjectBlob:
         head, found = bucket.beginning(key, min(max(expected, _HEAD_BYTES), OBJECT_BYTES + _HEAD_BYTES))
         self._head, self.size, self._found = memoryview(head), found.nbytes, found
         self._unread = len(head)
+
+    def check_is(self, found: Found) -> None:
+        """Raises `ReplacedError` unless it is the object that was found, by its version."""
+        if self._found.version != found.version:
+            raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
         end = offset + len(target)

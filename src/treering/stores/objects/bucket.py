@@ -25,6 +25,11 @@ T = TypeVar("T")
 Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
 
 
+def now() -> float:
+    """Seconds that go on while the machine is suspended, where the system can tell."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class ChangedError(FileExistsError):
     """Something else is at a name than what was expected there."""
 
@@ -149,7 +154,9 @@ class Bucket:
     def list(self, key: str) -> tuple[list[Found], list[str]]:
         """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
         found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self._quick, prefix=key or None))
-        return [_found(one) for one in found["objects"] if one["path"] != key], list(found["common_prefixes"])
+        folders = list(found["common_prefixes"])
+        objects = [_found(one) for one in found["objects"] if one["path"] != key]
+        return [one for one in objects if one.nbytes or one.key not in folders], folders
 
     def list_all(self, key: str) -> "list[Found]":
         """All objects below a key, in the order of their names."""
@@ -164,7 +171,8 @@ class Bucket:
                 found += [_found(one) for one in page if one["path"] != key]
                 if most is not None and len(found) > most:
                     return None
-            return found
+            above = {key for one in found for key in _above(one.key)} if any(not one.nbytes for one in found) else ()
+            return [one for one in found if one.nbytes or one.key not in above]
 
         return self._repeated(key, ask)
 
@@ -189,15 +197,10 @@ class Bucket:
 
     def check_conditions(self, key: str) -> None:
         """Raises `UnsupportedError` unless the server keeps to conditions, tried on an object that is there."""
-        if self._conditional:
+        if self._conditional or not self._asks:
             return
-        honoured = 0
-        for replaces in (None, ('"treering"', "1")):
-            with contextlib.suppress(ChangedError):
-                self.put(key, secrets.token_bytes(8), replaces=replaces)
-                honoured -= 1
-            honoured += 1
-        if honoured < 2:
+        refused = [self._refuses(key, replaces) for replaces in (None, ('"treering"', "1"))]
+        if not all(refused):
             raise UnsupportedError(
                 f"{self.url}: expected a store that refuses to create what is there (If-None-Match) and to replace "
                 "what has changed (If-Match), found one that does not: two jobs could replace each other's checkpoints "
@@ -206,18 +209,31 @@ class Bucket:
             )
         self._conditional = True
 
+    def _refuses(self, key: str, replaces: Version | None) -> bool:
+        try:
+            self.put(key, secrets.token_bytes(8), replaces=replaces)
+        except ChangedError:
+            return True
+        return False
+
     def age(self, found: Found, beside: str) -> float:
         """The seconds since an object was written, by the server's clock; it is read off an object beside a key."""
-        here = time.monotonic()
-        if self._clock is None or here - self._clock[1] > _CLOCK_SECONDS:
-            probe = f"{_TOKEN.sub('', beside)}.{secrets.token_hex(3)}.tmp"  # a name that is tidied up like others
-            try:
-                self.put(probe, b"-", overwrite=True)
-                seen = self.head(probe)
-            finally:
-                self.delete([probe])
-            self._clock = (seen.modified if seen else time.time(), here)
-        return self._clock[0] + (time.monotonic() - self._clock[1]) - found.modified
+        for _ in range(_ATTEMPTS):
+            if self._clock is not None and now() - self._clock[1] <= _CLOCK_SECONDS:
+                return self._clock[0] + (now() - self._clock[1]) - found.modified
+            self._ask_clock(beside)
+        raise RequestError(f"{self.url}/{beside}: the server's clock cannot be read off an object beside it")
+
+    def _ask_clock(self, beside: str) -> None:
+        """Reads the server's clock off an object that was just put, unless another process has removed that."""
+        probe = f"{_TOKEN.sub('', beside)}.{secrets.token_hex(3)}.tmp"
+        try:
+            self.put(probe, b"-", overwrite=True)
+            here = now()  # afterwards: what is old is rather taken for younger than it is
+            if seen := self.head(probe):
+                self._clock = (seen.modified, here)
+        finally:
+            self.delete([probe])
 
     @property
     def _obstore(self) -> Any:
@@ -233,6 +249,7 @@ class Bucket:
         """Wraps a request. Raises `FileNotFoundError`, `ChangedError`, and `RequestError` for all that went wrong."""
         import obstore.exceptions as exceptions
 
+        _check_process()
         path = f"{self.url}/{key}" if key else self.url
         try:
             yield
@@ -265,8 +282,28 @@ class Bucket:
             raise kind(f"{path}: the store did not answer as it should: {_short(error)}{hint}") from error
 
 
+_process: int | None = None  # that has made the first request
+
+
+def _check_process() -> None:
+    """Raises `UnsupportedError` in a forked child, which would wait for ever for threads that only its parent has."""
+    global _process
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise UnsupportedError(
+            "buckets cannot be used in a process that was forked from one that has used them: begin it with "
+            "multiprocessing's method 'spawn', or read there from a local copy"
+        )
+
+
 class _EmptyError(RequestError):
     """Bytes of an object that has none were asked for."""
+
+
+def _above(key: str) -> Iterator[str]:
+    """The keys that others would take for the folders of one; some programs put empty objects there."""
+    while key := key.rpartition("/")[0]:
+        yield key
 
 
 def _short(error: Exception) -> str:

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
-from .bucket import Bucket, ChangedError, Found, Version
+from .bucket import Bucket, ChangedError, Found, Version, now
 
 LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
 _RENEWAL_SECONDS = 20.0
@@ -27,14 +26,6 @@ _UNSEEN = "unseen"  # in the place of the time when a process began
 _log = logging.getLogger("treering")
 _PROCESS = secrets.token_hex(8)  # names this process in the objects that it writes
 _alive: "Alive[Heartbeat]" = Alive()
-_beating = threading.Lock()  # held while the thread begins, or decides to end
-_thread: threading.Thread | None = None
-_stopped = threading.Event()  # one of them needs no renewal any more
-
-
-def _now() -> float:
-    """Seconds that go on while the machine is suspended, where the system can tell."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class About(msgspec.Struct):
@@ -51,6 +42,11 @@ class About(msgspec.Struct):
     started: str = ""  # when the process began, by that machine
     beats: int = 0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this release knows what it says; what a later one wrote may mean anything."""
+        return self.version == VERSION and not self.requires
+
 
 class Heartbeat:
     """An object that names this process as a living writer. `lost`: it was removed or replaced by another."""
@@ -60,40 +56,44 @@ class Heartbeat:
         self._bucket = bucket
         self._about = _about_this_process()
         self._lock = threading.RLock()  # held while it is renewed
-        self._renewed = _now()
+        self._renewed = now()
         self._version = bucket.put(key, self._data(), replaces=replaces)
+        self._ending = threading.Event()
         _alive.add(self)
-        _begin()
+        _begin(self)
 
     @property
     def token(self) -> str:
         """The name of this writer among all."""
         return self._about.token
 
-    def check(self) -> bool:
+    def holds(self) -> bool:
         """Whether it is this writer's still; asks the server only when the last renewal is long ago."""
-        if _now() - self._renewed > SAFE_SECONDS and not self.lost:
+        if now() - self._renewed > SAFE_SECONDS and not self.lost:
             self.renew()
-        return not self.lost and _now() - self._renewed <= SAFE_SECONDS
+        return not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm())
 
     def confirm(self) -> bool:
         """Whether the object is there as it was written last, which is looked up."""
         with self._lock:
+            if self.lost:
+                return False
             found = self._bucket.head(self.key)
-            return not self.lost and found is not None and found.version[0] == self._version[0]
+            return found is not None and found.version[0] == self._version[0]
 
     def renew(self) -> None:
         """Writes it once more, unless it is another's by now."""
         with self._lock:
             if self.lost or self.stopped:
                 return
-            begun = _now()
+            begun = now()
             self._about.beats += 1
             try:
-                self._version = self._bucket.put(self.key, self._data(), replaces=self._version)
-                self._renewed = begun
-            except (ChangedError, FileNotFoundError):
-                self._look()
+                try:
+                    self._version = self._bucket.put(self.key, self._data(), replaces=self._version)
+                    self._renewed = begun
+                except (ChangedError, FileNotFoundError):
+                    self._look()
             except OSError as error:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
 
@@ -111,26 +111,45 @@ class Heartbeat:
         """Renews it no longer, and removes the object unless it is another's."""
         with self._lock:
             self.stopped = True
-            _stopped.set()
-            if delete and not self.lost and (_now() - self._renewed <= SAFE_SECONDS or self.confirm()):
+            self._ending.set()
+            if delete and not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm()):
                 self._bucket.delete([self.key])
+
+    def end(self) -> None:
+        """Stops it and removes the object, in the thread that renews it."""
+        self._ending.set()
+
+    def beat(self) -> None:
+        """Renews it again and again until its end."""
+        while not self._ending.wait(_RENEWAL_SECONDS):
+            try:
+                self.renew()
+            except Exception:  # it is tried again, for without it a living writer would be taken for dead
+                _log.exception("%s/%s: not renewed", self._bucket.url, self.key)
+        if not self.stopped:
+            with contextlib.suppress(OSError):
+                self.stop(delete=True)
 
     def _data(self) -> bytes:
         return msgspec.json.encode(self._about)
 
 
 def read(bucket: Bucket, key: str) -> tuple[About | None, Found]:
-    """What such an object says; None for another object. Raises `FileNotFoundError`."""
+    """What such an object says; None for one that says nothing. Raises `FileNotFoundError`."""
     data, found = bucket.beginning(key, _MAX_BYTES)
     if found.nbytes < _MAX_BYTES:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             about = msgspec.json.decode(bytes(data), type=About)
-            return (about if about.token else None), found
+            return about, found
     return None, found
 
 
 def lives(bucket: Bucket, about: About, found: Found) -> bool:
-    """Whether the writer that an object names may still write."""
+    """Whether the writer that an object names may still write; that of a later release may."""
+    if not about.is_known:
+        return True
+    if not about.token:
+        return False  # the lock of a disk, which was copied: who had that does not write here
     if about.owner == _PROCESS:
         return any(one.token == about.token and not one.stopped for one in _alive.all())
     if is_here(about):
@@ -185,37 +204,16 @@ def _started(process: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _begin() -> None:
-    """Starts the thread that renews, unless it runs."""
-    global _thread
-    with _beating:
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_beat, name="treering-heartbeat", daemon=True)
-            with contextlib.suppress(SaveError):  # `check` renews them itself
-                start(_thread)
-
-
-def _beat() -> None:
-    """Renews all of them again and again, until none is left."""
-    global _thread
-    due = time.monotonic() + _RENEWAL_SECONDS
-    while True:
-        _stopped.wait(max(due - time.monotonic(), 0))
-        _stopped.clear()
-        with _beating:
-            if all(one.stopped for one in _alive.all()):
-                _thread = None
-                return
-        if time.monotonic() >= due:
-            due = time.monotonic() + _RENEWAL_SECONDS
-            for one in _alive.all():
-                one.renew()
+def _begin(one: Heartbeat) -> None:
+    """Starts the thread that renews."""
+    with contextlib.suppress(SaveError):  # no more threads are allowed: `holds` renews it itself
+        start(threading.Thread(target=one.beat, name="treering-heartbeat", daemon=True))
 
 
 def _forget_after_fork() -> None:
     """Leaves all of them to the process that this one was forked from."""
-    global _PROCESS, _thread, _beating, _stopped
-    _PROCESS, _thread, _beating, _stopped = secrets.token_hex(8), None, threading.Lock(), threading.Event()
+    global _PROCESS
+    _PROCESS = secrets.token_hex(8)
     for one in _alive.all():
         one.stopped = one.lost = True
         one._lock = threading.RLock()  # the old one may be held by a thread that the child does not have

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from ..._threads.alive import Alive
@@ -33,6 +34,8 @@ class ObjectLease:
         self._bucket, self._key, self._busy = bucket, f"{key}/{NAME}", busy
         self._beat: Heartbeat | None = None
         _alive.add(self)
+        weakref.finalize(self, _drop, held := [])
+        self._held: list[Heartbeat] = held  # what is left of it when nobody has closed its owner
 
     def acquire(self) -> None:
         with _taking:
@@ -63,7 +66,7 @@ class ObjectLease:
                 holder, found = heartbeat.read(self._bucket, self._key)
             except FileNotFoundError:
                 continue  # it was given back
-            if holder is None or holder.version != heartbeat.VERSION or holder.requires:
+            if holder is None or not holder.is_known:
                 raise UnsupportedError(
                     f"{self.run}/{NAME}: expected version {heartbeat.VERSION} of this object, found another; a later "
                     "release of treering writes this run: upgrade treering, or make sure that no job writes it and "
@@ -96,12 +99,19 @@ class ObjectLease:
             self._beat = Heartbeat(self._bucket, self._key, replaces=replaces)
         except ChangedError:
             return False
+        self._held[:] = [self._beat]
+        try:
+            self._bucket.check_conditions(self._key)
+        except BaseException:
+            self.release()
+            raise
         return True
 
     def release(self) -> None:
         with _taking:
             if self._beat is not None:
                 beat, self._beat = self._beat, None
+                self._held.clear()
                 try:
                     beat.stop(delete=True)
                 except OSError as error:
@@ -110,11 +120,17 @@ class ObjectLease:
     def check(self) -> None:
         """Raises `SaveError` when another may write the run by now."""
         beat = self._beat
-        if beat is not None and not (beat.check() or beat.confirm()):
+        if beat is not None and not beat.holds():
             raise claims.TakenOverError(
-                f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; "
-                "nothing was committed; stop one of the two"
+                f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; this "
+                "one saves nothing there any more; stop one of the two, and go on in a new process"
             )
+
+
+def _drop(held: list[Heartbeat]) -> None:
+    """Gives back the lease of a `Checkpointer` that was dropped; the thread that renews it does so, at its end."""
+    for beat in held:
+        beat.end()
 
 
 @atexit.register

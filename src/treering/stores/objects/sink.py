@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import SaveError
 from ..buffers import aligned
 from ..claims import TakenOverError
+from ..read_errors import RequestError
 from ..store import ABSENT
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
@@ -89,21 +90,28 @@ class ObjectSink:
         check_leases(path)
         self._check_alive()
         data = self._stream.contents()
-        published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
+        try:
+            published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
+        except RequestError:
+            found = self._bucket.same(key, data)  # it may have been carried out, and its answer lost
+            if found is None:
+                raise
+            published = found.version
         self._versions[key] = published
         try:
             check_leases(path)
             self._check_alive()
-        except TakenOverError:  # it took so long that another may have begun to write here
-            if not overwrite:  # or nothing would be there at all
-                self._take_back(key, published)
+        except TakenOverError as error:  # it took so long that another may have begun to write here
+            if overwrite:  # without it nothing would be there at all
+                raise TakenOverError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
+            self._take_back(key, published)
             raise
         except OSError as error:
             raise TakenOverError(
                 f"{path}: it is in place, but whether another job has begun to write here is not known: {error}"
             ) from error
-        if overwrite and key != self._key:
-            self._drop()
+        if overwrite and key != self._key and self.heartbeat:
+            self.heartbeat.stop(delete=True)
 
     def _take_back(self, key: str, published: Version) -> None:
         """Removes what was published, unless it is another's by now."""
@@ -114,7 +122,7 @@ class ObjectSink:
 
     def _check_alive(self) -> None:
         beat = self.heartbeat
-        if beat and not (beat.check() or beat.confirm()):
+        if beat and not beat.holds():
             raise TakenOverError(
                 f"{self.path}: another job took this save for one whose writer is dead, and removed it"
             )
@@ -128,7 +136,11 @@ class ObjectSink:
         if self.heartbeat and key == self._key:
             return self.heartbeat.confirm()
         if key not in self._versions:  # an answer that was lost may have been a good one
-            return self.heartbeat is not None and self._bucket.same(key, self._stream.contents()) is not None
+            if self.heartbeat is None or self._bucket.same(key, self._stream.contents()) is None:
+                return False
+            check_leases(path)
+            self._check_alive()
+            return True
         found = self._bucket.head(key)
         return found is not None and found.version[0] == self._versions[key][0]
 
@@ -140,23 +152,3 @@ class ObjectSink:
         self._stream.give_up()
         self._buffer = self._kept = None
         self._uploads.end(self.path)
-
-    def _drop(self) -> None:
-        if self.heartbeat:
-            self.heartbeat.stop(delete=True)
-        else:
-            self._bucket.delete([self._key])
-
-
-class ObjectWriter:
-    """An object that is written from one end to the other. See `stores.store.Writer`."""
-
-    def __init__(self, stream: Stream):
-        self._stream = stream
-
-    @property
-    def size(self) -> int:
-        return self._stream.size
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)

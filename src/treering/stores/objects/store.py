@@ -1,6 +1,7 @@
 """Buckets as a `Store`: names without folders, objects that appear as a whole, writers known by what they renew."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import threading
@@ -8,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..claims import TakenOverError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, taken_out
@@ -21,11 +22,14 @@ from .bucket import Bucket, ChangedError, Found
 from .glance import Glance
 from .heartbeat import Heartbeat
 from .lease import ObjectLease
-from .sink import ObjectSink, ObjectWriter
+from .sink import ObjectSink
 from .upload import OBJECT_BYTES, Stream, Uploads
 
 _GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
-_MARK = ".writer"  # the object in a scratch folder that says who fills it
+_MARK, _FOLDER_MARK = (
+    ".writer",
+    ".folder",
+)  # objects in temporary folders that name the writer; the second's take a place
 
 
 class ObjectStore:
@@ -127,8 +131,9 @@ class ObjectStore:
         found = bucket.list_all(key)
         return brought_in(path, context, ((one.key[len(key) + 1 :], self._read(bucket, one)) for one in found))
 
-    def _read(self, bucket: Bucket, one: Any) -> bytes:
-        blob = ObjectBlob(bucket, one.key)
+    def _read(self, bucket: Bucket, one: Found) -> bytes:
+        blob = ObjectBlob(bucket, one.key, one.nbytes)
+        blob.check_is(one)
         return blob.read(0, blob.size)
 
     def written_by_tensorstore(self, path: str, context: Any) -> None:
@@ -172,20 +177,21 @@ class ObjectStore:
 
     def remove_leftover(self, path: str) -> None:
         bucket, key = self._find(path)
-        if not self._is_filled(path):
+        if not self._is_filled(path, _MARK) and not self._is_filled(path, _FOLDER_MARK):
             self._clear(bucket, key)
 
-    def _is_filled(self, scratch: str) -> bool:
-        """Whether somebody writes into a scratch folder; the mark is the first in it, and the last to go."""
+    def _is_filled(self, folder: str, mark: str) -> bool:
+        """Whether a living writer fills a temporary folder; the mark is the first in it, and the last to go."""
         with contextlib.suppress(FileNotFoundError):
-            return self.is_in_use(f"{scratch}/{_MARK}")
+            return self.is_in_use(f"{folder}/{mark}")
         return False
 
     def _clear(self, bucket: Bucket, key: str) -> None:
         """Removes all below a key, the mark of its writer last."""
-        mark = f"{key}/{_MARK}"
-        bucket.delete([one.key for one in bucket.list_all(key) if one.key != mark])
-        bucket.delete([mark])
+        marks = {f"{key}/{_MARK}", f"{key}/{_FOLDER_MARK}"}
+        found = [one.key for one in bucket.list_all(key)]
+        bucket.delete([one for one in found if one not in marks])
+        bucket.delete([one for one in found if one in marks])
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -223,8 +229,8 @@ class ObjectStore:
         found = bucket.head(key) if overwrite else None
         stream = Stream(bucket, key)
         try:
-            yield ObjectWriter(stream)
-            stream.put(replaces=found and found.version, overwrite=not self._conditional)
+            yield stream
+            stream.put(replaces=found and found.version, overwrite=False)
         except ChangedError:
             raise ExistsError(f"{path}: another writer put something there meanwhile; it is untouched") from None
         finally:
@@ -242,44 +248,81 @@ class ObjectStore:
     ) -> "Iterator[str]":
         check_free(self, path, overwrite=overwrite, folder=True)
         check_replaceable(self, path, owned, names, beside)
-        with self.scratch_folder(path) as temporary:
-            yield temporary
-            self._uploads.settle(temporary)
-            if not self._is_filled(temporary.rpartition("/")[0]):
-                raise TakenOverError(f"{path}: another job took what is written here for left over, and removed it")
+        with self._temporary_folder(path, _FOLDER_MARK) as temporary:
+            yield temporary.files
+            self._uploads.settle(temporary.files)
+            if self._is_filled_by_others(path, temporary):
+                raise ExistsError(f"{path}: another job is writing there, too; what is there is untouched")
+            temporary.check()
             check_free(self, path, overwrite=overwrite, folder=True)
             replaced = check_replaceable(self, path, owned, names, beside)
-            bucket, key = self._find(path)
-            # What readers look for lies in the folder itself, not in those below: it is the first to go and the last to
-            # come, so that nobody ever reads parts of both.
+            self._put_in_place(path, replaced, temporary)
+        self._clear_dead(path)
+
+    def _put_in_place(self, path: str, replaced: Collection[str], temporary: "_Temporary") -> None:
+        """Replaces the files of a folder.
+
+        What readers look for lies in the folder itself, not in those below: it is the first to go and the last to come,
+        so that nobody ever reads parts of both. From the first step on, only the temporary folder is whole.
+        """
+        bucket, key = self._find(path)
+        _, scratch = self._find(temporary.files)
+        made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
+        try:
             bucket.delete([f"{key}/{name}" for name in replaced if "/" not in name])
             bucket.delete([f"{key}/{name}" for name in replaced if "/" in name])
-            _, scratch = self._find(temporary)
-            made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
             for name in sorted(made, key=lambda name: ("/" not in name, name)):
                 bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
+        except BaseException as error:
+            temporary.keep = True
+            with contextlib.suppress(OSError):  # parts of a checkpoint would be in the way of the next one
+                bucket.delete([f"{key}/{name}" for name in made])
+            raise SaveError(
+                f"{path}: the new checkpoint was written, and putting it in place failed: {error}; it is not whole "
+                f"there{', and the old one is gone' if replaced else ''}; all files of the new one are in "
+                f"{temporary.files}: copy them, or save again, which removes them"
+            ) from error
+
+    def _is_filled_by_others(self, path: str, own: "_Temporary") -> bool:
+        """Whether another writer is about to put a folder at a path: of two that meet, at most one goes on."""
+        others = [other for other in self._beside(path) if not own.files.startswith(other + "/")]
+        return any(self._is_filled(other, _FOLDER_MARK) for other in others)
+
+    def _beside(self, path: str) -> "list[str]":
+        """The temporary folders for what will be at a path."""
+        folder, _, place = path.rpartition("/")
+        return [f"{folder}/{name}" for name in self.list(folder) if place_of(name) == place]
+
+    def _clear_dead(self, path: str) -> None:
+        """Removes what killed writers have left for a path; not before it is whole, for that may be all there is."""
+        for other in self._beside(path):
+            self.remove_leftover(other)
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
+        with self._temporary_folder(path, _MARK) as temporary:
+            yield temporary.files
+            temporary.check()
+        self._clear_dead(path)
+
+    @contextlib.contextmanager
+    def _temporary_folder(self, path: str, mark: str) -> "Iterator[_Temporary]":
         bucket, _ = self._find(path)
         self._check_writable(bucket)
-        folder, _, place = path.rpartition("/")
-        for name in self.list(folder):
-            if place_of(name) == place:
-                self.remove_leftover(f"{folder}/{name}")
-        temporary = temporary_beside(path)
-        _, scratch = self._find(temporary)
-        beat = Heartbeat(bucket, f"{scratch}/{_MARK}")
+        folder = temporary_beside(path)
+        _, scratch = self._find(folder)
+        temporary = _Temporary(path, f"{folder}/files", Heartbeat(bucket, f"{scratch}/{mark}"))
         try:
-            yield f"{temporary}/files"
-            if not (beat.check() or beat.confirm()):
-                raise TakenOverError(f"{path}: another job took what is written here for left over, and removed it")
+            if self._conditional:
+                bucket.check_conditions(f"{scratch}/{mark}")
+            yield temporary
         finally:
             with contextlib.suppress(OSError):
-                self._uploads.settle(temporary)
-            beat.stop(delete=False)
-            with contextlib.suppress(OSError):
-                self._clear(bucket, scratch)
+                self._uploads.settle(folder)
+            temporary.heartbeat.stop(delete=False)
+            if not temporary.keep:
+                with contextlib.suppress(OSError):
+                    self._clear(bucket, scratch)
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)
@@ -301,6 +344,21 @@ class ObjectStore:
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):
             raise UnsupportedError(f"{bucket.url}: web servers are only read; save to a path or a bucket")
+
+
+@dataclasses.dataclass
+class _Temporary:
+    """A temporary folder that this process fills; `keep` when it is all that is left."""
+
+    path: str
+    files: str
+    heartbeat: Heartbeat
+    keep: bool = False
+
+    def check(self) -> None:
+        """Raises `SaveError` when another may have removed it."""
+        if not self.heartbeat.holds():
+            raise TakenOverError(f"{self.path}: another job took what is written here for left over, and removed it")
 
 
 def _is_web(bucket: Bucket) -> bool:

@@ -99,7 +99,11 @@ class Uploads:
     def begin(self, path: str, put: Callable[[], None]) -> "Upload":
         """Begins to put an object in the background, as soon as there is room for it."""
         upload = Upload(put, self._room)
+        folder = path.rpartition("/")[0]
         with self._lock:
+            for other, one in self._under_way.items():
+                if other.rpartition("/")[0] == folder:
+                    one.check()  # or thousands more would be tried in vain
             self._under_way[path] = upload
         self._room.acquire()
         try:

@@ -1,0 +1,326 @@
+"""What requests leave behind that fail at a bad moment: nothing is concluded from them, and nothing of others goes."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import obstore.store
+import pytest
+
+import s3
+import treering as tr
+from treering import formats, stores
+from treering.errors import ExistsError, NotFoundError, SaveError
+from treering.formats.treering.commit import Transaction
+from treering.stores.objects import heartbeat
+from treering.stores.objects.bucket import Bucket, ChangedError
+from treering.stores.objects.store import ObjectStore
+from treering.stores.read_errors import ReplacedError, RequestError, raise_if_momentary
+
+_ONE, _TWO = ({name: np.full(3, value, np.float32) for name in "abc"} for value in (1, 2))
+
+
+@pytest.fixture
+def bucket() -> Iterator[Bucket]:
+    """That of `odd://t`, in memory."""
+    buckets = ObjectStore()
+    buckets.add("odd://t", obstore.store.MemoryStore())
+    with stores.using(buckets, "odd"):
+        yield buckets._buckets["odd://t"]
+
+
+def _failing(function: Any, when: Callable[[int, str], bool]) -> Callable[..., Any]:
+    """A function of a bucket that fails at the calls of these numbers and keys."""
+    numbers = itertools.count()
+
+    def call(self: Bucket, key: str, *args: Any, **options: Any) -> Any:
+        if when(next(numbers), key):
+            raise RequestError(f"{self.url}/{key}: 503 SlowDown")
+        return function(self, key, *args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("format", ["orbax", "flax", "t5x", "levanter", "equinox", "fjformer", "safetensors"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_none(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """A run would begin anew: what fails says nothing about the format of what is there."""
+    name = {"flax": "checkpoint_3", "t5x": "checkpoint_3", "levanter": "step-3", "safetensors": "3.safetensors"}
+    path = f"odd://t/run/{name.get(format, '3')}"
+    tr.save(path, _ONE, format=format)
+    monkeypatch.setattr(Bucket, "beginning", _failing(Bucket.beginning, lambda number, key: True))
+    for call in (tr.open, tr.restore, tr.verify):
+        with pytest.raises(RequestError, match="503"):
+            call(path)
+    with pytest.raises(RequestError, match="503"), tr.Checkpointer("odd://t/run") as ckpts:
+        ckpts.restore_or_init(lambda: _TWO)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(24, True), (110, True), (12, True), (13, False), (2, False), (21, False)]
+)
+def test_errors_of_the_moment(number: int, raised: bool) -> None:
+    """EMFILE, ETIMEDOUT, ENOMEM; and EACCES, ENOENT, EISDIR, which say what is there."""
+    error = OSError(number, os.strerror(number))
+    if raised:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            raise_if_momentary(error)
+    else:
+        raise_if_momentary(error)
+
+
+def test_what_fails_while_it_is_verified_is_no_damage(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for format in ("treering", "orbax", "safetensors"):
+        path = f"odd://t/{format}" + ("" if format != "safetensors" else ".safetensors")
+        tr.save(path, {"w": np.zeros(3_000_000)}, format=format)
+        with monkeypatch.context() as patch:
+            at = {"treering": 2, "orbax": 2, "safetensors": 3}[format]
+            patch.setattr(Bucket, "_bytes", _failing(Bucket._bytes, lambda number, key, at=at: number >= at))
+            with pytest.raises(RequestError):
+                tr.verify(path)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_save_that_fails_removes_no_other_ones_manifest(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, published: bool
+) -> None:
+    """Its look at what is in place fails as well."""
+    save = Transaction(stores.of("odd://t/c"), "odd://t/c", overwrite=False)
+    bucket.put("c/treering.json", b"another one's")
+    looks = _failing(
+        Bucket.beginning, lambda number, key: key == "c/treering.json" and number == (2 if published else 0)
+    )
+    monkeypatch.setattr(Bucket, "beginning", looks)
+    if published:
+        with pytest.raises(ExistsError, match="another writer"):
+            save.commit(b"this one's")
+    save.abort()
+    monkeypatch.undo()
+    assert bytes(bucket.beginning("c/treering.json", 99)[0]) == b"another one's"
+
+
+def test_a_manifest_whose_answer_was_lost_is_looked_after(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it was on its way another job took the writer for dead and removed the arrays: that is no good save."""
+    put = Bucket.put
+
+    def lost(self: Bucket, key: str, data: Any, **options: Any) -> Any:
+        if key != "c/treering.json":
+            return put(self, key, data, **options)
+        put(self, key, data, **options)
+        self.delete([one.key for one in self.list_all("c") if one.key != key])
+        for one in heartbeat._alive.all():
+            one._renewed -= 1000  # the machine was suspended
+        raise RequestError("no answer")
+
+    monkeypatch.setattr(Bucket, "put", lost)
+    with pytest.raises(SaveError, match="took this save for one whose writer is dead"):
+        tr.save("odd://t/c", _ONE)
+    monkeypatch.undo()
+    with pytest.raises(NotFoundError):
+        tr.restore("odd://t/c")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_cannot_be_put_in_place_is_kept(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, overwrite: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An overwrite has removed the old one by then: the new one is somewhere, whole, until the next is in place."""
+    path = "odd://t/c"
+    if overwrite:
+        tr.save(path, _ONE, format="orbax")
+    for n in range(2):  # the second as well
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, "copy", _failing(Bucket.copy, lambda number, key: number == 2))
+            with pytest.raises(SaveError, match=r"it is not whole there.*all files of the new one are in") as error:
+                tr.save(path, _TWO, format="orbax", overwrite=True)
+        assert ("the old one is gone" in str(error.value)) == (overwrite and n == 0)
+        kept = str(error.value).rpartition("all files of the new one are in ")[2].partition(":  ")[0].split(": copy")[0]
+        assert np.array_equal(tr.restore(kept)["a"], _TWO["a"])
+    tr.save(path, _TWO, format="orbax", overwrite=True)
+    assert np.array_equal(tr.restore(path)["a"], _TWO["a"]) and stores.of(path).list("odd://t") == ["c"]
+
+
+def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writes while the other puts its files in place: what is there is all of one, or nothing."""
+    path = "odd://t/step-1"
+    for n, tree in enumerate((_ONE, _TWO)):
+        tr.save(f"odd://t/{n}", tree)
+    one, two = (tr.open(f"odd://t/{n}")._reader for n in range(2))
+    copy, numbers = Bucket.copy, itertools.count()
+    refused: list[BaseException] = []
+
+    def copying(self: Bucket, key: str, other: str) -> None:
+        if next(numbers) == 0:
+            try:
+                formats.get("levanter").write(stores.of(path), path, two, overwrite=False)
+            except ExistsError as error:
+                refused.append(error)
+        copy(self, key, other)
+
+    monkeypatch.setattr(Bucket, "copy", copying)
+    formats.get("levanter").write(stores.of(path), path, one, overwrite=False)
+    assert "another job is writing there" in str(refused[0])
+    assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
+
+
+@pytest.mark.parametrize("format", ["levanter", "t5x"])
+def test_parts_of_two_folders_are_not_mixed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """The checkpoint is overwritten between two of the reader's requests."""
+    path = "odd://t/" + {"levanter": "step-1", "t5x": "checkpoint_1"}[format]
+    read, outcomes = ObjectStore._read, set()
+    for at in range(8):
+        tr.save(path, _ONE, format=format, overwrite=True)
+        numbers = itertools.count()
+
+        def reading(self: ObjectStore, bucket: Bucket, one: Any, at: int = at, numbers: Any = numbers) -> bytes:
+            if next(numbers) == at:
+                tr.save(path, _TWO, format=format, overwrite=True)
+            return read(self, bucket, one)
+
+        monkeypatch.setattr(ObjectStore, "_read", reading)
+        try:
+            found = tr.restore(path)
+            outcomes.add(tuple(float(found[name][0]) for name in "abc"))
+        except ReplacedError:
+            outcomes.add((1, 1, 1))
+        monkeypatch.undo()
+    assert outcomes <= {(1, 1, 1), (2, 2, 2)}
+
+
+def test_a_renewal_that_fails_ends_no_other(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_RENEWAL_SECONDS", 0.05)
+    one, other = heartbeat.Heartbeat(bucket, "one"), heartbeat.Heartbeat(bucket, "other")
+    put = Bucket.put
+
+    def changed(self: Bucket, key: str, data: Any, **options: Any) -> Any:
+        if key == "one":
+            raise ChangedError(17, "there", key)  # an answer was lost, and then no request is answered
+        return put(self, key, data, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "put", changed)
+        patch.setattr(Bucket, "beginning", _failing(Bucket.beginning, lambda number, key: True))
+        time.sleep(0.5)
+    beats = one._about.beats, other._about.beats
+    time.sleep(0.5)
+    assert one._about.beats > beats[0] and other._about.beats > beats[1] and one.holds() and other.holds()
+    one.stop(delete=True)
+    other.stop(delete=True)
+
+
+def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting the object that shows the server's clock takes long, and another process removes it before it is seen."""
+    bucket.put("one", b"1")
+    found = bucket.head("one")
+    put, head, heads = Bucket.put, Bucket.head, itertools.count()
+
+    def slow(self: Bucket, key: str, data: Any, **options: Any) -> Any:
+        time.sleep(0.6)
+        return put(self, key, data, **options)
+
+    monkeypatch.setattr(Bucket, "put", slow)
+    monkeypatch.setattr(Bucket, "head", lambda self, key: head(self, key) if next(heads) else None)
+    assert found and bucket.age(found, "beside") <= 1.3  # two of them, and no time for the answer
+
+
+def test_the_first_upload_that_fails_ends_a_save(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts: list[str] = []
+    put = Bucket.put
+
+    def broken(self: Bucket, key: str, data: Any, **options: Any) -> Any:
+        if "arrays-" in key:
+            puts.append(key)
+            time.sleep(0.05)
+            raise RequestError("503")
+        return put(self, key, data, **options)
+
+    monkeypatch.setattr(Bucket, "put", broken)
+    with pytest.raises(SaveError, match="503"):
+        tr.save("odd://t/c", {f"w{n}": np.zeros(4_500_000) for n in range(16)})
+    assert len(puts) <= 8
+
+
+def test_markers_of_folders_are_no_files(s3_server: str) -> None:
+    """As consoles and mounted buckets leave them: empty objects whose names end in a slash."""
+    buckets = ObjectStore()
+    buckets.add("markers://t", s3.client(s3_server))
+    run = f"markers://t/markers-{time.time_ns()}"
+    with stores.using(buckets, "markers"):
+        for format, path in (("treering", f"{run}/step-1"), ("orbax", f"{run}-o/1")):
+            tr.save(path, _ONE, format=format)
+            for place in (path, f"{path}/d"):
+                key = place.removeprefix("markers://t/") + "/"
+                s3._boto(s3_server).put_object(Bucket=s3.BUCKET, Key=key, Body=b"")
+            assert tr.steps(os.path.dirname(path)) == [1]
+            assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
+
+
+def test_a_forked_child_is_told() -> None:
+    code = """
+import os, numpy as np, obstore.store, treering as tr
+from treering.errors import UnsupportedError
+tr.save(obstore.store.MemoryStore(), {"n": 1}) if False else None
+from treering import stores
+from treering.stores.objects.store import ObjectStore
+buckets = ObjectStore()
+buckets.add("odd://t", obstore.store.MemoryStore())
+stores.register(buckets, "odd")
+tr.save("odd://t/c", {"n": 1})
+pid = os.fork()
+if not pid:
+    try:
+        tr.restore("odd://t/c")
+    except UnsupportedError as error:
+        os._exit(7 if "spawn" in str(error) else 1)
+    os._exit(2)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False).returncode == 7
+
+
+def test_a_run_that_was_dropped_gives_its_lease_back(bucket: Bucket) -> None:
+    ckpts = tr.Checkpointer("odd://t/run")
+    ckpts.save(1, _ONE)
+    ckpts.wait()
+    assert bucket.head("run/writer.lock")
+    del ckpts
+    end = time.monotonic() + 10
+    while bucket.head("run/writer.lock"):
+        gc.collect()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket: Bucket, tmp_path: Any) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, _ONE)
+        ckpts.wait()
+        lock = (tmp_path / "writer.lock").read_bytes()
+    bucket.put("run/writer.lock", lock)
+    with tr.Checkpointer("odd://t/run") as ckpts:
+        ckpts.save(1, _ONE)
+    assert tr.steps("odd://t/run") == [1]
+
+
+def test_a_later_releases_writer_lives(bucket: Bucket) -> None:
+    bucket.put("c/treering.json.abcdef.tmp", b'{"version": 2, "token": "later"}')
+    assert stores.of("odd://t/c").is_in_use("odd://t/c/treering.json.abcdef.tmp")
+
+
+def test_files_of_others_are_not_replaced_without_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets = ObjectStore(conditional=False)
+    buckets.add("loose://t", obstore.store.MemoryStore())
+    with (
+        stores.using(buckets, "loose"),
+        pytest.raises(ExistsError, match="another writer"),
+        buckets.new_file("loose://t/f", overwrite=False) as file,
+    ):
+        file.write(b"mine")
+        buckets._buckets["loose://t"].put("f", b"another's", overwrite=True)
