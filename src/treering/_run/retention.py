@@ -87,6 +87,10 @@ class Retention:
             self._problem = None
             raise problem
 
+    def wait(self) -> None:
+        """Returns when the deletions so far are done."""
+        self._chores.wait()
+
     def close_after(self, last: PendingSave) -> None:
         """Releases the lock of the run in the background, when the save `last` is over and all jobs are done."""
 

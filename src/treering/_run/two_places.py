@@ -199,8 +199,11 @@ class TwoPlaces:
 
     def leave(self) -> SaveError | None:
         problem = self._uploads.finish() if self._claimed else None
-        self.far.leave()
-        self.near.leave()
+        for one in (self.far, self.near):
+            try:
+                one.leave()
+            except BaseException:  # the other is left all the same, and what was not copied is said
+                _log.exception("%s: its lock was not given back", one.root)
         return problem
 
     def pin(self, step: int, wanted: bool) -> None:

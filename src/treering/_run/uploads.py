@@ -36,7 +36,7 @@ class Uploads:
         self._pace = _Pace(bytes_per_second)
         self._one = threading.Lock()  # held by the only one who copies, or changes the run otherwise
         self._stopped = threading.Event()
-        self._error: Exception | None = None  # of the last attempt
+        self._error: BaseException | None = None  # of the last attempt
         self._damage: CorruptError | None = None
 
     @property
@@ -58,9 +58,10 @@ class Uploads:
         self.begin()
 
     def finish(self) -> SaveError | None:
-        """Waits until all is copied. Returns what kept some steps from it."""
+        """Waits until all is copied, and old steps are deleted. Returns what kept some steps from it."""
         self.begin()
         self._chores.wait()
+        self._far.wait()
         near, far = self._places.near.root, self._places.far.root
         if error := self._error:
             problem = SaveError(
@@ -84,11 +85,11 @@ class Uploads:
                     self._copy(step)
             except _PausedError:
                 pass
-            except (TreeringError, OSError) as error:
+            except BaseException as error:  # whatever it is, `finish` must not say that all is copied
                 self._error = error
-                _log.error(
-                    "%s: copying steps failed; it is tried again after the next save: %s", self._places.root, error
-                )
+                about = "%s: copying steps failed; it is tried again after the next save: %s"
+                unexpected = not isinstance(error, TreeringError | OSError)
+                _log.error(about, self._places.root, error, exc_info=unexpected)
 
     def _next(self, retain: Callable[[], None]) -> int | None:
         """The step to copy next, when what was added to the others is copied and no old ones are there."""

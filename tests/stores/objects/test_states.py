@@ -6,6 +6,7 @@ any two requests a hundred thousand times. `TREERING_STATES=100000` tries so man
 
 import itertools
 import os
+import pathlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -180,3 +181,41 @@ def test_any_request_of_a_run(world: _World) -> None:
         for name in stores.of(run).list(run):
             if name.startswith("step-"):
                 assert len(stores.of(run).list(f"{run}/{name}")) == 2, (plan, stores.of(run).list(f"{run}/{name}"))
+
+
+@pytest.mark.slow
+def test_any_request_of_a_copy(world: _World, tmp_path: pathlib.Path) -> None:
+    """Steps that are copied from a local disk, overwritten and deleted by `keep`; the next job of that disk goes on."""
+    states = set()
+    for n, plan in enumerate(_plans(_COUNT // 2, 100, seed=3)):
+        far, near = f"{world.root}/{n}", str(tmp_path / str(n))
+        saved: dict[int, int] = {}
+        world.gate.reset(plan)
+        try:
+            with tr.Checkpointer(far, local=near, keep=tr.keep.last(2)) as ckpts:
+                for step, value in ((1, 1), (2, 2), (3, 3), (3, 30)):
+                    ckpts.save(step, {"w": np.full(9, value)}, on_exists="overwrite")
+                    ckpts.wait()
+                    saved[step] = value
+            copied = True
+        except (TreeringError, _KilledError, OSError):
+            copied = False
+        world.new_process()
+        for step in tr.steps(far):
+            found = tr.restore(far, step=step)["w"]
+            assert any(np.array_equal(found, np.full(9, value)) for value in (step, 10 * step)), (plan, step)
+        states.add((copied, *tr.steps(far), *tr.steps(near)))
+        after = tr.Checkpointer(far, local=near, keep=tr.keep.last(2))
+        if saved:
+            assert np.array_equal(after.restore()["w"], np.full(9, saved[max(saved)])), (plan, saved)
+        if copied:
+            assert tr.steps(far) == [2, 3] and np.array_equal(tr.restore(far)["w"], np.full(9, 30)), plan
+        with after:
+            after.save(9, {"w": np.full(9, 9)})
+        assert tr.steps(far)[-2:] == [*sorted(saved)[-1:], 9][-2:], (plan, saved, tr.steps(far))
+        if saved:
+            assert np.array_equal(tr.restore(far, step=max(saved))["w"], np.full(9, saved[max(saved)])), plan
+        assert set(stores.of(far).list(far)) == {"origin", *(f"step-{step:08}" for step in tr.steps(far))}, plan
+        for step in tr.steps(far):
+            assert len(stores.of(far).list(f"{far}/step-{step:08}")) == 2, plan
+    assert len(states) > 5

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import os
+import pathlib
 import secrets
 import signal
 import subprocess
@@ -110,6 +111,39 @@ def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: 
             assert np.array_equal(found, new) or (mode == "overwrite" and np.array_equal(found, old))
         tr.save(path, {"w": old + 1}, overwrite=True)
         assert np.array_equal(tr.restore(path)["w"], old + 1) and len(_names(path)) == 2, _names(path)
+
+
+_COPYING = """
+with tr.Checkpointer(sys.argv[2], local=sys.argv[3], keep=tr.keep.last(2)) as ckpts:
+    for step in (1, 2, 3):
+        ckpts.save(step, {"w": np.full(70_000, step)})
+        ckpts.wait()
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str, tmp_path: pathlib.Path) -> None:
+    """What is far is whole, what is near is the newest, and the next job of that disk copies what is missing."""
+    with proxy(s3_server) as counted:
+        assert _ended(_start(counted.url, _COPYING, f"{place}/counted", str(tmp_path / "counted"))) == 0
+        count = len(counted.requests)
+    for number in range(0, count + 1, 4):
+        far, near = f"{place}/{number}", str(tmp_path / str(number))
+        with proxy(s3_server) as deadly:
+            processes: list[subprocess.Popen[str]] = []
+            deadly.fault = functools.partial(_kill_at, number, processes)
+            processes.append(_start(deadly.url, _COPYING, far, near))
+            _ended(processes[0])
+        for step in tr.steps(far):
+            assert np.array_equal(tr.restore(far, step=step)["w"], np.full(70_000, step))
+        with tr.Checkpointer(far, local=near, keep=tr.keep.last(2)) as ckpts:
+            last = ckpts.latest_step
+            assert last == max(tr.steps(near), default=None)
+            ckpts.save(9, {"w": np.full(70_000, 9)})
+        assert tr.steps(far) == [*([last] if last else []), 9]
+        assert set(_names(far)) == {"origin", *(f"step-{step:08}" for step in tr.steps(far))}
+        for step in tr.steps(far):
+            assert tr.verify(tr.Checkpointer(far).path(step)).ok and len(_names(f"{far}/step-{step:08}")) == 2
 
 
 _RUN = """
