@@ -19,6 +19,7 @@ import pytest
 import s3
 import treering as tr
 from fault_proxy import Proxy, proxy
+from jobs import run_job
 from treering import stores
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError
 from treering.stores.objects.store import ObjectStore
@@ -337,3 +338,26 @@ def test_logs_say_what_is_where(near: str, far: str, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO), tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1)
     assert f"saved {near}/step-00000001" in caplog.text and f"{far}: step 1 copied in" in caplog.text
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path: pathlib.Path) -> None:
+    """One copies for all, and all take the other copy of a step that is damaged near."""
+    body = """
+ckpts = tr.Checkpointer(tmp / "far", local=tmp / "near", keep=tr.keep.last(2), timeout=20)
+like = {"w": put(np.zeros(60, np.float32), P("x")), "n": 0}
+begun = ckpts.restore(like) if AGAIN else None
+first = (ckpts.restored_step or 0) + 1
+for step in range(first, first + 3):
+    ckpts.save(step, {"w": put(np.arange(60, dtype=np.float32) + step, P("x")), "n": step})
+ckpts.close()
+report([begun and begun["n"], begun and same(begun["w"], np.arange(60, dtype=np.float32) + begun["n"]), ckpts.steps])
+"""
+    for result in run_job(tmp_path, body, processes=3, AGAIN=False):
+        assert result.report == [None, None, [2, 3]]
+    assert tr.steps(tmp_path / "near") == [3] and tr.steps(tmp_path / "far") == [2, 3]
+    for file in (tmp_path / "near" / "step-00000003").glob("arrays-*"):
+        file.unlink()
+    for result in run_job(tmp_path, body, processes=2, AGAIN=True):
+        assert result.report == [3, True, [3, 5, 6]]
+    assert tr.verify(tmp_path / "far").ok and tr.steps(tmp_path / "near") == [6]

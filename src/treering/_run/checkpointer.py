@@ -353,8 +353,14 @@ class Checkpointer:
     def close(self) -> None:
         """Waits, and ends the saving; reading goes on working. Raises the failure of a save, as `wait` does."""
         refuse_within("close()", self)
-        self._close()
+        try:
+            if isinstance(self._directory, TwoPlaces) and coordinator.several() and not self._closed:
+                # All wait for the process that copies: a job of which some have ended is not left alone for long.
+                self._collective.once("close()", self._directory.copy_all, first=self._settle)
+        finally:
+            self._close()
 
+    @alone
     def _close(self) -> None:
         self._closed = True
         try:
@@ -381,7 +387,7 @@ class Checkpointer:
                 self._save_last(self._last.step, kind.__name__)
         finally:
             with _logged():
-                self.close()
+                self._close()
 
     def _save_last(self, step: int, reason: str) -> None:
         """Saves the newest state that the loop passed to `save`, unless it is saved; logs why if that fails."""

@@ -228,12 +228,16 @@ class TwoPlaces:
 
     def finish(self) -> None:
         self._claim()
-        if problem := self._uploads.finish():
-            raise problem
+        self.copy_all()
         self.near.finish()
         self.far.finish()
 
     # Copying
+
+    def copy_all(self) -> None:
+        """Waits until all is copied. Raises `SaveError`."""
+        if self._claimed and (problem := self._uploads.finish()):
+            raise problem
 
     def to_copy(self) -> list[int]:
         """The good steps that are only near and that the policy wants, the newest first."""
