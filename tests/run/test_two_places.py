@@ -360,4 +360,4 @@ report([begun and begun["n"], begun and same(begun["w"], np.arange(60, dtype=np.
         file.unlink()
     for result in run_job(tmp_path, body, processes=2, AGAIN=True):
         assert result.report == [3, True, [3, 5, 6]]
-    assert tr.verify(tmp_path / "far").ok and tr.steps(tmp_path / "near") == [6]
+    assert tr.verify(tmp_path / "far").ok and tr.steps(tmp_path / "near") == [3, 6]  # damaged, and restored
