@@ -222,6 +222,8 @@ class _MemoryBlob:
     def read_up_to(self, nbytes: int) -> bytes:
         return bytes(self._data[:nbytes])
 
+    def forget(self) -> None: ...
+
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         return None
 

@@ -67,6 +67,8 @@ class File:
         """Closes it; an object that is collected is closed, too."""
         self._close()
 
+    def forget(self) -> None: ...
+
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         """Private memory with the whole file, of which the caller gets these merged ranges; None where that is refused.
 

@@ -33,7 +33,10 @@ class Stat(NamedTuple):
 
 
 class Blob(Protocol):
-    """A file or object that is open for reading; it stays so after it was replaced or deleted."""
+    """A file or object that is open for reading.
+
+    What replaces it is never read in its place; where a deleted one is gone for good, that is a `ReplacedError`.
+    """
 
     @property
     def path(self) -> str: ...
@@ -76,6 +79,10 @@ class Blob(Protocol):
 
     def read_up_to(self, nbytes: int) -> bytes:
         """The first bytes, or all where there are fewer."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of bytes in memory that came with opening it; they are read again when they are asked for."""
         ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:

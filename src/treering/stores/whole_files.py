@@ -75,9 +75,9 @@ def files_in(store: Store, path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def opened(store: Store, path: str) -> Iterator[Blob]:
+def opened(store: Store, path: str, *, expected: int = 0) -> Iterator[Blob]:
     """Opens a file for reading within a `with` block."""
-    blob = store.open(path)
+    blob = store.open(path, expected=expected)
     try:
         yield blob
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import obstore.store
 import pytest
 
 import s3
@@ -242,3 +243,13 @@ def _length(headers: dict[str, str]) -> int:
     asked = {name.lower(): value for name, value in headers.items()}.get("range", "bytes=0-99999999")
     first, last = asked.removeprefix("bytes=").split("-")
     return int(last) - int(first) + 1
+
+
+def test_nothing_is_held_of_what_was_opened() -> None:
+    """Of objects that are read for the most part all bytes come at once, and those that nobody asked for go."""
+    bucket = obstore.store.MemoryStore()
+    report = tr.save(bucket, {"w": np.zeros((1000, 9000))})
+    ckpt = tr.open(report.path)
+    assert ckpt["w"][:, :6000].shape == (1000, 6000)
+    files = ckpt._reader._files.values()
+    assert len(files) > 1 and not any(len(file._blob._head) for file in files)

@@ -104,7 +104,7 @@ def _check_version(header: bytes | bytearray, path: str) -> None:
 def check_version(store: Store, path: str, listed: manifest.File) -> None:
     """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
     try:
-        with reading(path), opened(store, path) as blob:
+        with reading(path), opened(store, path, expected=listed.header) as blob:
             header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return  # that header cannot be checked
@@ -212,6 +212,7 @@ class ArrayFile:
             for chunk in self._chunks(*run)
         ]
         in_parallel(jobs, work, self._blob.readers)
+        self._blob.forget()
         if bad:
             self._raise_damaged(sorted(bad))
         if runs and self._remembers:
@@ -247,6 +248,7 @@ class ArrayFile:
             bad.extend((self._compare if mapped is not None else self._compare_twice)(*job, target))
 
         in_parallel(jobs, work, self._blob.readers)
+        self._blob.forget()
         return sorted(bad)
 
     def leaves(self, block: int) -> tuple[str, ...]:

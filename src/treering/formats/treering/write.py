@@ -1,7 +1,9 @@
 """Writing the native format."""
 
 import bisect
+import contextlib
 import datetime
+import functools
 import itertools
 import os
 import threading
@@ -224,20 +226,21 @@ def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -
 
 def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
     """Waits until process 0 sees the files of the others; over a network that may take a while. Raises `SaveError`."""
-    for process, files in enumerate(listed, 1):
-        for file in files:
-            name, found = os.path.join(path, file.name), None
+    found: dict[str, int | None] = {}
 
-            def whole(name: str = name, size: int = file.size) -> bool:
-                nonlocal found
-                found = store.stat(name)
-                return found is not None and found.nbytes == size
+    def is_there(file: manifest.File) -> bool:
+        there = store.stat(os.path.join(path, file.name))
+        found[file.name] = there and there.nbytes
+        return found[file.name] == file.size
 
-            if not wait_until(whole, lambda: look_anew(store, path), timeout):
-                raise SaveError(
-                    f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
-                    f"{'nothing' if found is None else found.nbytes}; do all processes see the same file system?"
-                )
+    with store.glance(path) if any(listed) else contextlib.nullcontext():
+        missing = [(process, file) for process, files in enumerate(listed, 1) for file in files if not is_there(file)]
+    for process, file in missing:
+        if not wait_until(functools.partial(is_there, file), lambda: look_anew(store, path), timeout):
+            raise SaveError(
+                f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
+                f"{found[file.name] or 'nothing'}; do all processes see the same file system?"
+            )
 
 
 def _write_file(

@@ -22,9 +22,8 @@ class ObjectBlob:
     def __init__(self, bucket: Bucket, key: str, expected: int = 0):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        head, found = bucket.beginning(key, min(max(expected, _HEAD_BYTES), OBJECT_BYTES + _HEAD_BYTES))
+        head, found = bucket.beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
         self._head, self.size, self._found = memoryview(head), found.nbytes, found
-        self._unread = len(head)
 
     def check_is(self, found: Found) -> None:
         """Raises `ReplacedError` unless it is the object that was found, by its version."""
@@ -38,9 +37,6 @@ class ObjectBlob:
         head = memoryview(b"") if anew else self._head
         held = max(min(len(head), end) - offset, 0)
         target[:held] = head[offset : offset + held]
-        self._unread -= held
-        if self._unread <= 0:
-            self._head = memoryview(b"")  # all of it was read, once
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
@@ -71,5 +67,8 @@ class ObjectBlob:
 
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._head = memoryview(b"")
+
+    def close(self) -> None:
+        self.forget()

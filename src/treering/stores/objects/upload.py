@@ -1,4 +1,4 @@
-"""Writing objects: small ones in one request, streams of unknown length in parts that grow with what was written."""
+"""Writing objects: small ones in one request, those of unknown length in parts."""
 
 import contextlib
 import os
