@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -361,3 +362,44 @@ report([begun and begun["n"], begun and same(begun["w"], np.arange(60, dtype=np.
     for result in run_job(tmp_path, body, processes=2, AGAIN=True):
         assert result.report == [3, True, [3, 5, 6]]
     assert tr.verify(tmp_path / "far").ok and tr.steps(tmp_path / "near") == [3, 6]  # damaged, and restored
+
+
+def test_places_within_each_other(tmp_path: pathlib.Path) -> None:
+    run = str(tmp_path / "run")
+    for far, near in ((run, f"{run}/local"), (f"{run}2/far", f"{run}2")):
+        with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+            _save(ckpts, 1, 2)
+            ckpts.rewind(1)
+            _save(ckpts, 2)
+            ckpts.delete(1)
+        assert tr.steps(far) == tr.steps(near) == [2]
+    os.symlink(run, tmp_path / "link")
+    with pytest.raises(MismatchError, match="expected another directory than that of the run"):
+        tr.Checkpointer(run, local=tmp_path / "link")
+
+
+def test_an_interrupt_while_a_change_waits_for_a_copy(near: str, tmp_path: pathlib.Path) -> None:
+    """Copying goes on, and `close` does not say that all is there before it is."""
+    ckpts = tr.Checkpointer(tmp_path / "far", local=near)
+    ckpts.save(1, _state(1))
+    ckpts.wait()
+    _until(lambda: tr.steps(tmp_path / "far") == [1])
+    with ckpts._directory._uploads._one:  # type: ignore[attr-defined] # a copy that takes long
+        thread = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            ckpts.delete(1)
+        thread.join()
+    ckpts.save(2, _state(2))
+    ckpts.close()
+    assert tr.steps(tmp_path / "far") == [1, 2]
+
+
+def test_only_a_writer_copies(near: str, tmp_path: pathlib.Path) -> None:
+    """What only deletes, or looks, has no lock."""
+    with tr.Checkpointer(near) as ckpts:
+        _save(ckpts, 1, 2)
+    with tr.Checkpointer(tmp_path / "far", local=near) as ckpts:
+        ckpts.delete(1)
+        assert ckpts.steps == [2]
+    assert not (tmp_path / "far").exists()

@@ -9,6 +9,7 @@ from .._core.entries import step_number
 from ..errors import CorruptError, MismatchError, SaveError
 from ..formats.treering import copy, pins, summary
 from ..keep import Policy, Saved
+from ..stores.read_errors import is_momentary
 from ..stores.store import Store
 from ..stores.whole_files import read_file
 from . import run
@@ -29,12 +30,12 @@ class TwoPlaces:
     """
 
     def __init__(self, near: Directory, far: Directory, keep: Policy | None, bytes_per_second: float | None):
-        if near.root == far.root:
+        if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
             raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
         self.near, self.far = near, far
         self.steps, self.root = near.steps, far.root
         self._keep = keep
-        self._claimed = False
+        self.claimed = False  # both locks are held, and what is near belongs to the run
         self._copied: dict[int, Hashable] = {}  # versions of manifests near that are known to be far as well
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
         self._uploads = Uploads(self, Retention(far, keep, None), bytes_per_second)
@@ -114,12 +115,12 @@ class TwoPlaces:
         return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
 
     def _side(self, path: str) -> Directory:
-        return self.near if path.startswith(self.near.root + "/") else self.far
+        return self.near if os.path.dirname(path) == self.near.root else self.far
 
     def _near_steps(self) -> dict[int, str]:
         """The steps near that belong to the run, and their paths."""
         own = self.near.steps.committed()
-        if not own or self._claimed or self._is_newest():
+        if not own or self.claimed or self._is_newest():
             return own
         far = self.far.steps.committed()
         return {step: path for step, path in own.items() if self._same(path, far.get(step))}
@@ -146,10 +147,10 @@ class TwoPlaces:
         try:
             self.far.acquire()
         except OSError as error:
-            if not self._claimed:
+            if not self.claimed or not is_momentary(error):
                 raise
             _log.warning("%s: cannot be reached; steps are saved to %s: %s", self.far.root, self.near.root, error)
-        if self._claimed:
+        if self.claimed:
             return
         if self._is_newest():
             token = _origin(self.near.steps.store, self.near.root)
@@ -165,13 +166,11 @@ class TwoPlaces:
                     self.near.root, self.far.root, ", ".join(map(str, others)), place,
                 )  # fmt: skip
         token = token or secrets.token_hex(16)
-        for one in (
-            self.near,
-            self.far,
-        ):  # in this order: a kill in between leaves what is near newest where far is empty
-            _set_origin(one.steps.store, one.root, token)
+        # Near first: after a kill in between, what is near is still the newest where far is empty.
+        _set_origin(self.near.steps.store, self.near.root, token)
+        _set_origin(self.far.steps.store, self.far.root, token)
         self._ever_far.update(self.far.steps.committed())
-        self._claimed = True
+        self.claimed = True
         self._uploads.begin()
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
@@ -198,7 +197,7 @@ class TwoPlaces:
         return {*self.near.needed(), *self.to_copy()}
 
     def leave(self) -> SaveError | None:
-        problem = self._uploads.finish() if self._claimed else None
+        problem = self._uploads.finish() if self.claimed else None
         for one in (self.far, self.near):
             try:
                 one.leave()
@@ -236,7 +235,7 @@ class TwoPlaces:
 
     def copy_all(self) -> None:
         """Waits until all is copied. Raises `SaveError`."""
-        if self._claimed and (problem := self._uploads.finish()):
+        if self.claimed and (problem := self._uploads.finish()):
             raise problem
 
     def to_copy(self) -> list[int]:

@@ -18,7 +18,7 @@ _log = logging.getLogger("treering")
 
 
 class _PausedError(Exception):
-    """The run is about to be changed."""
+    """The run is about to be changed: copying was interrupted."""
 
 
 class Uploads:
@@ -46,16 +46,20 @@ class Uploads:
 
     def begin(self, retain: Callable[[], None] = lambda: None) -> None:
         """Begins to copy what is lacking; calls `retain`, which deletes steps near, whenever that may help."""
-        self._chores.add("copying steps", lambda: self._copy_all(retain))
+        if self._places.claimed:
+            self._chores.add("copying steps", lambda: self._copy_all(retain))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Copies nothing within a `with` block; a copy that is under way is given up, and begun anew after it."""
         self._stopped.set()
-        with self._one:
+        try:
+            with self._one:
+                self._stopped.clear()
+                yield
+        finally:  # after an interrupt as well
             self._stopped.clear()
-            yield
-        self.begin()
+            self.begin()
 
     def finish(self) -> SaveError | None:
         """Waits until all is copied, and old steps are deleted. Returns what kept some steps from it."""
@@ -83,8 +87,8 @@ class Uploads:
                 self._far.remove_leftovers()
                 while (step := self._next(retain)) is not None:
                     self._copy(step)
-            except _PausedError:
-                pass
+            except _PausedError as error:  # it begins anew when the run was changed
+                self._error = error
             except BaseException as error:  # whatever it is, `finish` must not say that all is copied
                 self._error = error
                 about = "%s: copying steps failed; it is tried again after the next save: %s"

@@ -68,9 +68,14 @@ def reading(path: str) -> Iterator[None]:
         raise
 
 
+def is_momentary(error: BaseException) -> bool:
+    """Whether an error says nothing about what is there."""
+    return isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY)
+
+
 def raise_if_momentary(error: BaseException) -> None:
     """Raises an error that says nothing about what is there: whatever is concluded from it would be made up."""
-    if isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY):
+    if is_momentary(error):
         raise error
 
 
