@@ -58,7 +58,7 @@ class OnDemand:
         self._unread = sum(group.left > 0 for group in self._groups)
         self._lock = threading.Lock()
         self._turn = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
-        self._read = Latch()  # all shards are, or nobody will read them any more
+        self._read = Latch()  # all shards are, or no writer will read them any more
         self._error: BaseException | None = None
 
     def run(self) -> None:

@@ -125,7 +125,7 @@ class PendingSave:
         return self._reported
 
     def seen(self) -> BaseException:
-        """The failure of a save, which somebody has been given by now."""
+        """The failure of a save, which from now on counts as reported."""
         self._seen()
         assert self._error is not None
         return self._error

@@ -191,7 +191,7 @@ def _clean(disk: Disk, path: str) -> None:
 
 
 def remove_unlocked(disk: Disk, path: str) -> None:
-    """Removes a file or directory unless its writer lives, or nobody can tell. A link is none of ours."""
+    """Removes a file or directory unless its writer lives, or that cannot be known. A link is none of ours."""
     if os.path.islink(path):
         return
     fd = disk.open_dir(path) if is_dir(path) else disk.open(path)

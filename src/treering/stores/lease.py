@@ -138,7 +138,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        with _taking:  # or another thread would find the file locked, by nobody in this process
+        with _taking:  # or another thread would find the file locked before its owner in this process is known
             _give_back(self._disk, self._held)
 
     def forget(self) -> None:

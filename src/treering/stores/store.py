@@ -259,8 +259,8 @@ class Store(Protocol):
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         """Removes a file unless a living writer has it.
 
-        `check` is asked when no writer can begin to use it any more, whether it may be removed. False where nobody can
-        know whether the writer lives.
+        `check` is asked when no writer can begin to use it any more, whether it may be removed. False where it
+        cannot be known whether the writer lives.
         """
         ...
 

@@ -19,7 +19,7 @@ from .bucket import Bucket, ChangedError, Found, Version, now
 
 LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
 _RENEWAL_SECONDS = 20.0
-SAFE_SECONDS = 60.0  # since the last renewal, within which nobody can have taken it over
+SAFE_SECONDS = 60.0  # since the last renewal, within which no other writer can have taken it over
 VERSION = 1
 _MAX_BYTES = 4096  # of such an object; larger ones are none
 _UNSEEN = "unseen"  # in the place of the time when a process began
@@ -195,7 +195,7 @@ def _runs(about: About) -> bool:
 
 
 def _started(process: int) -> str:
-    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` when nobody says."""
+    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` where the system does not say."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

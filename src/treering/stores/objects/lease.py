@@ -35,7 +35,7 @@ class ObjectLease:
         self._beat: Heartbeat | None = None
         _alive.add(self)
         weakref.finalize(self, _drop, held := [])
-        self._held: list[Heartbeat] = held  # what is left of it when nobody has closed its owner
+        self._held: list[Heartbeat] = held  # what is left when the `Checkpointer` was dropped without `close`
 
     def acquire(self) -> None:
         with _taking:
@@ -135,7 +135,7 @@ def _drop(held: list[Heartbeat]) -> None:
 
 @atexit.register
 def _release_all() -> None:
-    """Gives back what nobody has closed, so that no job elsewhere has to wait; all saves are over by now."""
+    """Gives back the leases of Checkpointers that were not closed, so that no job elsewhere has to wait; all saves are over by now."""
     for lease in _alive.all():
         lease.release()
 

@@ -263,7 +263,7 @@ class ObjectStore:
         """Replaces the files of a folder.
 
         What readers look for lies in the folder itself, not in those below: it is the first to go and the last to come,
-        so that nobody ever reads parts of both. From the first step on, only the temporary folder is whole.
+        so that no reader ever gets parts of both. From the first step on, only the temporary folder is whole.
         """
         bucket, key = self._find(path)
         _, scratch = self._find(temporary.files)
