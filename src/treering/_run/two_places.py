@@ -24,8 +24,8 @@ _log = logging.getLogger("treering")
 class TwoPlaces:
     """The `Directory` of such a run: steps are saved `near`, and stay `far`. See there for the methods.
 
-    The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other
-    job has written far: both hold the same token then. Otherwise only what is far, too, counts, and the next save sets the
+    The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other job
+    has written far: both hold the same token then. Otherwise only what is far, too, counts, and the next save sets the
     rest aside.
     """
 

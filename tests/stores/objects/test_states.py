@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
     monkeypatch.setattr(heartbeat, "_begin", lambda one: None)  # no renewals between the requests that are counted
     buckets = ObjectStore()
     buckets.add("states://tests", obstore.store.MemoryStore())
-    buckets._buckets["states://tests"]._conditional = True
+    buckets._buckets["states://tests"]._honours = True
     with stores.using(buckets, "states"):
         yield _World(gate, "states://tests")
 

@@ -59,8 +59,8 @@ class Bucket:
 
     def __init__(self, url: str, client: Any, quick: Any = None, *, conditional: bool = True):
         self.url, self.client, self._quick = url, client, quick or client
-        self._asks = conditional  # whether the server is asked to keep to conditions
-        self._conditional = False  # the server was seen to honour them
+        self._conditional = conditional  # whether the server is asked to keep to conditions
+        self._honours = False  # the server was seen to do so
         self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
 
     def head(self, key: str) -> Found | None:
@@ -119,7 +119,7 @@ class Bucket:
         lost makes the client ask again.
         """
         mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
-        if not self._asks and not overwrite:
+        if not self._conditional and not overwrite:
             self.check_unchanged(key, replaces)
             mode = "overwrite"
         client = self._quick if memoryview(data).nbytes <= _QUICK_BYTES else self.client
@@ -197,7 +197,7 @@ class Bucket:
 
     def check_conditions(self, key: str) -> None:
         """Raises `UnsupportedError` unless the server keeps to conditions, tried on an object that is there."""
-        if self._conditional or not self._asks:
+        if self._honours or not self._conditional:
             return
         refused = [self._refuses(key, replaces) for replaces in (None, ('"treering"', "1"))]
         if not all(refused):
@@ -207,7 +207,7 @@ class Bucket:
                 "and neither would know; save elsewhere, or pass a store that is registered with conditional=False if "
                 "nothing else ever writes there"
             )
-        self._conditional = True
+        self._honours = True
 
     def _refuses(self, key: str, replaces: Version | None) -> bool:
         try:

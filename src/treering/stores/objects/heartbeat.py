@@ -195,7 +195,7 @@ def _runs(about: About) -> bool:
 
 
 def _started(process: int) -> str:
-    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` where the system does not say."""
+    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` where that is unknown."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

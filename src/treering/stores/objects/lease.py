@@ -135,7 +135,7 @@ def _drop(held: list[Heartbeat]) -> None:
 
 @atexit.register
 def _release_all() -> None:
-    """Gives back the leases of Checkpointers that were not closed, so that no job elsewhere has to wait; all saves are over by now."""
+    """Gives back the leases of Checkpointers that were not closed, or jobs elsewhere would wait. All saves are over."""
     for lease in _alive.all():
         lease.release()
 

@@ -26,20 +26,18 @@ class ObjectSink:
     is written into it is put under the name that it is published with.
     """
 
-    def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, conditional: bool, expected: int):
+    def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, expected: int):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key, self._uploads = bucket, key, uploads
-        self._conditional = conditional
         self._process = os.getpid()
         self.heartbeat = None
         if visible:
             self.heartbeat = Heartbeat(bucket, key)
-            if conditional:
-                try:
-                    bucket.check_conditions(key)
-                except BaseException:
-                    self.heartbeat.stop(delete=True)
-                    raise
+            try:
+                bucket.check_conditions(key)
+            except BaseException:
+                self.heartbeat.stop(delete=True)
+                raise
         self._buffer: memoryview | None = None
         self._stream = Stream(bucket, key, held=visible, expected=expected)
         self._kept: Any = None  # the last bytes, which may be cut
@@ -86,7 +84,7 @@ class ObjectSink:
         self._uploads.settle(self.path.rpartition("/")[0])
         key = path[len(self._bucket.url) + 1 :]
         replaces: Any = version if overwrite and version != ABSENT else None
-        anything = overwrite and (version is None or not self._conditional)
+        anything = overwrite and version is None
         check_leases(path)
         self._check_alive()
         data = self._stream.contents()

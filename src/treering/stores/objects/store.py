@@ -146,7 +146,7 @@ class ObjectStore:
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> ObjectSink:
         bucket, key = self._find(path)
         self._check_writable(bucket)
-        sink = ObjectSink(bucket, key, self._uploads, visible=visible, conditional=self._conditional, expected=expected)
+        sink = ObjectSink(bucket, key, self._uploads, visible=visible, expected=expected)
         if sink.heartbeat:
             self._heartbeats[path] = sink.heartbeat
         return sink
@@ -313,8 +313,7 @@ class ObjectStore:
         _, scratch = self._find(folder)
         temporary = _Temporary(path, f"{folder}/files", Heartbeat(bucket, f"{scratch}/{mark}"))
         try:
-            if self._conditional:
-                bucket.check_conditions(f"{scratch}/{mark}")
+            bucket.check_conditions(f"{scratch}/{mark}")
             yield temporary
         finally:
             with contextlib.suppress(OSError):
