@@ -109,6 +109,8 @@ class Checkpointer:
         keep_local: Policy | None = _LAST,
         upload_limit: float | None = None,
     ):
+        if local is None and keep_local is not _LAST:
+            raise MismatchError(f"keep_local={keep_local!r}: expected local=, whose steps it is about")
         for name, policy in (("keep", keep), ("keep_local", keep_local)):
             if policy is not None and not isinstance(policy, Policy):
                 raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
@@ -127,6 +129,7 @@ class Checkpointer:
         self._metadata, self._when_busy = metadata, when_busy
         self._failures = Failures(on_error)
         self._under_way = UnderWay(self._failures)
+        self._two_places = local is not None
         far = self._directory_at(self._root, prefix, tensorboard)
         if local is None:
             self._directory: Directory | TwoPlaces = far
@@ -160,11 +163,7 @@ class Checkpointer:
         state = [
             *([] if self._restored is None else [f"restored step {self._restored}"]),
             *saving,
-            *(
-                [f"copying step {copying}"]
-                if (copying := getattr(self._directory, "copying", None)) is not None
-                else []
-            ),
+            *([] if self._directory.copying is None else [f"copying step {self._directory.copying}"]),
             *(["preempted"] if self._preempted else []),
             *(["closed"] if self._closed else ["taken over by another"] if self._directory.lost else []),
         ]
@@ -226,6 +225,11 @@ class Checkpointer:
     def copies(self, step: int) -> list[str]:
         """The paths of all copies of a step, the nearest first. Raises `NotFoundError` when there is none."""
         return [place.path for place in self._directory.candidates(step)]
+
+    @property
+    def uncopied(self) -> list[int]:
+        """The steps that are only in `local` as far as this job knows, ascending; none without a `local`."""
+        return self._directory.uncopied()
 
     # Saving
 
@@ -354,7 +358,7 @@ class Checkpointer:
         """Waits, and ends the saving; reading goes on working. Raises the failure of a save, as `wait` does."""
         refuse_within("close()", self)
         try:
-            if isinstance(self._directory, TwoPlaces) and coordinator.several() and not self._closed:
+            if self._two_places and not self._closed:
                 # All wait for the process that copies: a job of which some have ended is not left alone for long.
                 self._collective.once("close()", self._directory.copy_all, first=self._settle)
         finally:
@@ -533,7 +537,7 @@ class Checkpointer:
         return Directory(Steps(stores.of(root), root, prefix, tensorboard), self._busy)
 
     def _busy(self) -> bool:
-        return self._under_way.busy() or (isinstance(self._directory, TwoPlaces) and self._directory.busy)
+        return self._under_way.busy() or self._directory.busy
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
         """Calls `do` in process 0 when every save is over."""

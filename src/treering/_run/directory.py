@@ -9,7 +9,7 @@ from .._core.entries import step_number
 from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Saved
-from . import run
+from . import origin, run
 from .latest_good import Place
 from .steps import Steps
 
@@ -28,8 +28,19 @@ class Directory:
         self.steps, self.root = steps, steps.root
         self.back_to: int | None = None
         self.restored: int | None = None
+        self._taken = False
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
+
+    copying: int | None = None  # no step is, for there is one place
+    busy = False
+
+    def uncopied(self) -> list[int]:
+        """The steps that are not yet where the run stays."""
+        return []
+
+    def copy_all(self) -> None:
+        """Waits until there are none."""
 
     @property
     def lost(self) -> bool:
@@ -64,7 +75,7 @@ class Directory:
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
-        return self.all_steps().get(step) or self._own_path(step)
+        return self.all_steps().get(step) or self.own_path(step)
 
     def existing(self, step: int) -> str:
         """The path of a committed step. Raises `NotFoundError` when there is none."""
@@ -91,9 +102,9 @@ class Directory:
         """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`."""
         committed = self.steps.committed()
         if (back_to := self.back_to) is not None:
-            self._check_own_after(back_to)
+            self.check_own_after(back_to)
             committed = {number: path for number, path in committed.items() if number <= back_to}
-        path = committed.get(step) or self._own_path(step)
+        path = committed.get(step) or self.own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
             overwrite = overwrite or (step in committed and self.steps.is_damaged(step, path))
@@ -120,26 +131,33 @@ class Directory:
 
     def enter(self) -> None:
         """Takes the lock for a save, and sets aside the steps behind `back_to`. Raises `ExistsError`."""
-        self.acquire()
+        self._take()
         if self.back_to is not None:
-            self._set_aside_after(self.back_to)
+            self.set_aside_after(self.back_to)
+
+    def _take(self) -> None:
+        """Takes the lock, and the run from a job that has copied it from a local disk."""
+        self.acquire()
+        if not self._taken:
+            origin.replace(self._store, self._root)
+            self._taken = True
 
     def begin(self) -> None:
-        """Removes the marks of a run that is finished, and of one that was copied from elsewhere."""
+        """Says that the run goes on."""
         self.unmark_finished()
-        self._remove(run.ORIGIN)
 
     def unmark_finished(self) -> None:
         """Removes the mark of a finished run."""
-        self._remove(run.FINISHED)
-
-    def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._store.delete(os.path.join(self._root, name))
+            self._store.delete(os.path.join(self._root, run.FINISHED))
 
-    def committed(self, retain: Callable[[], None]) -> None:
-        """Called after every commit with a function that deletes old steps."""
-        retain()
+    def mark_finished(self) -> None:
+        """Marks the run as finished, for a job that has the lock."""
+        run.mark_finished(self._store, self._root)
+
+    def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
+        """Called after the commit of a step with a function that deletes old ones, but for that."""
+        retain(step)
 
     def needed(self) -> set[int]:
         """The steps that are not to be deleted, whatever the policy says."""
@@ -152,20 +170,17 @@ class Directory:
     def rewind(self, step: int) -> None:
         """Goes back to a step. Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's."""
         self.existing(step)
+        self.check_own_after(step)
+        self._take()
         self.set_aside_after(step)
-
-    def set_aside_after(self, step: int) -> None:
-        """Sets aside the steps behind a number. Raises `UnsupportedError` when one is another library's."""
-        self._check_own_after(step)
-        self.acquire()
-        self._set_aside_after(step)
 
     def finish(self) -> None:
         """Marks the run as finished."""
-        self.acquire()
-        run.mark_finished(self._store, self._root)
+        self._take()
+        self.mark_finished()
 
-    def _set_aside_after(self, step: int) -> None:
+    def set_aside_after(self, step: int) -> None:
+        """Sets aside the steps behind a number, for a job that has the lock."""
         run.settle_aside(self._store, self._root)
         later = {number: path for number, path in self.steps.committed().items() if number > step}
         self._check_removable(later)  # again, for now no other process writes the run
@@ -173,7 +188,8 @@ class Directory:
             place = run.set_aside(self._store, self._root, list(reversed(later.values())))
             _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
 
-    def _check_own_after(self, step: int) -> None:
+    def check_own_after(self, step: int) -> None:
+        """Raises `UnsupportedError` for steps behind a number that are not to be moved."""
         own = self.steps.committed()
         foreign = [path for number, path in self.all_steps().items() if number > step and number not in own]
         if foreign:
@@ -196,12 +212,13 @@ class Directory:
     def _own(self, step: int) -> str:
         return self._find(step, self.steps.committed())
 
-    def _own_path(self, step: int) -> str:
+    def own_path(self, step: int) -> str:
+        """The directory of a step that Treering saves."""
         return os.path.join(self._root, run.step_name(self._prefix, step))
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:
         if (number := step_number(step)) not in committed:
-            run.check_open(self._store, self._own_path(number), NotFoundError)
+            run.check_open(self._store, self.own_path(number), NotFoundError)
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
             raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
         return committed[number]

@@ -71,7 +71,7 @@ class Retention:
 
     def after(self, report: SaveReport) -> None:
         """After a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
-        self._directory.committed(lambda: self.retain(report.step))
+        self._directory.committed(report.step, self.retain)
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
 

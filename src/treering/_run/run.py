@@ -21,7 +21,8 @@ _log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
 _OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
-ORIGIN = "origin"  # a file that names the local directory from which the newest steps were copied
+ORIGIN = "origin"  # the token of the job that has written a run last which is copied from a local disk
+COPIED = "copied-to.json"  # a file on that disk: the run that it belongs to, and tokens
 _REWOUND = re.compile(r"rewound-(\d+)")
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
 

@@ -2,21 +2,19 @@
 
 import logging
 import os
-import secrets
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 
 from .._core.entries import step_number
-from ..errors import CorruptError, MismatchError, SaveError
-from ..formats.treering import copy, pins, summary
+from .._core.leaf_paths import few
+from ..errors import CorruptError, ExistsError, MismatchError, SaveError
+from ..formats.treering import copy, metrics, pins, removal, summary
 from ..keep import Policy, Saved
-from ..stores.read_errors import is_momentary
-from ..stores.store import Store
-from ..stores.whole_files import read_file
 from . import run
+from .copies import Copies
 from .directory import Directory
 from .latest_good import Place
+from .origin import Origin
 from .retention import Retention
-from .uploads import Uploads
 
 _log = logging.getLogger("treering")
 
@@ -25,8 +23,8 @@ class TwoPlaces:
     """The `Directory` of such a run: steps are saved `near`, and stay `far`. See there for the methods.
 
     The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other job
-    has written far: both hold the same token then. Otherwise only what is far, too, counts, and the next save sets the
-    rest aside.
+    has written far, which `Origin` knows. Otherwise only what is far, too, counts, and the next save sets the rest
+    aside.
     """
 
     def __init__(self, near: Directory, far: Directory, keep: Policy | None, bytes_per_second: float | None):
@@ -34,13 +32,25 @@ class TwoPlaces:
             raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
         self.near, self.far = near, far
         self.steps, self.root = near.steps, far.root
+        self.origin = Origin(near.steps, far.steps)
         self._keep = keep
-        self.claimed = False  # both locks are held, and what is near belongs to the run
-        self._copied: dict[int, Hashable] = {}  # versions of manifests near that are known to be far as well
+        self._process = os.getpid()
+        self._claimed = False
+        self._copied: dict[
+            int, tuple[object, str]
+        ] = {}  # versions and identities of manifests near that are far as well
+        self._saved: set[int] = set()  # here, and not known to be far
+        self._ended = False
+        self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._uploads = Uploads(self, Retention(far, keep, None), bytes_per_second)
+        self._copies = Copies(self, Retention(far, keep, None), bytes_per_second)
 
     # Both
+
+    @property
+    def claimed(self) -> bool:
+        """Whether this process holds both locks, and what is near belongs to the run."""
+        return self._claimed and not self.lost and os.getpid() == self._process
 
     @property
     def back_to(self) -> int | None:
@@ -64,13 +74,11 @@ class TwoPlaces:
 
     @property
     def copying(self) -> int | None:
-        """The step that is being copied."""
-        return self._uploads.step
+        return self._copies.step
 
     @property
     def busy(self) -> bool:
-        """Whether steps are being copied."""
-        return self._uploads.busy
+        return self._copies.busy
 
     # Reading
 
@@ -81,19 +89,24 @@ class TwoPlaces:
         near, far = self._near_steps(), self.far.all_steps()
         if step is not None and (number := step_number(step)) not in near:
             return self.far.candidates(number)
-        numbers = sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]
-        places = ((number, side[number]) for number in numbers for side in (near, far) if number in side)
-        return [self.place(number, path) for number, path in places]
+        places: list[Place] = []
+        for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
+            if number in near:
+                places.append(self.near.place(number, near[number]))
+            if number in far and not (number in near and self._differ(near[number], far[number])):
+                places.append(self.far.place(number, far[number]))
+        return places
 
     def place(self, step: int, path: str) -> Place:
         return self._side(path).place(step, path)
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
-        near = self._near_steps()
+        near, far = self._near_steps(), self.far.steps.committed()
         found = {one.step: one for one in self.far.good(foreign=foreign)}
         for one in self.near.good():
             if one.step in near:
-                metrics = found[one.step].metrics if one.step in found else {}
+                same = one.step in found and self._is_copied(one.step, near[one.step], far.get(one.step))
+                metrics = found[one.step].metrics if same else {}  # or they are those of what it has replaced
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
 
@@ -120,61 +133,56 @@ class TwoPlaces:
     def _near_steps(self) -> dict[int, str]:
         """The steps near that belong to the run, and their paths."""
         own = self.near.steps.committed()
-        if not own or self.claimed or self._is_newest():
+        if not own or self._claimed or self.origin.is_newest():
             return own
         far = self.far.steps.committed()
-        return {step: path for step, path in own.items() if self._same(path, far.get(step))}
+        found = {step: path for step, path in own.items() if step in far and not self._differ(path, far[step])}
+        if others := [str(step) for step in own if step not in found]:
+            _log.warning(
+                "%s: another job has written %s since steps %s were saved here; they do not count",
+                self.near.root, self.root, few(tuple(others)),
+            )  # fmt: skip
+        return found
 
-    def _is_newest(self) -> bool:
-        """Whether the steps far were all copied from here."""
-        near, far = (_origin(one.steps.store, one.root) for one in (self.near, self.far))
-        return near == far if far else not self.far.all_steps()
-
-    def _same(self, path: str, other: str | None) -> bool:
-        """Whether a step near is, byte for byte, the one that is far."""
+    def _differ(self, path: str, other: str) -> bool:
+        """Whether a step near is another than the one far; a manifest that is damaged may be of the same."""
         try:
-            return other is not None and summary.identity(self.near.steps.store, path) == summary.identity(
-                self.far.steps.store, other
-            )
+            near = summary.identity(self.near.steps.store, path)
+            return near != summary.identity(self.far.steps.store, other)
         except (CorruptError, FileNotFoundError):
             return False
 
     # Writing
 
     def _claim(self) -> None:
-        """Takes both locks, and sets aside what does not belong to the run, once."""
+        """Takes both locks, and sets aside what does not belong to the run."""
         self.near.acquire()
-        try:
-            self.far.acquire()
-        except OSError as error:
-            if not self.claimed or not is_momentary(error):
-                raise
-            _log.warning("%s: cannot be reached; steps are saved to %s: %s", self.far.root, self.near.root, error)
-        if self.claimed:
+        if self._claimed:
+            if self.far.lost:
+                self.far.acquire()  # which says so
+            self._copies.check()
+            self.origin.keep_near()
             return
-        if self._is_newest():
-            token = _origin(self.near.steps.store, self.near.root)
-        else:
-            far, token = self.far.steps.committed(), ""
+        self.far.acquire()
+        if not self.origin.is_newest():
+            far = self.far.steps.committed()
             others = {
-                step: path for step, path in self.near.steps.committed().items() if not self._same(path, far.get(step))
+                step: path
+                for step, path in self.near.steps.committed().items()
+                if step not in far or self._differ(path, far[step])
             }
             if others:
                 place = run.set_aside(self.near.steps.store, self.near.root, list(reversed(others.values())))
-                _log.warning(
-                    "%s: another job has written %s since steps %s were saved here; they were set aside to %s",
-                    self.near.root, self.far.root, ", ".join(map(str, others)), place,
-                )  # fmt: skip
-        token = token or secrets.token_hex(16)
-        # Near first: after a kill in between, what is near is still the newest where far is empty.
-        _set_origin(self.near.steps.store, self.near.root, token)
-        _set_origin(self.far.steps.store, self.far.root, token)
+                _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
+        self.origin.set_near()
         self._ever_far.update(self.far.steps.committed())
-        self.claimed = True
-        self._uploads.begin()
+        self._claimed = True
+        self._copies.begin()
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
+        if self.back_to is not None:
+            self.far.check_own_after(self.back_to)
         if step in self._ever_far and self.far.place_for(step, on_exists, under_way) is None:
             return None
         return self.near.place_for(step, on_exists, under_way)
@@ -182,22 +190,37 @@ class TwoPlaces:
     def enter(self) -> None:
         self._claim()
         if self.back_to is not None:
-            with self._uploads.paused():
-                self.near.enter()
-                self.far.enter()
+            self._set_aside_after(self.back_to)
 
     def begin(self) -> None:
         for one in (self.near, self.far):
             one.unmark_finished()
 
-    def committed(self, retain: Callable[[], None]) -> None:
-        self._uploads.begin(retain)
+    def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
+        if step is not None:
+            self._saved.add(step)
+            self._copied.pop(step, None)
+        self._ended, self._retain = False, retain
+        retain(step)  # here, where no save is under way
+        self._copies.begin()
 
     def needed(self) -> set[int]:
-        return {*self.near.needed(), *self.to_copy()}
+        """What is not known to be far stays; if the policy wants it, as far as that is known here."""
+        good = self.near.good()
+        wanted = {one.step for one in good if self._keep is None or one is good[-1]}
+        if self._keep is not None:
+            wanted |= self._keep.kept(good)
+        self._saved.intersection_update(wanted)  # the others may go, and need no copy
+        return {*self.near.needed(), *(step for step in self.uncopied() if step in wanted)}
+
+    def uncopied(self) -> list[int]:
+        near = self._near_steps() if not self._claimed else self.near.steps.committed()
+        return [step for step, path in near.items() if not self._known_copied(step, path)]
 
     def leave(self) -> SaveError | None:
-        problem = self._uploads.finish() if self.claimed else None
+        own = self._claimed and os.getpid() == self._process and not self._ended
+        problem = self._problem() if own else None
+        self._claimed = False
         for one in (self.far, self.near):
             try:
                 one.leave()
@@ -207,85 +230,136 @@ class TwoPlaces:
 
     def pin(self, step: int, wanted: bool) -> None:
         places = self.candidates(step)
-        for place in places:
-            pins.pin(place.store, place.path, wanted)
+        if places[0].path in self._near_steps().values():  # first: a copy that ends meanwhile takes it over
+            pins.pin(places[0].store, places[0].path, wanted)
+        if path := self.far.steps.committed().get(step_number(step)):
+            pins.pin(self.far.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
-        with self._uploads.paused():
+        with self._copies.paused():
             places = self.candidates(step)
             if any(pins.pinned(place.store, place.path) for place in places):
                 raise MismatchError(f"{places[0].path}: the step is pinned; unpin it first")
             for place in places:  # near first: what is only near would be copied
                 self._side(place.path).delete(step)
+            self._saved.discard(step_number(step))
 
     def rewind(self, step: int) -> None:
         self.existing(step)
         self._claim()
-        with self._uploads.paused():
+        self._set_aside_after(step)
+
+    def _set_aside_after(self, step: int) -> None:
+        with self._copies.paused():
+            for one in (self.near, self.far):
+                one.check_own_after(step)
             self.near.set_aside_after(step)
+            self.origin.set_far()
             self.far.set_aside_after(step)
+            self._saved = {one for one in self._saved if one <= step}
 
     def finish(self) -> None:
         self._claim()
         self.copy_all()
-        self.near.finish()
-        self.far.finish()
+        self.origin.set_far()
+        for one in (self.near, self.far):
+            one.mark_finished()
 
     # Copying
 
     def copy_all(self) -> None:
-        """Waits until all is copied. Raises `SaveError`."""
-        if self.claimed and (problem := self._uploads.finish()):
-            raise problem
+        """Waits until all is copied that this job has saved, or a job before it. Raises `SaveError`."""
+        if os.getpid() != self._process:
+            return
+        if not self._claimed and self.restored is not None and self.uncopied():
+            try:
+                self._claim()
+            except ExistsError as error:  # this job has only looked
+                _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
+        if self._claimed:
+            self._ended = True  # `leave` need not try again
+            problem = self._problem()
+            self._retain(None)
+            if problem:
+                raise problem
+
+    def _problem(self) -> SaveError | None:
+        """Waits until all is copied. Returns what is not far, and why."""
+        error = self._copies.finish() if self.claimed else None
+        near = self.near.steps.committed()
+        lacking = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
+        gone = sorted(step for step in lacking if step not in near or self.near.steps.is_damaged(step, near[step]))
+        if error is None and not gone and (self.claimed or not lacking):
+            return None
+        there = ", ".join(str(step) for step in sorted(lacking) if step not in gone)
+        parts = [f"{self.root}: not all steps are there, for copying them failed"]
+        parts += ["another job has taken the run over, or another Checkpointer of this process"] if self.lost else []
+        parts += [str(error)] if error else []
+        parts += (
+            [f"steps {there} are in {self.near.root}, and the next job that saves from there copies them"]
+            if there
+            else []
+        )
+        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.near.root}, or gone"] if gone else []
+        problem = SaveError("; ".join(parts))
+        problem.__cause__ = error
+        return problem
 
     def to_copy(self) -> list[int]:
-        """The good steps that are only near and that the policy wants, the newest first."""
+        """The good steps that are not far, or not whole there, and that the policy wants, the newest first."""
         near, far = self.near.steps.committed(), self.far.steps.committed()
+        whole = {one.step for one in self.far.good()}
         good = [one.step for one in self.near.good() if one.step in near]
-        lacking = [step for step in good if not self._is_copied(step, near[step], far.get(step))]
+        lacking = [step for step in good if step not in whole or not self._is_copied(step, near[step], far.get(step))]
         if lacking and self._keep:
             both = self.good()
             wanted = self._keep.kept(both) | {both[-1].step}
-            lacking = [one for one in lacking if one in wanted or pins.pinned(self.near.steps.store, near[one])]
+            wanted.update(step for step in lacking if pins.pinned(self.near.steps.store, near[step]))
+            self._saved.difference_update(set(lacking) - wanted)
+            lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
+
+    def _known_copied(self, step: int, path: str) -> bool:
+        seen = summary.look(self.near.steps.store, path)
+        return seen is not None and step in self._copied and self._copied[step][0] == seen.version
 
     def _is_copied(self, step: int, path: str, far: str | None) -> bool:
         if far is None:
             return False
-        seen = summary.look(self.near.steps.store, path)
-        if not (seen and self._copied.get(step) == seen.version):
-            if not self._same(path, far):
+        if not self._known_copied(step, path):
+            try:
+                seen = summary.look(self.near.steps.store, path)
+                identity = summary.identity(self.near.steps.store, path)
+                if seen is None or identity != summary.identity(self.far.steps.store, far):
+                    return False
+            except (CorruptError, FileNotFoundError):
                 return False
-            self._copied[step] = seen and seen.version
+            self._note_copied(step, seen.version, identity)
         return True
 
     def copy(self, step: int, moved: Callable[[int], None]) -> None:
         """Copies a step."""
         near, far = self.near.steps.store, self.far.steps.store
-        to = self.far.path(step)
-        overwrite = summary.look(far, to) is not None
+        self.origin.set_far()
         self._ever_far.add(step)
-        copy.copy(near, self.near.path(step), far, to, overwrite=overwrite, moved=moved)
+        there = self.far.steps.committed().get(step)
+        if there and self.far.steps.is_damaged(step, there):
+            removal.delete(far, there)  # the names of its files may be those of the copy
+        path, to = self.near.own_path(step), there or self.far.own_path(step)
+        seen = summary.look(near, path)
+        identity = copy.copy(near, path, far, to, overwrite=summary.look(far, to) is not None, moved=moved)
+        if seen:
+            self._note_copied(step, seen.version, identity)
 
-    def copy_marks(self) -> None:
-        """Copies the metrics and pins that steps got since they were copied."""
+    def _note_copied(self, step: int, version: object, identity: str) -> None:
+        self._copied[step] = version, identity
+        if self._known_copied(step, self.near.own_path(step)):  # or it was saved again meanwhile
+            self._saved.discard(step)
+
+    def copy_metrics(self) -> None:
+        """Copies the metrics that steps got since they were copied."""
         near, far = self.near.steps.store, self.far.steps.store
         there = self.far.steps.committed()
         for step, path in self.near.steps.committed().items():
-            if step in self._copied and step in there:
-                copy.copy_marks(near, path, far, there[step], summary.identity(near, path))
-
-
-def _origin(store: Store, root: str) -> str:
-    """The token of the place from which the newest steps of a run were copied; "" without one."""
-    try:
-        return read_file(store, os.path.join(root, run.ORIGIN)).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _set_origin(store: Store, root: str, token: str) -> None:
-    if _origin(store, root) != token:
-        store.make_folders(root, [])
-        with store.new_file(os.path.join(root, run.ORIGIN), overwrite=True) as file:
-            file.write(token.encode())
+            if step in there and self._known_copied(step, path):
+                metrics.copy(near, path, far, there[step], self._copied[step][1])

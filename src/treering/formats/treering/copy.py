@@ -16,8 +16,10 @@ def copy(
     *,
     overwrite: bool = False,
     moved: Callable[[int], None] = lambda nbytes: None,
-) -> None:
+) -> str:
     """Copies a checkpoint, verified as it is read, with its pin and the metrics that were added to it.
+
+    Returns its identity.
 
     moved: told the bytes of every part before it is written; what it raises ends the copy, and nothing is left of it.
 
@@ -41,11 +43,7 @@ def copy(
     except BaseException:
         files.abort()
         raise
-    copy_marks(source, path, target, to, reader.identity)
-
-
-def copy_marks(source: Store, path: str, target: Store, to: str, identity: str) -> None:
-    """Copies what was added to a checkpoint since it was copied: metrics, and whether it is pinned."""
-    metrics.copy(source, path, target, to, identity)
+    metrics.copy(source, path, target, to, reader.identity)
     if pins.pinned(source, path):
         pins.pin(target, to, True)
+    return reader.identity

@@ -1,0 +1,154 @@
+"""Copying the steps of a run in the background, from where they are saved to where they stay."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import MismatchError, TreeringError
+from ..stores.claims import TakenOverError
+from ..stores.read_errors import is_momentary
+from .chores import Chores
+from .retention import Retention
+
+if TYPE_CHECKING:
+    from .two_places import TwoPlaces
+
+_log = logging.getLogger("treering")
+_NAP_SECONDS = 0.2
+
+
+class _PausedError(Exception):
+    """Copying was interrupted, for the run is changed or has been left."""
+
+
+class Copies:
+    """Copies what is lacking, one step after the other, the newest first.
+
+    `step` is the one that is being copied. What fails is logged, and tried again with the next save and at the end.
+    """
+
+    def __init__(self, places: "TwoPlaces", far: Retention, bytes_per_second: float | None):
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
+        self.step: int | None = None
+        self._places, self._far = places, far
+        self._chores = Chores()
+        self._pace = _Pace(bytes_per_second)
+        self._one = threading.Lock()  # held by the only one who copies, or changes the run otherwise
+        self._stopped = False
+        self._error: BaseException | None = None  # of the last attempt
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work under way or queued."""
+        return self._chores.busy
+
+    def begin(self) -> None:
+        """Begins to copy what is lacking."""
+        if self._places.claimed:
+            self._chores.add("copying steps", self._copy_all)
+
+    def check(self) -> None:
+        """Raises `TakenOverError` when copying has found that another job writes the run; else tries again."""
+        if isinstance(self._error, TakenOverError):
+            raise self._error
+        if self._error and not self.busy:
+            self.begin()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Copies nothing within a `with` block; a copy that is under way is given up, and begun anew after it."""
+        self._stopped = True
+        try:
+            with self._one:
+                yield
+        finally:  # after an interrupt as well
+            self._stopped = False
+            self.begin()
+
+    def finish(self) -> BaseException | None:
+        """Waits until all is copied, without a limit, and old steps are deleted. Returns the error of the attempt."""
+        self._pace.lift()
+        self.begin()
+        self._chores.wait()
+        self._far.wait()
+        return self._error
+
+    def _copy_all(self) -> None:
+        with self._one:
+            self._error = None
+            tried: set[int] = set()
+            try:
+                self._far.remove_leftovers()
+                while todo := [step for step in self._lacking() if step not in tried]:
+                    tried.add(todo[0])
+                    self._copy(todo[0])
+                self._far.retain(None)
+            except _PausedError as error:  # it begins anew when the run was changed
+                self._error = error
+            except BaseException as error:  # whatever it is, `finish` must not say that all is copied
+                self._report(error)
+
+    def _lacking(self) -> list[int]:
+        """The steps to copy; what was added to the others is copied."""
+        self._check()
+        far = self._places.far.steps
+        with far.store.glance(far.root):
+            todo = self._places.to_copy()
+            self._places.copy_metrics()
+        return todo
+
+    def _copy(self, step: int) -> None:
+        begun = time.monotonic()
+        self.step = step
+        try:
+            self._places.copy(step, self._moved)
+        except (TreeringError, OSError) as error:
+            if is_momentary(error) or isinstance(error, TakenOverError):
+                raise
+            self._report(error)  # and the others are copied all the same
+            return
+        finally:
+            self.step = None
+        _log.info("%s: step %d copied in %.1f s", self._places.root, step, time.monotonic() - begun)
+        self._far.retain(step)
+
+    def _report(self, error: BaseException) -> None:
+        self._error = error
+        about = "%s: copying steps failed; it is tried again with the next save: %s"
+        _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
+
+    def _moved(self, nbytes: int) -> None:
+        self._pace.spend(nbytes)
+        self._check()
+        while (left := self._pace.left()) > 0:
+            time.sleep(min(left, _NAP_SECONDS))
+            self._check()
+
+    def _check(self) -> None:
+        if self._stopped or not self._places.claimed:
+            raise _PausedError
+
+
+class _Pace:
+    """A limit of bytes a second."""
+
+    def __init__(self, bytes_per_second: float | None):
+        self._rate = bytes_per_second
+        self._free = 0.0  # when the bytes so far have taken their time
+
+    def spend(self, nbytes: int) -> None:
+        """Counts bytes that are about to go."""
+        if self._rate:
+            self._free = max(self._free, time.monotonic()) + nbytes / self._rate
+
+    def left(self) -> float:
+        """The seconds to wait until they may."""
+        return self._free - time.monotonic() if self._rate else 0.0
+
+    def lift(self) -> None:
+        """Ends the limit."""
+        self._rate = None

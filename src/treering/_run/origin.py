@@ -1,0 +1,119 @@
+"""Whether the steps on a local disk are those of a run elsewhere, or of a branch that another job has left behind."""
+
+import os
+import secrets
+from typing import Any
+
+import msgspec
+
+from ..errors import MismatchError, UnsupportedError
+from ..stores.store import Store
+from ..stores.whole_files import read_file
+from . import run
+from .steps import Steps
+
+_VERSION = 1
+
+
+class _Near(msgspec.Struct, frozen=True):
+    """The file on the local disk: of which run it is, this job's token, and the token far when the job began."""
+
+    run: str
+    token: str
+    after: str
+    version: Any = _VERSION
+    requires: Any = ()
+
+
+class Origin:
+    """The marks in both places. The one far is the token of the job that has changed the run last, by copying to it.
+
+    Every job has a token of its own. What is near counts when the last job that has written far is the one that has
+    written near, or was the last before that. A job without a local disk replaces a token by another.
+    """
+
+    def __init__(self, near: Steps, far: Steps):
+        self._near, self._far = near, far
+        self._token = secrets.token_hex(16)
+        self._is_far = False  # this job's is there
+        self._contents = b""
+
+    def is_newest(self) -> bool:
+        """Whether no other job has written far since what is near was saved.
+
+        Raises `MismatchError` when it is another run's, and `UnsupportedError` for the file of a later release.
+        """
+        near, far = self._read_near(), self._read_far()
+        if near and far and far in (near.token, near.after):
+            return True
+        if near and near.run != self._far.root:
+            raise MismatchError(
+                f"{self._near.root}: expected a directory for {self._far.root}, found that of {near.run}; give each "
+                f"run its own local=, or, if this run has moved, remove {self._near_path}"
+            )
+        return not far and not self._far.committed()
+
+    def set_near(self) -> None:
+        """Says that what is near belongs to the run, and goes on from what is far by now."""
+        far = self._read_far()
+        self._contents = msgspec.json.encode(_Near(self._far.root, self._token, far))
+        self.keep_near()
+        if not far:  # from now on whoever writes far replaces a token
+            self.set_far()
+
+    def keep_near(self) -> None:
+        """Makes the file near again when it was removed, with all else that was there."""
+        if self._near.store.stat(self._near_path) is None or _read(self._near.store, self._near_path) != self._contents:
+            _write(self._near.store, self._near_path, self._contents)
+
+    def set_far(self) -> None:
+        """Says that far is written from here, before it is."""
+        if not self._is_far:
+            _write(self._far.store, self._far_path, self._token.encode())
+            self._is_far = True
+
+    @property
+    def _near_path(self) -> str:
+        return os.path.join(self._near.root, run.COPIED)
+
+    @property
+    def _far_path(self) -> str:
+        return os.path.join(self._far.root, run.ORIGIN)
+
+    def _read_far(self) -> str:
+        return _read(self._far.store, self._far_path).decode("utf-8", "replace")
+
+    def _read_near(self) -> _Near | None:
+        data = _read(self._near.store, self._near_path)
+        if not data:
+            return None
+        try:
+            found = msgspec.json.decode(data, type=_Near)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            found = None
+        if found is None or found.version != _VERSION or found.requires:
+            raise UnsupportedError(
+                f"{self._near_path}: expected version {_VERSION} of this file, found another; a later release of "
+                "treering saves there, or it is damaged: upgrade treering, or use another local="
+            )
+        return found
+
+
+def replace(store: Store, root: str) -> None:
+    """Says that a run that was copied from somewhere is written by another job now, before it is."""
+    path = os.path.join(root, run.ORIGIN)
+    if store.stat(path) is not None:
+        _write(store, path, secrets.token_hex(16).encode())
+
+
+def _read(store: Store, path: str) -> bytes:
+    try:
+        return read_file(store, path)
+    except FileNotFoundError:
+        return b""
+
+
+def _write(store: Store, path: str, data: bytes) -> None:
+    store.make_folders(os.path.dirname(path), [])
+    with store.new_file(path, overwrite=True) as file:
+        file.write(data)
