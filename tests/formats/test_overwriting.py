@@ -151,7 +151,9 @@ def test_errors_of_the_disk_lose_no_file(
         with stores.using(stores.Filesystem(disk)), contextlib.suppress(TreeringError):
             tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
         assert {name: (path / name).read_bytes() for name in small} == small, f"operation {at}"
-        assert tr.verify(path).ok and (set(tr.open(path)) in ({"a", "b/c"}, {"b/c"}))
+        report = tr.verify(path)
+        assert report.ok, (at, disk.failed, report.problems, listing(path))
+        assert set(tr.open(path)) in ({"a", "b/c"}, {"b/c"})
         if at > counted.count:
             break
 
