@@ -1,5 +1,6 @@
 """Runs that are saved on a local disk and copied from there to where they stay."""
 
+import errno
 import logging
 import os
 import pathlib
@@ -25,6 +26,7 @@ from jobs import run_job
 from treering import stores
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
 from treering.stores.objects.store import ObjectStore
+from treering.stores.posix import Disk
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
@@ -551,3 +553,32 @@ def test_a_damaged_step_far_is_replaced_by_the_good_one_near(near: str, tmp_path
     with tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 2)
     _check(tr.restore(far, step=1), 1)
+
+
+def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The disk is a double that has room for three steps."""
+    far = tmp_path / "far"
+
+    class Small(Disk):
+        def create(self, path: str) -> int:
+            if (
+                path.startswith(near)
+                and "arrays-" in path
+                and len(list(pathlib.Path(near).glob("step-*/arrays-*"))) > 2
+            ):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            return super().create(path)
+
+    use_disk(Small())
+    with tr.Checkpointer(far, local=near, on_error="log") as ckpts:
+        with ckpts._directory._copies._one:  # type: ignore[attr-defined] # the network is slow
+            for step in (1, 2, 3, 4):
+                ckpts.save(step, _state(step))
+                while ckpts.is_saving:
+                    time.sleep(0.01)
+            ckpts.save(4, _state(4))
+            assert "No space left" in str(ckpts.last_error)
+        _until(lambda: ckpts.uncopied == [])
+        ckpts.save(5, _state(5))
+        ckpts.wait()
+    assert tr.steps(far) == [1, 2, 3, 5]

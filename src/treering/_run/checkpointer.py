@@ -228,7 +228,7 @@ class Checkpointer:
 
     @property
     def uncopied(self) -> list[int]:
-        """The steps that are only in `local` as far as this job knows, ascending; none without a `local`."""
+        """The steps that are only in `local`, or not known to be elsewhere, ascending; none without a `local`."""
         return self._directory.uncopied()
 
     # Saving

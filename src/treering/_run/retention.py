@@ -42,6 +42,7 @@ class Retention:
 
     def before(self) -> None:
         """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
+        self._directory.about_to_save(self.retain)
         if self._cleaned:
             return
         try:

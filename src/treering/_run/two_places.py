@@ -9,6 +9,7 @@ from .._core.leaf_paths import few
 from ..errors import CorruptError, ExistsError, MismatchError, SaveError
 from ..formats.treering import copy, metrics, pins, removal, summary
 from ..keep import Policy, Saved
+from ..stores.read_errors import is_momentary
 from . import run
 from .copies import Copies
 from .directory import Directory
@@ -196,6 +197,9 @@ class TwoPlaces:
         for one in (self.near, self.far):
             one.unmark_finished()
 
+    def about_to_save(self, retain: Callable[[int | None], None]) -> None:
+        retain(None)  # what was copied since the last commit may be in the way
+
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
             self._saved.add(step)
@@ -211,10 +215,23 @@ class TwoPlaces:
         if self._keep is not None:
             wanted |= self._keep.kept(good)
         self._saved.intersection_update(wanted)  # the others may go, and need no copy
-        return {*self.near.needed(), *(step for step in self.uncopied() if step in wanted)}
+        return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
     def uncopied(self) -> list[int]:
-        near = self._near_steps() if not self._claimed else self.near.steps.committed()
+        unknown = self._not_known_to_be_far()
+        if not unknown:
+            return []
+        near = self.near.steps.committed()
+        try:
+            far = self.far.steps.committed()
+            return [step for step in unknown if not self._is_copied(step, near[step], far.get(step))]
+        except OSError as error:
+            if not is_momentary(error):
+                raise
+            return unknown
+
+    def _not_known_to_be_far(self) -> list[int]:
+        near = self.near.steps.committed() if self._claimed else self._near_steps()
         return [step for step, path in near.items() if not self._known_copied(step, path)]
 
     def leave(self) -> SaveError | None:
