@@ -49,16 +49,24 @@ def no_leftover_threads() -> Iterator[None]:
             assert not thread.is_alive(), alive
 
 
+@pytest.fixture(autouse=True)
+def the_usual_stores() -> Iterator[None]:
+    """What a test registers is gone after it: a double that stays would be the disk of all tests that follow."""
+    usual = dict(stores._stores)
+    yield
+    stores._stores.clear()
+    stores._stores.update(usual)
+
+
 @pytest.fixture
-def use_disk() -> Any:
+def use_disk(the_usual_stores: None) -> Any:
     """Puts a double in the place of the disk for the rest of the test."""
 
     def use(disk: Disk) -> Disk:
         stores.register(stores.Filesystem(disk))
         return disk
 
-    yield use
-    stores.register(stores.Filesystem(Disk()))
+    return use
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_errors_of_the_disk_lose_no_file(
             tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
         assert {name: (path / name).read_bytes() for name in small} == small, f"operation {at}"
         report = tr.verify(path)
-        assert report.ok, (at, disk.failed, report.problems, listing(path))
+        assert report.ok, f"operation {at}, {disk.failed}: {[str(one) for one in report.problems]}, {listing(path)}"
         assert set(tr.open(path)) in ({"a", "b/c"}, {"b/c"})
         if at > counted.count:
             break

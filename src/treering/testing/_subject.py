@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,8 +106,10 @@ class Subject:
         return formats.get(self.name)
 
     @pytest.fixture(autouse=True)
-    def _prepared(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.prepare(monkeypatch)
+    def _prepared(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        with stores.using(stores.of("")):  # the doubles that a test registers are gone after it
+            self.prepare(monkeypatch)
+            yield
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Prepares each test."""
