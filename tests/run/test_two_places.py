@@ -475,12 +475,15 @@ def test_an_attempt_elsewhere_ends_no_branch(near: str, tmp_path: pathlib.Path) 
     assert tr.steps(far) == [1, 2, 3]  # though it has saved nothing
 
 
-def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("more", [False, True])
+def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib.Path, more: bool) -> None:
     ckpts = tr.Checkpointer(tmp_path / "far", local=near, upload_limit=1)
     _save(ckpts, 1)
     assert ckpts.uncopied == [1]
     with ckpts._directory._copies.paused():  # type: ignore[attr-defined]
         shutil.rmtree(f"{near}/step-00000001")
+        if more:
+            _save(ckpts, 2)
     with pytest.raises(SaveError, match=r"steps 1 are damaged in .*, or gone"):
         ckpts.close()
 

@@ -8,6 +8,7 @@ from .._core.entries import step_number
 from .._core.leaf_paths import few
 from ..errors import CorruptError, ExistsError, MismatchError, SaveError
 from ..formats.treering import copy, metrics, pins, removal, summary
+from ..formats.treering.read import Reader
 from ..keep import Policy, Saved
 from ..stores.read_errors import is_momentary
 from . import run
@@ -214,7 +215,7 @@ class TwoPlaces:
         wanted = {one.step for one in good if self._keep is None or one is good[-1]}
         if self._keep is not None:
             wanted |= self._keep.kept(good)
-        self._saved.intersection_update(wanted)  # the others may go, and need no copy
+        self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
     def uncopied(self) -> list[int]:
@@ -360,9 +361,11 @@ class TwoPlaces:
         self.origin.set_far()
         self._ever_far.add(step)
         there = self.far.steps.committed().get(step)
-        if there and self.far.steps.is_damaged(step, there):
-            removal.delete(far, there)  # the names of its files may be those of the copy
         path, to = self.near.own_path(step), there or self.far.own_path(step)
+        if there and self.far.steps.is_damaged(step, there):
+            if problem := next(Reader(near, path).problems(), None):  # what is left far may be better
+                raise CorruptError(str(problem))
+            removal.delete(far, there)  # the names of its files may be those of the copy
         seen = summary.look(near, path)
         identity = copy.copy(near, path, far, to, overwrite=summary.look(far, to) is not None, moved=moved)
         if seen:
