@@ -16,7 +16,7 @@ import treering as tr
 pytestmark = pytest.mark.slow
 MOUNTS = {
     "bindfs": "bindfs {a} {mount}",
-    "mergerfs": "mergerfs -o cache.files=off,category.create=rand {a}:{b} {mount}",
+    "mergerfs": "mergerfs -o cache.files=off,category.create=rand,minfreespace=1M {a}:{b} {mount}",
     "rclone": "rclone mount --daemon --vfs-cache-mode writes --config /dev/null {a} {mount}",
     "unionfs": "unionfs -o cow {a}=RW:{b}=RW {mount}",
 }
