@@ -140,11 +140,46 @@ def test_a_folder_that_cannot_be_put_in_place_is_kept(
             patch.setattr(Bucket, "copy", _failing(Bucket.copy, lambda number, key: number == 2))
             with pytest.raises(SaveError, match=r"it is not whole there.*all files of the new one are in") as error:
                 tr.save(path, _TWO, format="orbax", overwrite=True)
-        assert ("the old one is gone" in str(error.value)) == (overwrite and n == 0)
+        assert ("what was there may be gone" in str(error.value)) == (overwrite and n == 0)
         kept = str(error.value).rpartition("all files of the new one are in ")[2].partition(":  ")[0].split(": copy")[0]
         assert np.array_equal(tr.restore(kept)["a"], _TWO["a"])
     tr.save(path, _TWO, format="orbax", overwrite=True)
     assert np.array_equal(tr.restore(path)["a"], _TWO["a"]) and stores.of(path).list("odd://t") == ["c"]
+
+
+def test_what_is_not_removed_stays_whole(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of an overwrite's last step is refused: the old checkpoint is as it was."""
+    path = "odd://t/c"
+    tr.save(path, _ONE, format="orbax")
+    delete = Bucket.delete
+
+    def refused(self: Bucket, keys: Any) -> None:
+        if any(key.startswith("c/") for key in keys):
+            raise RequestError("403 Forbidden")
+        delete(self, keys)
+
+    monkeypatch.setattr(Bucket, "delete", refused)
+    with pytest.raises(SaveError, match="403 Forbidden"):
+        tr.save(path, _TWO, format="orbax", overwrite=True)
+    assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
+
+
+def test_an_interrupt_while_a_folder_is_put_in_place(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays an interrupt, and the log says where the new checkpoint is."""
+    store = stores.of("odd://t/c")
+
+    def interrupted(self: Bucket, key: str, other: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bucket, "copy", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        store.new_folder("odd://t/c", overwrite=False, owned=lambda store, path: ()) as folder,
+    ):
+        bucket.put(f"{folder.removeprefix('odd://t/')}/x", b"new")
+    assert f"all files of the new one are in {folder}" in caplog.text and store.list(folder) == ["x"]
 
 
 def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import logging
 import os
 import threading
 import weakref
@@ -25,11 +26,10 @@ from .lease import ObjectLease
 from .sink import ObjectSink
 from .upload import OBJECT_BYTES, Stream, Uploads
 
+_log = logging.getLogger("treering")
 _GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
-_MARK, _FOLDER_MARK = (
-    ".writer",
-    ".folder",
-)  # objects in temporary folders that name the writer; the second's take a place
+_MARK = ".writer"  # the object in a temporary folder that names its writer
+_FOLDER_MARK = ".folder"  # the same, where that folder is to take a place
 
 
 class ObjectStore:
@@ -268,20 +268,27 @@ class ObjectStore:
         bucket, key = self._find(path)
         _, scratch = self._find(temporary.files)
         made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
+        copied: list[str] = []
+        old = "what was there may be gone" if replaced else "nothing was there before"
         try:
             bucket.delete([f"{key}/{name}" for name in replaced if "/" not in name])
             bucket.delete([f"{key}/{name}" for name in replaced if "/" in name])
             for name in sorted(made, key=lambda name: ("/" not in name, name)):
+                copied.append(f"{key}/{name}")
                 bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
         except BaseException as error:
             temporary.keep = True
             with contextlib.suppress(OSError):  # parts of a checkpoint would be in the way of the next one
-                bucket.delete([f"{key}/{name}" for name in made])
-            raise SaveError(
+                bucket.delete(copied)
+            problem = (
                 f"{path}: the new checkpoint was written, and putting it in place failed: {error}; it is not whole "
-                f"there{', and the old one is gone' if replaced else ''}; all files of the new one are in "
-                f"{temporary.files}: copy them, or save again, which removes them"
-            ) from error
+                f"there, and {old}; all files of the new one are in {temporary.files}: copy them, or save again, which "
+                "removes them"
+            )
+            if isinstance(error, Exception):
+                raise SaveError(problem) from error
+            _log.error("%s", problem)  # an interrupt goes on as such
+            raise
 
     def _is_filled_by_others(self, path: str, own: "_Temporary") -> bool:
         """Whether another writer is about to put a folder at a path: of two that meet, at most one goes on."""
