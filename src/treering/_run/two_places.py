@@ -199,14 +199,14 @@ class TwoPlaces:
             one.unmark_finished()
 
     def about_to_save(self, retain: Callable[[int | None], None]) -> None:
-        retain(None)  # what was copied since the last commit may be in the way
+        self._retain = retain
+        retain(None)  # here, where no save is under way; what was copied since the last one goes
 
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
             self._saved.add(step)
             self._copied.pop(step, None)
-        self._ended, self._retain = False, retain
-        retain(step)  # here, where no save is under way
+        self._ended = False
         self._copies.begin()
 
     def needed(self) -> set[int]:
@@ -237,7 +237,7 @@ class TwoPlaces:
 
     def leave(self) -> SaveError | None:
         own = self._claimed and os.getpid() == self._process and not self._ended
-        problem = self._problem() if own else None
+        problem = self._problem(self._copies.finish() if self.claimed else None) if own else None
         self._claimed = False
         for one in (self.far, self.near):
             try:
@@ -296,14 +296,13 @@ class TwoPlaces:
                 _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
         if self._claimed:
             self._ended = True  # `leave` need not try again
-            problem = self._problem()
+            error = self._copies.finish() if self.claimed else None
             self._retain(None)
-            if problem:
+            if problem := self._problem(error):
                 raise problem
 
-    def _problem(self) -> SaveError | None:
-        """Waits until all is copied. Returns what is not far, and why."""
-        error = self._copies.finish() if self.claimed else None
+    def _problem(self, error: BaseException | None) -> SaveError | None:
+        """What is not far when copying has ended, and why."""
         near = self.near.steps.committed()
         lacking = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
         gone = sorted(step for step in lacking if step not in near or self.near.steps.is_damaged(step, near[step]))
