@@ -326,9 +326,15 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
     ckpts = tr.Checkpointer(tmp_path, on_save=lambda report: (inside.set(), go.wait(30)))
     ckpts.save(1, {"x": 1})
     assert inside.wait(30)
-    upkeep = next(thread for thread in threading.enumerate() if thread.name == "treering-upkeep")
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "join", _interrupt)
+        patch.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpts.close()
     assert (tmp_path / "writer.lock").exists()
@@ -337,10 +343,6 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
         if thread.name == "treering-upkeep":
             thread.join(30)
     assert not (tmp_path / "writer.lock").exists() and save_steps(tmp_path, [2]) == [1, 2]
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:
@@ -429,6 +431,29 @@ def test_slow_deletions_hold_no_save_up(tmp_path: pathlib.Path, use_disk: Any) -
     disk.gate.set()
     ckpts.close()
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 1 and os.listdir(tmp_path) == ["step-00000004"]
+
+
+def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
+    tmp_path: pathlib.Path, use_disk: Any
+) -> None:
+    """The disk is a double with room for two steps, and removes slowly."""
+
+    class Small(Disk):
+        def create(self, path: str) -> int:
+            if "arrays-" in path and len(list(tmp_path.glob("*/arrays-*"))) > 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            return super().create(path)
+
+        def unlink(self, path: str) -> None:
+            if "arrays-" in path:
+                time.sleep(0.3)
+            super().unlink(path)
+
+    use_disk(Small())
+    with tr.Checkpointer(tmp_path, keep=tr.keep.last(1), on_error="log") as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"x": np.ones(10)})
+    assert ckpts.steps == [4]
 
 
 def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:

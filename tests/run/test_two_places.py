@@ -556,7 +556,7 @@ def test_a_damaged_step_far_is_replaced_by_the_good_one_near(near: str, tmp_path
 
 
 def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
-    """The disk is a double that has room for three steps."""
+    """The disk is a double that has room for three steps, and removes slowly."""
     far = tmp_path / "far"
 
     class Small(Disk):
@@ -568,6 +568,11 @@ def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib
             ):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             return super().create(path)
+
+        def unlink(self, path: str) -> None:
+            if "arrays-" in path:
+                time.sleep(0.3)
+            super().unlink(path)
 
     use_disk(Small())
     with tr.Checkpointer(far, local=near, on_error="log") as ckpts:

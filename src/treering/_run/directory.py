@@ -155,8 +155,12 @@ class Directory:
         """Marks the run as finished, for a job that has the lock."""
         run.mark_finished(self._store, self._root)
 
-    def about_to_save(self, retain: Callable[[int | None], None]) -> None:
-        """Called before anything of a save is written, with a function that deletes old steps."""
+    def about_to_save(self, retain: Callable[[int | None], None]) -> bool:
+        """Called before anything of a save is written, with a function that deletes old steps in the background.
+
+        Returns whether the save should wait until they are deleted.
+        """
+        return False
 
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         """Called after the commit of a step with a function that deletes old ones, but for that."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, few
 from .._save.pending import PendingSave, SaveReport
-from .._threads.latch import Latch
 from ..errors import CorruptError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
@@ -33,16 +32,21 @@ class Retention:
         self._keep, self._on_save = keep, on_save
         self._problem: SaveError | None = None  # in leaving the run
         self._cleaned = False
+        self._failed = False  # the last save, as far as it is not committed
         self._unknown: set[str] = set()  # metrics that no step had, and that are logged already
-        self._chores, self._hooks = Chores(), Chores()  # two threads: a slow hook must not keep old steps on the disk
+        # Each in its own thread: a slow hook keeps no old step on the disk, and a save may wait for deletions alone.
+        self._deletions, self._hooks, self._leaving = Chores(), Chores(), Chores()
 
     def enter(self) -> None:
         """Takes the lock of the run. Raises `ExistsError` when another writer holds it."""
         self._directory.enter()
 
     def before(self) -> None:
-        """Before the first save: removes the leftovers of killed jobs, and the mark of a finished run."""
-        self._directory.about_to_save(self.retain)
+        """Before a save. Before the first one, removes the leftovers of killed jobs, and the mark of a finished run."""
+        needs_room = self._directory.about_to_save(self.retain)
+        if needs_room or self._failed:  # for lack of that room, it may be
+            self._deletions.wait()
+        self._failed = True
         if self._cleaned:
             return
         try:
@@ -72,6 +76,7 @@ class Retention:
 
     def after(self, report: SaveReport) -> None:
         """After a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
+        self._failed = False
         self._directory.committed(report.step, self.retain)
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
@@ -82,38 +87,30 @@ class Retention:
         Raises `SaveError` when steps are not where they should be.
         """
         self._leave()
-        self._hooks.wait()
-        self._chores.wait()
+        self._leaving.wait()
         if problem := self._problem:
             self._problem = None
             raise problem
 
     def wait(self) -> None:
         """Returns when the deletions so far are done."""
-        self._chores.wait()
+        self._deletions.wait()
 
     def close_after(self, last: PendingSave) -> None:
         """Releases the lock of the run in the background, when the save `last` is over and all jobs are done."""
 
-        def wait() -> None:
-            last._wait()
-            self._leave()
-
-        self._chores.add("waiting for the last save", wait)
+        self._leaving.add("waiting for the last save", last._wait)
+        self._leave()
 
     def _leave(self) -> None:
-        """Queues the release of the run's lock behind all jobs that are queued by now."""
-        hooks_done = Latch()
+        """Queues the release of the run's lock behind all jobs."""
 
         def leave() -> None:
-            hooks_done.wait()
+            self._hooks.wait()
+            self._deletions.wait()
             self._problem = self._directory.leave()
 
-        if self._on_save:
-            self._hooks.add("leaving the run", hooks_done.set)
-        else:
-            hooks_done.set()
-        self._chores.add("leaving the run", leave)
+        self._leaving.add("leaving the run", leave)
 
     def retain(self, step: int | None) -> None:
         """Deletes the steps that the policy does not keep, but for one that was just saved. Errors are logged."""
@@ -141,7 +138,7 @@ class Retention:
 
     def _delete(self, path: str) -> None:
         if not (pins.pinned(self._steps.store, path) or self._steps.store.is_link(path)):
-            self._chores.add(f"deleting {path}", removal.unpublish(self._steps.store, path))
+            self._deletions.add(f"deleting {path}", removal.unpublish(self._steps.store, path))
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # the metrics of the first step may be added later

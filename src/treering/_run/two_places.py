@@ -198,9 +198,10 @@ class TwoPlaces:
         for one in (self.near, self.far):
             one.unmark_finished()
 
-    def about_to_save(self, retain: Callable[[int | None], None]) -> None:
+    def about_to_save(self, retain: Callable[[int | None], None]) -> bool:
         self._retain = retain
         retain(None)  # here, where no save is under way; what was copied since the last one goes
+        return True  # a local disk may have room for no more
 
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
