@@ -6,6 +6,8 @@ import pathlib
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
 LAYERS = [  # from top to bottom
     {"testing"},
+    {"__main__"},
+    {"_cli"},
     {"__init__"},
     {"_tools"},
     {"_run"},

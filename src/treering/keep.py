@@ -9,10 +9,9 @@ has just saved, nor the newest committed step, nor a pinned one.
 import dataclasses
 import datetime
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
-
-import numpy as np
 
 from .errors import MismatchError
 
@@ -166,9 +165,13 @@ class _Steps:
 
 
 def _count(name: str, n: int, *, least: int = 1) -> int:
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < least:
+    try:
+        number = least - 1 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        number = least - 1
+    if number < least:
         raise MismatchError(f"keep.{name}: expected a number from {least}, found {n!r}")
-    return int(n)
+    return number
 
 
 def _seconds(name: str, interval: datetime.timedelta) -> float:

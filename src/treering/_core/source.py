@@ -26,6 +26,20 @@ class Problem(NamedTuple):
         return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
 
 
+class Share(NamedTuple):
+    """The `number`-th of so many equal shares of some bytes, from 1 on."""
+
+    number: int
+    parts: int
+
+    def of(self, nbytes: int) -> tuple[int, int]:
+        """Where it begins and ends."""
+        return nbytes * (self.number - 1) // self.parts, nbytes * self.number // self.parts
+
+
+WHOLE = Share(1, 1)
+
+
 class Source(Protocol):
     """An open checkpoint of some format: a catalogue of entries by path, and their contents on request.
 
@@ -92,8 +106,8 @@ class Source(Protocol):
         """The boxes of the arrays, each in memory that is the caller's to change."""
         ...
 
-    def problems(self) -> Iterator[Problem]:
-        """Reads every byte and yields all damage."""
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+        """Reads every byte, or a share of them, and yields all damage."""
         ...
 
 

@@ -10,7 +10,7 @@ from . import dtypes
 from .boxes import Box, box_shape, intersect, slices, whole
 from .entries import ArrayEntry, Entry, ValueEntry
 from .skeleton import Skeleton
-from .source import Problem, Source
+from .source import WHOLE, Problem, Share, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -247,8 +247,8 @@ class View:
                 arrays[n] = arrays[n].copy()
         return arrays
 
-    def problems(self) -> Iterator[Problem]:
-        return self._reader.problems()
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+        return self._reader.problems(share)
 
 
 def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":

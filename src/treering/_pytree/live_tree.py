@@ -10,7 +10,7 @@ from .._core import dtypes
 from .._core.boxes import Box, box_shape, intersect, slices
 from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
-from .._core.source import Problem
+from .._core.source import WHOLE, Problem, Share
 from . import devices
 from .leaves import Catalogue, LocalShard, host_bytes
 from .staging import Staging
@@ -70,7 +70,7 @@ class LiveTree:
     ) -> list[np.ndarray]:
         return [self._read(entry, box) for entry, box in wanted]
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         return iter(())
 
     def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:

@@ -99,6 +99,16 @@ class Origin:
         return found
 
 
+def check_not_near(store: Store, root: str) -> None:
+    """Raises `MismatchError` for a directory on a local disk: what changes the run is done where it stays."""
+    if data := _read(store, os.path.join(root, run.COPIED)):
+        try:
+            stays = f", that is {msgspec.json.decode(data, type=_Near).run}"
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            stays = ""
+        raise MismatchError(f"{root}: expected the directory where a run stays{stays}, found steps on their way there")
+
+
 def replace(store: Store, root: str) -> None:
     """Says that a run that was copied from somewhere is written by another job now, before it is."""
     path = os.path.join(root, run.ORIGIN)

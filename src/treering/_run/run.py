@@ -67,6 +67,12 @@ def _directories(store: Store, run: str, prefix: str | None) -> list[tuple[int, 
     return _committed(store, run, names, others.pop()) if others else []
 
 
+def prefix_of(store: Store, run: str) -> str:
+    """The text before the numbers in the names of a run's steps; see `directories`."""
+    found = directories(store, run)
+    return found[0][1].rstrip("0123456789") if found else PREFIX
+
+
 def _committed(store: Store, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
     found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
     return sorted((step, name) for step, name in found if _is_committed(store, run, name))

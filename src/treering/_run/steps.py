@@ -23,7 +23,7 @@ _SETTLED = 2.0  # seconds after which another change of a directory shows in its
 _Signature = tuple[
     Hashable, float
 ]  # version and time of a step's directory: it changes when a file is replaced or added
-_Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
+Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
 
 
 class Steps:
@@ -35,7 +35,7 @@ class Steps:
     def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
         self.store, self.root, self.prefix = store, root, prefix
         self._lock = threading.RLock()
-        self._known: dict[int, tuple[_Signature, _Verdict]] = {}
+        self._known: dict[int, tuple[_Signature, Verdict]] = {}
         self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
         self._others: dict[str, Saved | None] = {}  # steps of other libraries, by path
         self._events = None if tensorboard is None else _tensorboard.Events(tensorboard)
@@ -55,7 +55,7 @@ class Steps:
         with self._lock:
             for step in self._known.keys() - own.keys():  # a run of many steps keeps few
                 del self._known[step]
-        found = [self._look(step, path) for step, path in own.items()]
+        found = [self.look(step, path) for step, path in own.items()]
         good = [verdict for verdict in found if isinstance(verdict, Saved)]
         if foreign:
             names = {os.path.basename(path) for path in own.values()}
@@ -69,7 +69,7 @@ class Steps:
 
     def is_damaged(self, step: int, path: str) -> bool:
         """Whether a committed step is known or found to be damaged."""
-        return self._look(step, path) == "damaged"
+        return self.look(step, path) == "damaged"
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""
@@ -95,7 +95,8 @@ class Steps:
                 self._others[path] = None
         return self._others[path]
 
-    def _look(self, step: int, path: str) -> "_Verdict":
+    def look(self, step: int, path: str) -> "Verdict":
+        """What is known of a committed step: its summary, or why it does not count."""
         signature = self._signature(path)
         if signature is None:
             return "gone"
@@ -132,7 +133,7 @@ def _seen(path: str, look: Callable[[], Stat | None]) -> _Signature | None:
     return found and (found.version, found.modified)
 
 
-def _read(store: Store, step: int, path: str) -> _Verdict:
+def _read(store: Store, step: int, path: str) -> Verdict:
     try:
         return Saved(step, *summary.read(store, path))
     except CorruptError as error:

@@ -17,6 +17,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
+    step: int | None = None,
     format: str | None = None,
     at: str = "",
     rules: Sequence[Rule] = (),
@@ -26,14 +27,14 @@ def convert(
     progress: bool = False,
     **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
-    """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: its latest good step.
+    """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: a step, or the latest good.
 
     >>> tr.convert("t5x/checkpoint_1000000", "model.safetensors", at="target")
 
     It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
     along where the format has a place for them. memory_limit: bytes of arrays in memory at a time.
     """
-    ckpt = open_checkpoint(src).at(at)
+    ckpt = open_checkpoint(src, step=step).at(at)
     return save(
         dst,
         ckpt,

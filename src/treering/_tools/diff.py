@@ -20,17 +20,39 @@ from .._save import inputs
 _SLICE_BYTES = 64 << 20  # bytes of one array that are compared at a time
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueChange:
+    """How far two arrays of one shape and dtype are apart.
+
+    `differing` of `size` values differ in their bits. `largest` is the largest difference of two finite ones, and
+    `relative` that difference as a part of the largest magnitude. `cosine` is that of the angle between the two; None
+    where one of them is zero or not finite. All three are None for what is no number.
+    """
+
+    differing: int
+    size: int
+    largest: float | None = None
+    relative: float | None = None
+    cosine: float | None = None
+
+    def __str__(self) -> str:
+        most = "" if self.largest is None else f", at most by {self.largest:.3g}"
+        return f"{self.differing} of {self.size} values differ{most}"
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diff:
     """The differences: paths that only one side has, and what differs at those that both have.
 
-    It is true if there is any difference; print it to read them.
+    It is true if there is any difference; print it to read them. `values` has numbers about those of `changed` that
+    are arrays of one shape and dtype.
     """
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: dict[str, str]
     equal: int
+    values: dict[str, ValueChange] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.only_a or self.only_b or self.changed)
@@ -58,15 +80,19 @@ def diff(a: Any, b: Any) -> Diff:
     (left, in_left), (right, in_right) = _side(a), _side(b)
     left, right = _without_boxes(left, right, in_right), _without_boxes(right, left, in_left)
     changed: dict[str, str] = {}
+    values: dict[str, ValueChange] = {}
     equal = 0
     for path in left:
         if path in right:
-            if what := _compare(*left[path], *right[path]):
-                changed[path] = what
+            what = _compare(*left[path], *right[path])
+            if isinstance(what, ValueChange):
+                values[path] = what
+            if what:
+                changed[path] = str(what)
             else:
                 equal += 1
     only_a = tuple(path for path in left if path not in right)
-    return Diff(only_a, tuple(path for path in right if path not in left), changed, equal)
+    return Diff(only_a, tuple(path for path in right if path not in left), changed, equal, values)
 
 
 _Side = Mapping[str, tuple[Entry, Any]]  # entry and contents of every leaf by path
@@ -89,25 +115,57 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 
 
-def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | None:
+def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
         same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
         return None if same else f"{_text(a, x)} → {_text(b, y)}"
     if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
         return f"{describe(a)} → {describe(b)}"
-    total = differing = 0
-    largest = 0.0
+    apart = _Apart()
     for part in _slices(a):
-        p, q = _bits(x, part), _bits(y, part)
-        total += p.size
+        apart.add(_bits(x, part), _bits(y, part))
+    return apart.change()
+
+
+class _Apart:
+    """The difference of two arrays, added up slice by slice."""
+
+    def __init__(self) -> None:
+        self._size = self._differing = 0
+        self._largest = self._magnitude = 0.0
+        self._products = self._left = self._right = 0.0
+        self._numbers = True
+
+    def add(self, p: np.ndarray, q: np.ndarray) -> None:
+        self._size += p.size
         unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
-        differing += int(unequal.sum())
-        if unequal.any() and p.dtype.kind not in "MmUSb":
-            wide = np.complex128 if p.dtype.kind == "c" else np.float64
-            with np.errstate(invalid="ignore", over="ignore"):
-                gap = np.abs(p.astype(wide) - q.astype(wide))
-            largest = max(largest, float(np.nanmax(gap, initial=0.0)))
-    return f"{differing} of {total} values differ, at most by {largest:.3g}" if differing else None
+        self._differing += int(unequal.sum())
+        self._numbers = p.dtype.kind not in "MmUSb"
+        if not self._numbers:
+            return
+        wide = np.complex128 if p.dtype.kind == "c" else np.float64
+        with np.errstate(invalid="ignore", over="ignore"):
+            p, q = p.astype(wide), q.astype(wide)
+            self._products += float(np.vdot(p, q).real)
+            self._left += float(np.vdot(p, p).real)
+            self._right += float(np.vdot(q, q).real)
+            self._magnitude = max(self._magnitude, *(_finite_max(np.abs(side)) for side in (p, q)))
+            if unequal.any():
+                self._largest = max(self._largest, float(np.nanmax(np.abs(p - q), initial=0.0)))
+
+    def change(self) -> ValueChange | None:
+        if not self._differing:
+            return None
+        if not self._numbers:
+            return ValueChange(self._differing, self._size)
+        relative = self._largest / self._magnitude if self._magnitude else None
+        norms = math.sqrt(self._left) * math.sqrt(self._right)
+        cosine = self._products / norms if norms and math.isfinite(norms) else None
+        return ValueChange(self._differing, self._size, self._largest, relative, cosine)
+
+
+def _finite_max(values: np.ndarray) -> float:
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
 def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:

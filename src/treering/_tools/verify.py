@@ -2,14 +2,15 @@
 
 import dataclasses
 import errno
+import operator
 import os
 
 from .. import formats, stores
-from .._core.source import Problem
+from .._core.source import WHOLE, Problem, Share
 from .._core.tracebacks import at_the_caller
 from .._run.latest_good import check_known
 from .._run.run import directories
-from ..errors import CorruptError, NotFoundError, UnsupportedError
+from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..formats.treering.read import ReplacedError
 from ..stores.nfs import look_anew
@@ -46,23 +47,40 @@ class VerifyReport:
 
 
 @at_the_caller
-def verify(path: str | os.PathLike[str]) -> VerifyReport:
+def verify(path: str | os.PathLike[str], *, subset: tuple[int, int] | None = None) -> VerifyReport:
     """Checks every byte of a checkpoint, or of all steps of a run (of any library), against its checksum.
 
     >>> assert tr.verify("runs/gpt").ok
+
+    subset: ``(2, 5)`` reads the second of five equal parts of the arrays' bytes; all five together read every byte.
+        What is small (manifests, headers) is checked each time.
 
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
     what a later release wrote, when all else is checked: the message says what damage there is.
     """
     place = stores.absolute(path)
+    share = _share(subset)
     try:
         with reading(place):
-            return _verify(place)
+            return _verify(place, share)
     except UnreadableError as error:
         return VerifyReport(place, 0, (Problem(place, (), None, str(error)),))
 
 
-def _verify(place: str) -> VerifyReport:
+def _share(subset: tuple[int, int] | None) -> Share:
+    if subset is None:
+        return WHOLE
+    wrong = f"subset={subset!r}: expected two numbers, such as (2, 5) for the second of five parts"
+    try:
+        number, count = (operator.index(n) for n in subset)
+    except (TypeError, ValueError):
+        raise MismatchError(wrong) from None
+    if not 1 <= number <= count:
+        raise MismatchError(wrong)
+    return Share(number, count)
+
+
+def _verify(place: str, share: Share) -> VerifyReport:
     store = stores.of(place)
     single = summary.look(store, place) is not None
     names = [] if single else [name for _, name in directories(store, place)]
@@ -75,7 +93,7 @@ def _verify(place: str) -> VerifyReport:
     unsupported: list[UnsupportedError] = []
     for part in parts:
         try:
-            total += _verify_one(store, part, "" if part == place else os.path.relpath(part, place), found)
+            total += _verify_one(store, part, "" if part == place else os.path.relpath(part, place), found, share)
         except NotFoundError:
             if part == place:
                 raise
@@ -94,8 +112,8 @@ def _verify(place: str) -> VerifyReport:
     return report
 
 
-def _verify_one(store: Store, path: str, below: str, found: list[Problem]) -> int:
-    """Adds the damage to `found` and returns the number of bytes. Raises `UnsupportedError` when that is done."""
+def _verify_one(store: Store, path: str, below: str, found: list[Problem], share: Share) -> int:
+    """Adds the damage to `found` and returns about how many bytes. Raises `UnsupportedError` when that is done."""
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
@@ -110,14 +128,17 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem]) -> in
         problems: list[Problem] = []
         unsupported: UnsupportedError | None = None
         try:
-            problems.extend(problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems())
+            problems.extend(
+                problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems(share)
+            )
         except UnsupportedError as error:
             unsupported = error
         if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
             found.extend(problems)
             if unsupported:
                 raise unsupported
-            return reader.nbytes
+            begin, end = share.of(reader.nbytes)
+            return end - begin
     raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
 
 

@@ -12,7 +12,7 @@ from ..._core.boxes import Box, in_slices, whole
 from ..._core.dtypes import itemsize
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
 from ..._core.skeleton import Skeleton
-from ..._core.source import Problem
+from ..._core.source import WHOLE, Problem, Share
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary, reading
@@ -151,17 +151,21 @@ class ForeignReader:
             found[n] = array.made(memory)
         return found
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         lost: dict[str, list[str]] = {}
         for path, entry in self.entries.items():
             for why in entry.why if isinstance(entry, LostEntry) else ():
                 lost.setdefault(why, []).append(path)
         for why, paths in lost.items():
             yield Problem(self.path, tuple(paths), None, why)
-        for path, entry in self.entries.items():
-            if not isinstance(entry, ValueEntry | LostEntry):
+        arrays = [entry for entry in self.entries.values() if not isinstance(entry, ValueEntry | LostEntry)]
+        begin, end = share.of(sum(entry.nbytes + 1 for entry in arrays))  # those without a byte are checked once, too
+        at = 0
+        for entry in arrays:
+            if begin <= at < end:
                 for what in self._damage_of(entry):
-                    yield Problem(self.path, (path,), None, what)
+                    yield Problem(self.path, (entry.path,), None, what)
+            at += entry.nbytes + 1
 
     def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
         """Reads all of an array and yields what is wrong, part by part."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry
-from ..._core.source import Problem
+from ..._core.source import WHOLE, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary
@@ -46,10 +46,10 @@ class OrbaxReader(ZarrReader):
             self._shardings[folder] = _read_shardings(self._store, folder)
         return self._shardings[folder].get(array.name)
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         if self._damage:
             yield Problem(self.path, (), None, self._damage)
-        yield from super().problems()
+        yield from super().problems(share)
 
 
 class _About(NamedTuple):

@@ -15,7 +15,7 @@ from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, intersect, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.skeleton import Skeleton
-from ..._core.source import Problem
+from ..._core.source import WHOLE, Problem, Share
 from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
@@ -27,7 +27,7 @@ from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, parts_of
-from .manifest import ArrayRow, piece_key
+from .manifest import BLOCK, ArrayRow, piece_key
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
@@ -207,14 +207,18 @@ class Reader:
 
         in_parallel([number for number in nbytes if number not in self._files], open_one, _OBJECTS)
 
-    def problems(self) -> Iterator[Problem]:
-        """Reads every byte and yields all damage. Raises `UnsupportedError` at the end for files of a later release."""
+    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+        """Reads every byte, or a share, and yields all damage. Raises `UnsupportedError` at the end for later files."""
         unread: set[int] = set()
         unsupported: list[UnsupportedError] = []
+        begin, end = share.of(sum(listed.size - listed.header for listed in self._manifest.files))
         for number, listed in enumerate(self._manifest.files):
+            size = listed.size - listed.header
+            first, last = (-(-max(edge, 0) // BLOCK) * BLOCK for edge in (begin, end))  # a block is where it begins
+            begin, end = begin - size, end - size
             try:
                 file = self._file(number)
-                bad = file.bad_blocks([(0, listed.size - listed.header)])
+                bad = file.bad_blocks([(min(first, size), min(last, size))])
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))

@@ -17,7 +17,7 @@ from ...stores.nfs import warn_of_no_locks
 from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
 from ...stores.whole_files import read_file
-from . import files, manifest, metrics
+from . import manifest, metrics
 from .manifest import file_names
 from .schema import MANIFEST, OWN_FILES
 
@@ -30,6 +30,8 @@ def check_removable(store: Store, path: str) -> None:
     The manifest is decoded as a whole, and of the array files the headers are read. Metrics are read last, for they
     may be added at any time.
     """
+    from . import files  # with NumPy, which who marks or lists steps need not wait for
+
     name = os.path.join(path, MANIFEST)
     try:
         data = read_file(store, name)

@@ -1,0 +1,7 @@
+"""``python -m treering`` is the `treering` command."""
+
+import sys
+
+from ._cli.main import main
+
+sys.exit(main())

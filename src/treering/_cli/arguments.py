@@ -1,0 +1,99 @@
+"""Sizes, parts, policies and changes of names as people write them on a command line."""
+
+import datetime
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ..keep import Policy
+
+KEEP = "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h."
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes: ``500M``, ``2G``."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = value.upper().removesuffix("B")
+        unit = text[-1:] if text[-1:].isalpha() else ""
+        try:
+            nbytes = int(float(text.removesuffix(unit)) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            nbytes = 0
+        if nbytes < 1:
+            raise click.BadParameter(f"{value!r}: expected a number of bytes, such as 500M or 2G", ctx, param)
+        return nbytes
+
+
+class Rename(click.ParamType):
+    """A change of names: ``PATTERN=NEW``."""
+
+    name = "pattern=new"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        pattern, equals, new = value.partition("=")
+        if not equals or not pattern:
+            raise click.BadParameter(f"{value!r}: expected PATTERN=NEW", ctx, param)
+        return pattern, new
+
+
+class Subset(click.ParamType):
+    """A part of what is to be read: ``2/5``, or a number of bytes."""
+
+    name = "subset"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | int:
+        if isinstance(value, tuple):
+            return value
+        number, slash, of = str(value).partition("/")
+        if not slash:
+            return Bytes().convert(value, param, ctx)
+        if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
+            return int(number), int(of)
+        raise click.BadParameter(f"{value!r}: expected a part such as 2/5, or bytes such as 10G", ctx, param)
+
+
+class Keep(click.ParamType):
+    """A policy of `treering.keep`."""
+
+    name = "keep"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "Policy":
+        from .. import keep
+
+        if isinstance(value, keep.Policy):
+            return value
+        kind, _, rest = value.partition(":")
+        try:
+            if kind in ("last", "every") and rest:
+                return getattr(keep, kind)(_interval(rest))
+            if kind == "steps" and rest:
+                return keep.steps(*map(int, rest.split(",")))
+            if kind == "best" and len(parts := rest.split(":")) >= 3:  # a metric may have colons
+                return keep.best(int(parts[0]), ":".join(parts[1:-1]), parts[-1])  # type: ignore[arg-type]
+        except (ValueError, OverflowError) as error:
+            raise click.BadParameter(f"{value!r}: {error}. {KEEP}", ctx, param) from None
+        raise click.BadParameter(f"{value!r}. {KEEP}", ctx, param)
+
+
+def _interval(text: str) -> int | datetime.timedelta:
+    if match := _TIME.fullmatch(text):
+        return datetime.timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    return int(text)
+
+
+def joined(policies: "tuple[Policy, ...]") -> "Policy | None":
+    """The union of policies; None of none."""
+    found = None
+    for one in policies:
+        found = one if found is None else found | one
+    return found

@@ -1,0 +1,319 @@
+"""Looking into checkpoints: show, stats, diff, verify."""
+
+import dataclasses
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import NotFoundError
+from .arguments import Subset
+from .output import as_json, count, cut, iso, nbytes, number, safe, say, say_json, table, when, width
+
+if TYPE_CHECKING:
+    from .._core.entries import Entry
+    from .._core.lazy import LazyArray
+    from .._restore.checkpoint import Checkpoint
+    from .._tools.diff import ValueChange
+    from .._tools.outline import Node
+    from .._tools.stats import Stats
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_BINS = 40
+_EDGE = 3  # items at both ends of an axis that are shown
+_METADATA = 400  # characters of metadata that are shown
+
+
+def _open(path: str, step: int | None) -> "Checkpoint":
+    from .._run.open import open_checkpoint
+
+    return open_checkpoint(path, step=step)
+
+
+_step = click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("path", default="")
+@_step
+@click.option("--all", "everything", is_flag=True, help="Every leaf: layers that are alike are not shown as one.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="No more than so many levels of the tree.")
+@as_json
+def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: int | None, json_: bool) -> None:
+    """Show the tree of a CHECKPOINT: names, shapes, dtypes, sizes and shardings.
+
+    With the PATH of a leaf: its values, statistics and a histogram. With another PATH: the part of the tree below it.
+    Layers that are alike are one line, such as layers/0…23.
+    """
+    ckpt = _open(checkpoint, step)
+    if path and path in ckpt:
+        _show_leaf(ckpt, path, json_)
+        return
+    ckpt = ckpt.at(path)
+    if json_:
+        say_json({**_about(ckpt), "leaves": {name: _entry(ckpt, entry) for name, entry in ckpt._entries.items()}})
+        return
+    _show_head(ckpt, path)
+    from .._tools.outline import outline
+
+    tree = outline(ckpt._entries, collapse=not everything)
+    lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
+    most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
+    columns = width()
+    column = min(most, columns // 2) if columns else most
+    for level, node in lines:
+        cut_off = depth is not None and level == depth - 1
+        name = f"{'  ' * level}{_name(node)}"
+        what = _what(ckpt, node, short=cut_off)
+        say(cut(f"{name:{column}}  {what}".rstrip(), columns))
+
+
+def _about(ckpt: "Checkpoint") -> dict[str, Any]:
+    created = ckpt.created and ckpt.created.timestamp()
+    about = {"path": ckpt.path, "format": ckpt.format, "step": ckpt.step, "created": iso(created)}
+    return {**about, "nbytes": ckpt.nbytes, "metrics": ckpt.metrics, "metadata": ckpt.metadata}
+
+
+def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
+    from .._core.entries import ArrayEntry
+
+    if isinstance(entry, ArrayEntry):
+        sharding = ckpt._reader.sharding(entry)
+        about = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
+        return about if sharding is None else {**about, "sharding": sharding}
+    return {"type": entry.type, "value": entry.value}
+
+
+def _show_head(ckpt: "Checkpoint", path: str) -> None:
+    created = ckpt.created and ckpt.created.timestamp()
+    parts = [ckpt.format, *([] if ckpt.step is None else [f"step {ckpt.step}"]), count(len(ckpt), "leaf", "leaves")]
+    parts += [nbytes(ckpt.nbytes), *([f"saved {when(created)}"] if created else [])]
+    say(click.style(safe(ckpt.path + (f", at {path}" if path else "")), bold=True))
+    say(" · ".join(parts))
+    columns = width()
+    if ckpt.metrics:
+        metrics = ", ".join(f"{safe(name)} {number(value)}" for name, value in ckpt.metrics.items())
+        say(cut(f"metrics: {metrics}", columns))
+    if ckpt.metadata is not None:
+        text = safe(json.dumps(ckpt.metadata, ensure_ascii=False))
+        say(cut(cut(f"metadata: {text}", _METADATA), columns))
+    say()
+
+
+def _name(node: "Node") -> str:
+    return safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
+
+
+def _what(ckpt: "Checkpoint", node: "Node", *, short: bool) -> str:
+    """What is said of a node beside its name."""
+    from .._core.describe import describe, shorten
+    from .._core.entries import NO_ARRAY, ArrayEntry
+
+    entry = node.entry
+    if entry is None:
+        return f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}" if short or node.children else ""
+    if not isinstance(entry, ArrayEntry):
+        value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
+        return f"{describe(entry)}{value}"
+    sharding = ckpt._reader.sharding(entry)
+    spec = "" if sharding is None else f"  {_spec(sharding)}"
+    return f"{safe(describe(entry))}  {nbytes(node.nbytes)}{spec}"
+
+
+def _spec(sharding: dict[str, Any]) -> str:
+    """A sharding as people write it: ``P('data', None) on data=8, model=4``; the file may say anything."""
+    spec, mesh = sharding.get("spec"), sharding.get("mesh")
+    if not isinstance(spec, list) or not isinstance(mesh, dict):
+        return ""
+    axes = ", ".join(repr(tuple(axis) if isinstance(axis, list) else axis) for axis in spec)
+    return safe(f"P({axes}) on {', '.join(f'{name}={size}' for name, size in mesh.items())}")
+
+
+def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
+    from .._core.lazy import LazyArray
+    from .._tools.stats import has_stats, stats
+
+    leaf = ckpt[path]
+    if not isinstance(leaf, LazyArray):
+        if json_:
+            say_json({"path": path, "value": leaf})
+        else:
+            say(safe(repr(leaf)))
+        return
+    found = stats(leaf, bins=_BINS) if has_stats(leaf) else None
+    about = _entry(ckpt, leaf.entry)
+    if json_:
+        say_json({"path": path, **about, "stats": found and dataclasses.asdict(found)})
+        return
+    say(click.style(safe(path), bold=True))
+    sharding = ckpt._reader.sharding(leaf.entry)
+    say("  ".join([f"{leaf.dtype}{list(leaf.shape)}", nbytes(leaf.nbytes), *([_spec(sharding)] if sharding else [])]))
+    say()
+    say(_values(leaf))
+    if found:
+        say()
+        _show_stats(found)
+
+
+def _values(leaf: "LazyArray") -> str:
+    """The corners of an array as NumPy prints them; no more of it is read."""
+    import itertools
+
+    import numpy as np
+
+    # A small array with the same corners prints alike: of more than seven items NumPy shows three at both ends.
+    small = np.zeros([min(size, 2 * _EDGE + 1) for size in leaf.shape], leaf.dtype)
+    ends = [[(0, size)] if size <= 2 * _EDGE + 1 else [(0, _EDGE), (size - _EDGE, size)] for size in leaf.shape]
+    for box in itertools.product(*ends):
+        place = tuple(slice(a, b) if a == 0 else slice(-_EDGE, None) for a, b in box)
+        small[place] = np.asarray(leaf.part(box))
+    with np.printoptions(threshold=0, edgeitems=_EDGE, linewidth=100, precision=5):
+        return "\n".join(safe(line) for line in str(small).split("\n"))
+
+
+def _show_stats(found: "Stats") -> None:
+    odd = [f"{found.nan:,} NaN"] * bool(found.nan) + [f"{found.inf:,} infinite"] * bool(found.inf)
+    zeros = f"{found.zeros:,} zeros"
+    say(", ".join([count(found.size, "value"), *odd, zeros]))
+    if found.low is None or found.high is None:
+        return
+    names = ("min", "max", "mean", "std", "norm")
+    numbers = (found.low, found.high, found.mean, found.std, found.norm)
+    say("  ".join(f"{name} {number(value or 0.0)}" for name, value in zip(names, numbers, strict=True)))
+    if found.histogram:
+        of = "" if found.sample >= found.size - found.nan - found.inf else f" of a sample of {found.sample:,}"
+        say("  ".join(f"{100 * q:g}% {number(value)}" for q, value in found.quantiles.items()) + of)
+        say()
+        most = max(found.histogram)
+        bars = "".join(_BARS[-(-(len(_BARS) - 1) * n // most)] for n in found.histogram)
+        say(f"{number(found.low)} {bars} {number(found.high)}")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@_step
+@as_json
+def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, json_: bool) -> int:
+    """Read the arrays of a CHECKPOINT and describe their values: range, mean, norm, zeros, NaN and infinities.
+
+    With GLOBs only those leaves: * stays within one component of a path, ** spans any number. NaN and infinities are
+    counted, and left out of all else.
+    """
+    from .._core.lazy import LazyArray
+    from .._tools.stats import has_stats
+    from .._tools.stats import stats as describe
+
+    ckpt = _open(checkpoint, step)
+    if globs:
+        ckpt = ckpt.select(globs)
+    found: dict[str, Stats] = {}
+    others = 0
+    for path in ckpt:
+        leaf = ckpt[path]
+        if isinstance(leaf, LazyArray) and has_stats(leaf):
+            found[path] = describe(leaf)
+        else:
+            others += 1
+    if json_:
+        say_json(
+            {
+                "path": ckpt.path,
+                "step": ckpt.step,
+                "leaves": {path: dataclasses.asdict(one) for path, one in found.items()},
+            }
+        )
+        return 0
+    rows = []
+    for path, one in found.items():
+        numbers = [one.low, one.high, one.mean, one.std, one.norm]
+        cells = ["" if value is None else number(value) for value in numbers]
+        rows.append(
+            [safe(path), f"{one.size:,}", *cells, *(f"{n:,}" if n else "" for n in (one.zeros, one.nan, one.inf))]
+        )
+    head = ("leaf", "values", "min", "max", "mean", "std", "norm", "zeros", "NaN", "infinite")
+    table(head, rows, left=["leaf"])
+    norm = sum((one.norm or 0.0) ** 2 for one in found.values()) ** 0.5
+    left = f"; {count(others, 'leaf', 'leaves')} without numbers" if others else ""
+    values = count(sum(one.size for one in found.values()), "value")
+    say(f"{count(len(found), 'array')}, {values}, norm {number(norm)}{left}")
+    return 0
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@as_json
+def diff(a: str, b: str, json_: bool) -> int:
+    """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 when they differ.
+
+    Of arrays whose values differ: how many, the largest difference, that difference relative to the largest value,
+    and the cosine of the angle between the two.
+    """
+    from .._tools.diff import diff as compare
+
+    found = compare(a, b)
+    if json_:
+        say_json(dataclasses.asdict(found))
+        return int(bool(found))
+    say(count(found.equal, "leaf is", "leaves are") + " equal")
+    columns = width()
+    for sign, colour, paths in (("-", "red", found.only_a), ("+", "green", found.only_b)):
+        for path in paths:
+            say(click.style(cut(f"{sign} {safe(path)}", columns), fg=colour))
+    for path, what in found.changed.items():
+        say(click.style("~", fg="yellow") + f" {safe(path)}: {safe(what)}{_apart(found.values.get(path))}")
+    return int(bool(found))
+
+
+def _apart(change: "ValueChange | None") -> str:
+    """Numbers about changed values, beside their largest difference."""
+    relative = f", relative {change.relative:.3g}" if change and change.relative is not None else ""
+    return relative + (f", cosine {change.cosine:.7g}" if change and change.cosine is not None else "")
+
+
+@click.command()
+@click.argument("path")
+@click.option(
+    "--subset",
+    type=Subset(),
+    help="Only a part: 2/5 is the second of five equal ones; 10G is one at random of that size.",
+)
+@as_json
+def verify(path: str, subset: tuple[int, int] | int | None, json_: bool) -> int:
+    """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
+
+    Where a format has no checksums, everything is read and decoded.
+    """
+    from .._tools.verify import verify as check
+
+    part = _part(path, subset) if isinstance(subset, int) else subset
+    report = check(path, subset=part)
+    if json_:
+        problems = [problem._asdict() for problem in report.problems]
+        say_json({"path": report.path, "ok": report.ok, "nbytes": report.nbytes, "part": part, "problems": problems})
+    else:
+        good = click.style("all good", fg="green")
+        bad = click.style(count(len(report.problems), "problem"), fg="red")
+        which = "" if part is None else f", part {part[0]} of {part[1]}"
+        say(f"{safe(report.path)}: {nbytes(report.nbytes)}{which}, {good if report.ok else bad}")
+        for problem in report.problems:
+            say(f"  {safe(problem)}")
+    return int(not report.ok)
+
+
+def _part(path: str, most: int) -> tuple[int, int]:
+    """One of the equal parts of at most so many bytes, at random."""
+    from .._tools.listing import list_run
+
+    try:
+        total = sum(row.nbytes or 0 for row in list_run(path).rows)
+    except NotFoundError:
+        total = _open(path, None).nbytes
+    parts = max(1, -(-total // max(most, 1)))
+    return random.randint(1, parts), parts
+
+
+COMMANDS = (show, stats, diff, verify)

@@ -1,0 +1,49 @@
+"""The place where checkpoints are kept: doctor."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import click
+
+from .arguments import Bytes
+from .output import as_json, nbytes, number, safe, say, say_json
+
+if TYPE_CHECKING:
+    from ..stores.trial import Finding
+
+
+@click.command()
+@click.argument("place")
+@click.option("--size", type=Bytes(), default="256M", show_default=True, help="Bytes to write and read back.")
+@as_json
+def doctor(place: str, size: int, json_: bool) -> None:
+    """Try out a PLACE for checkpoints, a directory or the prefix of a bucket: what it allows and how quick it is.
+
+    Writes there, and removes what it has written. A save and a restore of so many bytes are measured with all that
+    Treering does: checksums, and the wait until the disk has them.
+    """
+    from .._tools.doctor import examine
+
+    findings = examine(place, size=size)
+    if json_:
+        say_json([dataclasses.asdict(one) for one in findings])
+        return
+    column = max(len(one.name) for one in findings)
+    for one in findings:
+        say(f"{one.name:{column}}  {_value(one)}")
+    for one in findings:
+        if one.advice:
+            say(f"{click.style(one.name, fg='yellow')}: {one.advice}")
+
+
+def _value(one: "Finding") -> str:
+    if isinstance(one.value, bool):
+        return click.style("yes", fg="green") if one.value else click.style("no", fg="yellow")
+    if isinstance(one.value, str):
+        return safe(one.value)
+    if one.unit == "seconds":
+        return f"{number(one.value * 1e3)} ms"
+    return nbytes(one.value) + ("/s" if one.unit == "bytes a second" else "")
+
+
+COMMANDS = (doctor,)

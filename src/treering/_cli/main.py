@@ -1,0 +1,107 @@
+"""The command itself: its subcommands, its exit codes, and errors without tracebacks."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+from click.shell_completion import get_completion_class
+
+from .._version import __version__
+from ..errors import TreeringError
+from . import contents, copying, machine, runs
+from .output import safe, safe_lines, say
+
+FAILED = 3  # the exit code of an error that is printed
+_NAME = "treering"
+_COMPLETE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
+_SIGPIPE = getattr(signal, "SIGPIPE", 13)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name=_NAME)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, and log all that is done.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """Look into checkpoints of JAX programs, and manage the runs that they belong to.
+
+    A path is a file, a directory or a URL (s3://, gs://, az://, https://), in any format: Treering's own, Orbax, T5X,
+    Flax, Equinox, Levanter, FJFormer, safetensors, TensorFlow. Where a checkpoint is asked for, a run stands for its
+    latest good step.
+
+    Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage); 2 wrong usage; 3 an error,
+    which is printed; 130 interrupted.
+    """
+    context.obj = debug
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completions for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    say(kind(cli, {}, _NAME, _COMPLETE).source())
+
+
+for module in (contents, runs, copying, machine):
+    for command in module.COMMANDS:
+        cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments, by default the program's, and returns its exit code."""
+    if _COMPLETE in os.environ:
+        cli.main(prog_name=_NAME, complete_var=_COMPLETE)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    _log_to_stderr(debug)
+    try:
+        return _invoke(arguments)
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails
+        return 128 + _SIGPIPE
+    except (KeyboardInterrupt, click.Abort):
+        say("interrupted", err=True)
+        return 130
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (TreeringError, OSError, ImportError) as error:
+        if debug:
+            raise
+        say(f"{click.style('error:', fg='red')} {safe_lines(_told(error))}", err=True)
+        return FAILED
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        with cli.make_context(_NAME, arguments) as context:
+            return cli.invoke(context) or 0
+    finally:
+        sys.stdout.flush()
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, TreeringError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else str(error)
+
+
+class _OnStderr(logging.Handler):
+    """Prints each record as a line; it asks for the stream when it prints, for tests replace that."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {safe(record.getMessage())}", err=True)
+
+
+def _log_to_stderr(debug: bool) -> None:
+    log = logging.getLogger("treering")
+    if not any(isinstance(handler, _OnStderr) for handler in log.handlers):
+        log.addHandler(_OnStderr())
+        log.propagate = False
+    log.setLevel(logging.DEBUG if debug else logging.WARNING)

@@ -1,0 +1,128 @@
+"""What commands print: text that fits the terminal, or JSON."""
+
+import datetime
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import click
+
+from .._core.values import encode_float
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
+_LEAST_WIDTH = 8  # columns that a cell keeps, however narrow the terminal
+
+
+def as_json(function: Any) -> Any:
+    """Adds the option ``--json``."""
+    return click.option("--json", "json_", is_flag=True, help="Print JSON.")(function)
+
+
+def safe(text: object) -> str:
+    """Text from a file as one line that a terminal takes for nothing but text: what does not print is escaped."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def safe_lines(text: object) -> str:
+    """Several lines of text, each as by `safe`."""
+    return "\n".join(safe(line) for line in str(text).split("\n"))
+
+
+def say(text: str = "", *, err: bool = False) -> None:
+    """Prints a line; colours go to terminals alone, and to none where NO_COLOR is set."""
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    click.echo(text, err=err, color=False if plain else None)
+
+
+def say_json(value: Any) -> None:
+    """Prints JSON. Numbers that JSON lacks are the texts "nan", "inf" and "-inf"."""
+    click.echo(json.dumps(_plain(value), indent=2))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return encode_float(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def nbytes(count: float | None) -> str:
+    """A number of bytes with three digits and a decimal unit: ``1.53 GB``."""
+    if count is None:
+        return ""
+    for unit in _UNITS:
+        if abs(count) < 999.5 or unit == _UNITS[-1]:
+            return f"{int(count)} B" if unit == "B" else f"{number(count)} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def number(value: float) -> str:
+    """A number with three digits or so."""
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.3g}")
+    return f"{value:#.3g}".rstrip(".") if 1 <= abs(value) < 999.5 else f"{value:.3g}"
+
+
+def count(many: int, one: str, several: str = "") -> str:
+    """A number of things: ``1 leaf``, ``5,012 leaves``."""
+    return f"{many:,} {one if many == 1 else several or one + 's'}"
+
+
+def when(seconds: float | None) -> str:
+    """A time in seconds since the epoch, in the local time zone."""
+    return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def iso(seconds: float | None) -> str | None:
+    """A time in seconds since the epoch as ISO 8601, in UTC."""
+    return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def width() -> int | None:
+    """The columns of the terminal; None where the output goes elsewhere, and nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def cut(text: str, columns: int | None) -> str:
+    """Text of at most so many columns."""
+    return text if columns is None or len(text) <= columns else text[: max(columns - 1, 0)] + "…"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> None:
+    """Prints a table. All but the columns `left` are aligned to the right; empty ones are left out.
+
+    Cells may be styled. What is too wide for the terminal is cut.
+    """
+    used = [n for n, _ in enumerate(head) if any(row[n] for row in rows)]
+    widths = {n: max(len(head[n]), *(len(click.unstyle(row[n])) for row in rows)) for n in used}
+    space = width()
+    while space is not None and sum(widths.values()) + 2 * (len(widths) - 1) > space:
+        widest = max(widths, key=lambda n: widths[n])
+        if widths[widest] <= _LEAST_WIDTH:
+            break
+        widths[widest] -= 1
+
+    def cell(n: int, text: str) -> str:
+        plain = click.unstyle(text)
+        shown = text if len(plain) <= widths[n] else cut(plain, widths[n])
+        pad = " " * (widths[n] - min(len(plain), widths[n]))
+        return shown + pad if head[n] in left else pad + shown
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join([cell(n, cells[n]) for n in used]).rstrip()
+
+    say(click.style(line(head), dim=True))
+    for row in rows:
+        say(line(row))

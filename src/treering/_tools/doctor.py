@@ -1,0 +1,80 @@
+"""What the place of a run allows and how quick it is, tried out there, and the advice that follows."""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from .. import stores
+from .._run.open import restore
+from .._save.save import save
+from ..errors import CorruptError, NotFoundError
+from ..formats.treering import removal
+from ..stores.store import Store
+from ..stores.trial import Finding, leave_cache, median, of_disk
+
+
+def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Finding]:
+    """Tries out a directory or the prefix of a bucket, with `size` bytes, and leaves nothing behind.
+
+    Raises `NotFoundError` where there is no such directory, and `OSError` where nothing can be written.
+    """
+    place = stores.absolute(path)
+    store = stores.of(place)
+    if store.has_folders and store.stat(place) is None:
+        raise NotFoundError(f"{place}: expected a directory, found nothing")
+    folder = os.path.join(place, f"treering-doctor-{secrets.token_hex(4)}")
+    store.make_folders(folder, [])
+    try:
+        findings = [*of_disk(store, folder), *_of_any(store, folder), *_rates(store, folder, size)]
+    finally:
+        _remove(store, folder)
+    return findings
+
+
+def _remove(store: Store, folder: str) -> None:
+    removal.remove_leftovers(store, os.path.join(folder, "checkpoint"), remove_empty=True)
+    for name in store.list(folder):
+        with contextlib.suppress(FileNotFoundError):
+            store.delete(os.path.join(folder, name))
+    store.remove_folder(folder)
+
+
+def _of_any(store: Store, folder: str) -> Iterator[Finding]:
+    name = os.path.join(folder, "small")
+
+    def put(overwrite: bool) -> None:
+        with store.new_file(name, overwrite=overwrite) as file:
+            file.write(b"x")
+
+    put(False)
+    try:
+        put(False)
+    except FileExistsError:
+        yield Finding("one writer wins", True)
+    else:
+        yield Finding(
+            "one writer wins", False, "", "two jobs that make one file both succeed: never let two write one run"
+        )
+    if not store.has_folders:
+        yield Finding("small write", median(lambda: put(True)), "seconds")
+        yield Finding("look at a file", median(lambda: store.stat(name)), "seconds")
+        yield Finding("list", median(lambda: store.list(folder)), "seconds")
+
+
+def _rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
+    path = os.path.join(folder, "checkpoint")
+    array = np.frombuffer(np.random.default_rng(0).bytes(size), np.uint8)
+    report = save(path, {"x": array}, processes="this")
+    yield Finding("save", size / max(report.seconds, 1e-9), "bytes a second")
+    leave_cache(store, path)
+    begun = time.perf_counter()
+    found = restore(path, mmap=False)
+    seconds = time.perf_counter() - begun
+    if not np.array_equal(found["x"], array):
+        raise CorruptError(f"{path}: what was read is not what was written")
+    yield Finding("restore", size / max(seconds, 1e-9), "bytes a second")
+    removal.delete(store, path)

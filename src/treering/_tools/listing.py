@@ -1,0 +1,135 @@
+"""The steps of a run at a glance: what is there, what is good, what a policy would delete."""
+
+import dataclasses
+import os
+from typing import Literal
+
+from .. import formats, stores
+from .._run import run as _run
+from .._run.latest_good import open_one
+from .._run.steps import Steps
+from ..errors import NotFoundError, TreeringError
+from ..formats.treering import pins, summary
+from ..keep import Policy, Saved
+from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
+from ..stores.store import Store
+
+State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A step of a run. `created` is in seconds since the epoch, `nbytes` its size on the disk; None where not known.
+
+    `unfinished` is a directory without a manifest: its save is under way, or was killed, and the next job removes it.
+    """
+
+    step: int
+    path: str
+    state: State
+    format: str = "treering"
+    created: float | None = None
+    nbytes: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    pinned: bool = False
+    link: bool = False
+    deleted: bool = False  # by the policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The steps of a run, ascending; `set_aside` are the directories of those that do not count since a `rewind`."""
+
+    path: str
+    rows: tuple[Row, ...]
+    set_aside: tuple[str, ...]
+    finished: bool
+
+    @property
+    def latest(self) -> int | None:
+        """The newest good step."""
+        return max((row.step for row in self.rows if row.state == "good"), default=None)
+
+
+def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listing:
+    """Lists a run; with `keep` it says which steps that policy would delete. Reads manifests, and no arrays.
+
+    Raises `NotFoundError` where there is no run.
+    """
+    place = stores.absolute(path)
+    store = stores.of(place)
+    check_run(store, place)
+    with store.glance(place):
+        prefix = _run.prefix_of(store, place)
+        steps = Steps(store, place, prefix)
+        own = steps.committed()
+        names = {os.path.basename(one) for one in own.values()}
+        rows = [_row(steps, step, one) for step, one in own.items()]
+        others = formats.foreign_steps(store, place, names)
+        rows += [_foreign(store, step, one) for step, one in others.items() if step not in own]
+        known = {row.step for row in rows}
+        for name in store.list(place):
+            step = _run.parse(name, prefix)
+            if step is not None and step not in known:
+                rows.append(Row(step, os.path.join(place, name), _uncommitted(store, os.path.join(place, name))))
+        rows.sort(key=lambda row: row.step)
+        aside = tuple(_run.aside(store, place))
+        finished = store.stat(os.path.join(place, _run.FINISHED)) is not None
+    doomed = deleted_by(keep, rows) if keep else set()
+    marked = [dataclasses.replace(row, deleted=True) if row.step in doomed else row for row in rows]
+    return Listing(place, tuple(marked), aside, finished)
+
+
+def check_run(store: Store, place: str) -> None:
+    """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
+    with reading(place):
+        if summary.look(store, place):
+            raise NotFoundError(f"{place}: expected a run, found one checkpoint")
+        if store.stat(place) is None and not store.list(place):
+            raise NotFoundError(f"{place}: expected a run, found nothing")
+        names = store.list(place)
+        steps = any(_run.parse(name, _run.PREFIX) is not None for name in names)
+        if not (steps or _run.FINISHED in names or _run.all_steps(store, place)):
+            raise NotFoundError(f"{place}: expected a run, found {'no step in it' if names else 'an empty directory'}")
+
+
+def deleted_by(keep: Policy, rows: list[Row]) -> set[int]:
+    """The steps that a `Checkpointer` with this policy would delete after its next look."""
+    good = [
+        Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0)
+        for row in rows
+        if row.state == "good" and row.format == "treering"
+    ]
+    wanted = keep.kept(good) | {one.step for one in good[-1:]}
+    free = {row.step for row in rows if not (row.pinned or row.link)}
+    return ({one.step for one in good} - wanted) & free
+
+
+def _row(steps: Steps, step: int, path: str) -> Row:
+    verdict = steps.look(step, path)
+    pinned, link = pins.pinned(steps.store, path), steps.store.is_link(path)
+    if isinstance(verdict, Saved):
+        metrics = dict(verdict.metrics)
+        return Row(step, path, "good", "treering", verdict.created, verdict.nbytes, metrics, pinned, link)
+    return Row(step, path, verdict, pinned=pinned, link=link)
+
+
+def _foreign(store: Store, step: int, path: str) -> Row:
+    try:
+        ckpt = open_one(store, path)
+    except TreeringError as error:
+        raise_if_momentary(error)
+        return Row(step, path, "damaged", "?", link=store.is_link(path))
+    created = ckpt.created and ckpt.created.timestamp()
+    return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
+
+
+def _uncommitted(store: Store, path: str) -> State:
+    try:
+        with reading(path):
+            summary.look(store, path)
+    except PermissionError:
+        return "closed"
+    except UnreadableError:
+        return "damaged"
+    return "unfinished"

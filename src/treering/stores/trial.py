@@ -1,0 +1,139 @@
+"""What a disk allows and how quick it is, tried out."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from .filesystem import Filesystem
+from .posix import UNSUPPORTED, Disk
+from .store import Store
+
+_TRIES = 9  # of what is timed
+_PAGE = 4096  # bytes
+_NETWORKS = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse.", "afs", "glusterfs")
+_SLOW_SYNC_SECONDS = 0.02
+_LEAST_FREE = 10 << 30  # bytes
+_NETWORK_ADVICE = "over a network; local= saves to a local disk first, and copies in the background"
+_NO_LOCKS = (
+    "what killed saves leave is not removed, and two writers are not kept apart; mount it with locks (Lustre: flock)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One fact: `value` is a bool, a number of seconds, bytes or bytes a second, or a text, as `unit` says."""
+
+    name: str
+    value: bool | float | str
+    unit: str = ""
+    advice: str = ""
+
+
+def of_disk(store: Store, folder: str) -> Iterator[Finding]:
+    """What is known of the disk that an empty directory lies on; nothing of another store. Leaves files there."""
+    if not isinstance(store, Filesystem):
+        return
+    disk = store.disk
+    kind, network = _mounted(folder)
+    yield Finding("file system", kind, "", _NETWORK_ADVICE if network else "")
+    free = shutil.disk_usage(folder).free
+    yield Finding(
+        "free", free, "bytes", "little room is left: prune, or keep fewer steps" if free < _LEAST_FREE else ""
+    )
+    a, b = os.path.join(folder, "a"), os.path.join(folder, "b")
+    with _file(disk, a) as fd:
+        mapped = disk.is_local(fd)
+        yield Finding(
+            "mapped by default", mapped, "", "" if mapped else "arrays are copied on restore; mmap=True maps them"
+        )
+        locks = disk.lock(fd)
+        yield Finding("locks", bool(locks), "", "" if locks else _NO_LOCKS)
+    yield Finding("direct I/O", _direct(folder), "", "")
+    yield Finding("hard links", _can(lambda: disk.hard_link(a, b)), "", "")
+    with _file(disk, os.path.join(folder, "c")):
+        exchanged = _can(lambda: disk.exchange(a, os.path.join(folder, "c")))
+    advice = (
+        ""
+        if exchanged
+        else "a folder of another format is replaced in two renames: a crash may leave the old one aside"
+    )
+    yield Finding("exchange of names", exchanged, "", advice)
+    seconds = median(lambda: _durable_page(folder))
+    slow = "a save of small leaves waits for the disk this long three times; local= saves to a nearer one"
+    yield Finding("durable write of a page", seconds, "seconds", slow if seconds > _SLOW_SYNC_SECONDS else "")
+
+
+def leave_cache(store: Store, path: str) -> None:
+    """Asks the system to forget what it has of the files in a directory, so that the disk is read."""
+    if isinstance(store, Filesystem) and hasattr(os, "posix_fadvise"):
+        for name in os.listdir(path):
+            with contextlib.suppress(OSError), open(os.path.join(path, name), "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _mounted(folder: str) -> tuple[str, bool]:
+    """The type of the file system that a directory lies on, and whether it is reached over a network."""
+    if sys.platform != "linux":
+        return "unknown", False
+    found, longest = "unknown", -1
+    with contextlib.suppress(OSError), open("/proc/mounts", encoding="utf-8", errors="replace") as mounts:
+        real = os.path.realpath(folder)
+        for line in mounts:
+            _, point, kind, *_ = line.split(" ")
+            point = point.replace("\\040", " ")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= longest:
+                found, longest = kind, len(point)
+    return found, found.startswith(_NETWORKS)
+
+
+@contextlib.contextmanager
+def _file(disk: Disk, path: str) -> Iterator[int]:
+    fd = disk.open_shared(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _can(do: Callable[[], object]) -> bool:
+    try:
+        return do() is not False
+    except OSError:
+        return False
+
+
+def _direct(folder: str) -> bool:
+    try:
+        os.close(os.open(os.path.join(folder, "d"), os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except AttributeError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def _durable_page(folder: str) -> None:
+    fd = os.open(os.path.join(folder, "page"), os.O_CREAT | os.O_RDWR | os.O_TRUNC)
+    try:
+        os.write(fd, b"x" * _PAGE)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def median(do: Callable[[], object]) -> float:
+    """The median of the seconds that a call takes."""
+    times: list[float] = []
+    for _ in range(_TRIES):
+        begun = time.perf_counter()
+        do()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)

@@ -1,0 +1,621 @@
+"""The `treering` command, as people and scripts call it."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treering as tr
+from treering import stores
+from treering._cli.main import cli, main
+from treering._cli.output import nbytes, number, safe
+from treering._tools.outline import outline
+
+ESCAPE = "\x1b[31m"
+
+
+def state(step: int) -> dict[str, Any]:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    sharded = jax.device_put(np.arange(64.0, dtype="float32").reshape(8, 8), NamedSharding(mesh, PartitionSpec("data")))
+    layers = [{"w": np.full((4, 4), step + n, "float32"), "b": np.zeros(4, "int32")} for n in range(5)]
+    return {"params": {"embed": sharded, "layers": layers}, "step": step, "key": jax.random.key(0), "none": None}
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> str:
+    with tr.Checkpointer(tmp_path / "run", metadata={"lr": 0.1}) as ckpts:
+        for step in (1, 2, 3, 4):
+            ckpts.save(step, state(step), metrics={"val/loss": 1 / step, "acc": step / 8})
+        ckpts.wait()
+        ckpts.pin(1)
+    return str(tmp_path / "run")
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def treering(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = main([str(one) for one in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+# Runs
+
+
+def test_ls_shows_what_is_good_pinned_best_latest_and_what_is_not(run: str, treering: Any) -> None:
+    damaged = pathlib.Path(run, "step-00000003", "treering.json")
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    os.mkdir(os.path.join(run, "step-00000009"))
+    found = treering("ls", run, "--best", "val/loss:max", "--keep", "last:1")
+    assert found.code == 0 and "warning: step 3 is damaged" in found.err
+    lines = {int(line.split()[0]): line for line in found.out.splitlines()[1:-1]}
+    notes = {step: line.rsplit("  ", 1)[1].strip() for step, line in lines.items()}
+    assert notes == {
+        1: "best, pinned",
+        2: "would be deleted",
+        3: "damaged",
+        4: "latest",
+        9: "unfinished",
+    }
+    assert re.search(r"val/loss +acc +notes", found.out) and "5 steps" in found.out
+
+
+def test_ls_as_json_has_everything(run: str, treering: Any) -> None:
+    found = treering("ls", run, "--json", "--best", "acc:max", "--keep", "steps:2").json
+    assert [row["step"] for row in found["steps"]] == [1, 2, 3, 4] and found["best"] == 4 and not found["finished"]
+    assert [row["deleted"] for row in found["steps"]] == [False, False, True, False]
+    assert found["steps"][3]["metrics"] == {"val/loss": 0.25, "acc": 0.5} and found["steps"][3]["latest"]
+    assert found["steps"][0]["pinned"] and found["steps"][0]["created"].endswith("+00:00")
+    assert sum(row["nbytes"] for row in found["steps"]) == sum(
+        file.stat().st_size for file in pathlib.Path(run).glob("*/*") if file.name != "pinned"
+    )
+
+
+def test_ls_shows_the_steps_of_other_libraries(tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.save(tmp_path / "checkpoint_7", {"x": np.ones(3)}, format="flax")
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(8, {"x": np.ones(3)})
+    rows = treering("ls", tmp_path, "--json").json["steps"]
+    assert [(row["step"], row["format"], row["state"]) for row in rows] == [
+        (7, "flax", "good"),
+        (8, "treering", "good"),
+    ]
+
+
+def test_what_prune_deletes_is_what_a_run_with_that_policy_deletes(tmp_path: pathlib.Path, treering: Any) -> None:
+    policies = [
+        (["last:2"], tr.keep.last(2)),
+        (["every:4", "best:1:m:min"], tr.keep.every(4) | tr.keep.best(1, "m", "min")),
+        (["best:2:a:b:max"], tr.keep.best(2, "a:b", "max", unscored="keep")),
+        (["steps:3,5"], tr.keep.steps(3, 5)),
+    ]
+    for n, (texts, policy) in enumerate(policies):
+        there, pruned = tmp_path / f"a{n}", tmp_path / f"b{n}"
+        for at, keep in ((there, policy), (pruned, None)):
+            with tr.Checkpointer(at, keep=keep) as ckpts:
+                for step in range(9):
+                    metrics = {"m": float((step - 4) ** 2)} | ({"a:b": float(step % 4)} if step > 3 else {})
+                    ckpts.save(step, {"x": np.ones(2)}, metrics=metrics)
+        before = tr.steps(pruned)
+        dry = treering("prune", pruned, *texts, "--dry-run")
+        assert dry.code == 0 and tr.steps(pruned) == before and "would be deleted" in dry.out
+        assert treering("prune", pruned, *texts, "--yes").code == 0
+        assert set(tr.steps(pruned)) <= set(before)
+        # A run looks after every save, so it may have deleted what is best by now; nothing that it keeps goes.
+        assert set(tr.steps(pruned)) == policy.kept(_saved(before, pruned, treering)) | {8}
+        assert set(tr.steps(there)) <= set(tr.steps(pruned)) | set(tr.steps(there))
+
+
+def _saved(steps: list[int], run: pathlib.Path, treering: Any) -> list[Any]:
+    def metrics(step: int) -> dict[str, float]:
+        return {"m": float((step - 4) ** 2)} | ({"a:b": float(step % 4)} if step > 3 else {})
+
+    return [tr.keep.Saved(step, metrics(step)) for step in steps]
+
+
+def test_prune_asks_and_without_a_terminal_deletes_nothing(run: str, treering: Any) -> None:
+    found = treering("prune", run, "last:1")
+    assert found.code == 2 and "--yes" in found.err and tr.steps(run) == [1, 2, 3, 4]
+    assert treering("prune", run, "last:1", "--yes", "--json").json["deleted"] == [2, 3]
+    assert tr.steps(run) == [1, 4], "1 is pinned"
+    assert treering("prune", run, "last:1", "--yes").out == "nothing to delete\n"
+
+
+@pytest.mark.parametrize(
+    "keep",
+    ["last", "last:", "last:x", "last:-1", "newest:3", "best:1:loss", "best:1:loss:low", "steps:1,x", "every:3y", ""],
+)
+def test_wrong_policies_are_named_and_delete_nothing(run: str, treering: Any, keep: str) -> None:
+    found = treering("prune", run, keep, "--yes")
+    assert found.code == 2 and repr(keep) in found.err and "KEEP is last:N" in found.err
+    assert tr.steps(run) == [1, 2, 3, 4]
+
+
+def test_pins_are_those_of_the_run(run: str, treering: Any) -> None:
+    assert treering("pin", run, 2, 3).code == 0 and treering("unpin", run, 1).code == 0
+    assert tr.Checkpointer(run).pinned == [2, 3]
+    assert treering("pin", run, 9).code == 3
+
+
+def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> None:
+    found = treering("rewind", run, 2)
+    assert found.code == 0 and "set aside" in found.err and tr.steps(run) == [1, 2]
+    assert "rewound-1" in treering("ls", run).out
+    parts = {part["path"] for part in treering("du", run, "--json").json["parts"]}
+    assert parts == {"step-00000001", "step-00000002", "rewound-1"}
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(3, {"x": 1})
+        assert treering("rewind", run, 1).code == 3, "another writes the run"
+    assert tr.steps(run) == [1, 2, 3]
+
+
+def test_steps_on_their_way_elsewhere_are_not_changed(tmp_path: pathlib.Path, treering: Any) -> None:
+    with tr.Checkpointer(tmp_path / "far", local=tmp_path / "near", keep_local=None) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"x": step})
+    for command in (["prune", tmp_path / "near", "last:1", "-y"], ["rewind", tmp_path / "near", 1]):
+        found = treering(*command)
+        assert found.code == 3 and str(tmp_path / "far") in found.err
+    assert treering("ls", tmp_path / "near").code == 0 and tr.steps(tmp_path / "near") == [1, 2]
+
+
+# Contents
+
+
+def test_show_has_one_line_for_layers_that_are_alike(run: str, treering: Any) -> None:
+    found = treering("show", run).out
+    assert re.search(r"^    0…4 ×5 +10 leaves, 400 B$", found, re.MULTILINE)
+    assert re.search(r"embed +float32\[8,8\]  256 B  P\('data', None\) on data=4, model=2|embed.*P\('data'\)", found)
+    assert "step 4" in found and "val/loss 0.25" in found and '{"lr": 0.1}' in found
+    assert re.search(r"^step +int 4$", found, re.MULTILINE) and re.search(r"^none +none$", found, re.MULTILINE)
+    every = treering("show", run, "--all", "--step", 2).out
+    assert "step 2" in every and len(re.findall(r"w +float32\[4,4\]", every)) == 5
+    shallow = treering("show", run, "params", "--depth", 1).out
+    assert shallow.splitlines()[-2:] == ["embed   " + _rest(shallow, "embed"), "layers  10 leaves, 400 B"]
+
+
+def _rest(text: str, name: str) -> str:
+    return next(line[len(name) :].strip() for line in text.splitlines() if line.startswith(name))
+
+
+def test_show_of_a_leaf_has_its_values_and_statistics(run: str, treering: Any) -> None:
+    found = treering("show", run, "params/embed").out
+    assert "[[ 0.  1.  2. ...  5.  6.  7.]" in found and "64 values, 1 zeros" in found
+    assert "min 0  max 63.0  mean 31.5" in found and "50% 31.5" in found
+    assert treering("show", run, "step").out == "4\n"
+    leaf = treering("show", run, "params/layers/2/b", "--json").json
+    assert leaf["dtype"] == "int32" and leaf["stats"]["zeros"] == 4
+    assert treering("show", run, "params/layers/9").code == 3
+
+
+def test_show_as_json_lists_every_leaf(run: str, treering: Any) -> None:
+    found = treering("show", run, "--json").json
+    assert found["metrics"] == {"val/loss": 0.25, "acc": 0.5} and found["metadata"] == {"lr": 0.1}
+    assert found["leaves"]["params/embed"] == {
+        "type": "jax",
+        "dtype": "float32",
+        "shape": [8, 8],
+        "nbytes": 256,
+        "sharding": {"mesh": {"data": 4, "model": 2}, "spec": found["leaves"]["params/embed"]["sharding"]["spec"]},
+    }
+    assert found["leaves"]["step"] == {"type": "int", "value": 4}
+
+
+def test_only_what_is_the_same_is_joined() -> None:
+    tree = {f"layers/{n}/w": np.ones(3 if n != 4 else 2, "float32") for n in range(7)}
+    tree |= {f"h_{n}/b": n for n in (1, 2, 5)} | {"w1": 1, "w2": 1, "x/1": np.ones(2), "x/2": np.ones(2, "int8")}
+    ckpt = _saved_tree(tree)
+    names = [(level, node.name, node.alike) for level, node in outline(ckpt._entries).walk()]
+    assert (1, "0…3,5…6", 6) in names and (1, "4", 1) in names, "another shape"
+    assert [name for _, name, _ in names if name.startswith("h_")] == ["h_1", "h_2", "h_5"], "their values differ"
+    assert (0, "w1…2", 2) in names and (1, "1", 1) in names and (1, "2", 1) in names
+    assert sum(node.leaves for level, node in outline(ckpt._entries).walk() if level == 0) == len(tree)
+    every = [node.path for _, node in outline(ckpt._entries, collapse=False).walk() if node.entry]
+    assert every == list(ckpt)
+
+
+def _saved_tree(tree: dict[str, Any]) -> tr.Checkpoint:
+    import tempfile
+
+    nested: dict[str, Any] = {}
+    for path, leaf in tree.items():
+        *above, name = path.split("/")
+        place = nested
+        for one in above:
+            place = place.setdefault(one, {})
+        place[name] = leaf
+    folder = os.path.join(tempfile.mkdtemp(), "c")
+    tr.save(folder, nested)
+    return tr.open(folder)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "uint64", "bool", "complex64", "float64"]
+)
+def test_statistics_are_those_of_numpy(tmp_path: pathlib.Path, treering: Any, dtype: str, monkeypatch: Any) -> None:
+    import ml_dtypes  # noqa: F401
+
+    from treering._tools import stats
+
+    monkeypatch.setattr(stats, "_SLICE_BYTES", 64)  # several slices
+    values = np.random.default_rng(0).normal(size=(9, 7)) * 3
+    values = np.abs(values) if dtype in ("uint64",) else values
+    array = values.astype(np.dtype(dtype))
+    if array.dtype.kind == "f" and dtype != "float8_e4m3fn":
+        array[3, 3], array[4, 4], array[5, 5] = np.nan, np.inf, 0
+    tr.save(tmp_path / "c", {"x": array})
+    found = treering("stats", tmp_path / "c", "--json").json["leaves"]["x"]
+    wide = np.abs(array).astype("float64") if array.dtype.kind == "c" else array.astype("float64")
+    finite = wide[np.isfinite(wide)]
+    assert (found["size"], found["nan"], found["inf"]) == (63, np.isnan(wide).sum(), np.isinf(wide).sum())
+    assert found["zeros"] == (wide == 0).sum()
+    expected = (finite.min(), finite.max(), finite.mean(), finite.std(), np.sqrt((finite**2).sum()))
+    got = [found[name] for name in ("low", "high", "mean", "std", "norm")]
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_statistics_of_nothing_and_of_what_is_no_number(tmp_path: pathlib.Path, treering: Any) -> None:
+    tree = {
+        "empty": np.zeros((0, 3)),
+        "nan": np.full(3, np.nan),
+        "text": np.array(["a"]),
+        "key": jax.random.key(1),
+        "n": 1,
+    }
+    tr.save(tmp_path / "c", tree)
+    found = treering("stats", tmp_path / "c").out
+    assert "2 arrays" in found and "3 leaves without numbers" in found
+    assert treering("stats", tmp_path / "c", "--json").json["leaves"]["nan"]["mean"] is None
+    assert "nan" in treering("show", tmp_path / "c", "nan").out and treering("show", tmp_path / "c", "empty").code == 0
+    assert treering("stats", tmp_path / "c", "nan", "no*").code == 0
+    assert treering("stats", tmp_path / "c", "no*").code == 3
+
+
+def test_diff_says_how_far_values_are_apart(tmp_path: pathlib.Path, treering: Any) -> None:
+    a = {"w": np.arange(4.0), "same": np.ones(2), "gone": 1, "t": np.ones(2, "float32")}
+    b = {"w": np.arange(4.0) * [1, 1, 1, -1], "same": np.ones(2), "new": 1, "t": np.ones(3, "float32")}
+    tr.save(tmp_path / "a", a)
+    tr.save(tmp_path / "b", b)
+    found = treering("diff", tmp_path / "a", tmp_path / "b")
+    assert found.code == 1 and found.out.splitlines() == [
+        "1 leaf is equal",
+        "- gone",
+        "+ new",
+        "~ t: float32[2] → float32[3]",
+        "~ w: 1 of 4 values differ, at most by 6, relative 2, cosine -0.2857143",
+    ]
+    values = treering("diff", tmp_path / "a", tmp_path / "b", "--json").json["values"]["w"]
+    assert values["cosine"] == pytest.approx((0 + 1 + 4 - 9) / 14) and values["largest"] == 6
+    same = treering("diff", tmp_path / "a", tmp_path / "a")
+    assert same.code == 0 and same.out == "4 leaves are equal\n"
+
+
+def _flip(run: str, step: int) -> int:
+    """Flips a bit of a step's array file; returns the file's size."""
+    (file,) = pathlib.Path(run, f"step-{step:08}").glob("arrays-*")
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return len(data)
+
+
+def test_verify_names_damage_and_its_code_says_so(run: str, treering: Any) -> None:
+    assert treering("verify", run).code == 0
+    _flip(run, 2)
+    found = treering("verify", run)
+    assert found.code == 1 and "1 problem" in found.out and "step-00000002" in found.out
+    assert treering("verify", run, "--json").json["problems"][0]["block"] == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_all_parts_together_check_every_byte_once(tmp_path: pathlib.Path, treering: Any, parts: int) -> None:
+    tree = {f"x{n}": np.random.default_rng(n).integers(0, 255, (3 << 20) + n, "uint8") for n in range(2)}
+    tr.save(tmp_path / "c", tree)
+    tr.save(tmp_path / "c.safetensors", tree)
+    (file,) = (tmp_path / "c").glob("arrays-*")
+    file.chmod(0o644)
+    original = file.read_bytes()
+    size = tr.verify(tmp_path / "c").nbytes
+    read = [tr.verify(tmp_path / "c", subset=(n + 1, parts)).nbytes for n in range(parts)]
+    assert sum(read) == size
+    for at in range(len(original) - 6 * (1 << 20), len(original), 1 << 20):
+        data = bytearray(original)
+        data[at] ^= 1
+        file.write_bytes(data)
+        found = [not tr.verify(tmp_path / "c", subset=(n + 1, parts)).ok for n in range(parts)]
+        assert found.count(True) == 1, at
+        text = f"{found.index(True) + 1}/{parts}"
+        assert treering("verify", tmp_path / "c", "--subset", text).code == 1
+    assert all(tr.verify(tmp_path / "c.safetensors", subset=(n + 1, parts)).ok for n in range(parts))
+
+
+def test_a_subset_may_be_a_size(run: str, treering: Any) -> None:
+    total = tr.verify(run).nbytes
+    found = treering("verify", run, "--subset", total // 3, "--json").json
+    assert found["part"][1] in (3, 4) and 0 < found["nbytes"] <= total // 3 + 4
+    assert treering("verify", run, "--subset", "10G", "--json").json["part"] == [1, 1]
+    for wrong in ("0/5", "6/5", "x", "1/", "-3"):
+        assert treering("verify", run, "--subset", wrong).code == 2
+    for bad in ((0, 5), (6, 5), (1,), "1/5", 3):
+        with pytest.raises(tr.errors.MismatchError, match="subset="):
+            tr.verify(run, subset=bad)  # type: ignore[arg-type]
+
+
+# Copies
+
+
+def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    out = tmp_path / "m.safetensors"
+    options = ["--at", "params", "--drop", "layers/*/b", "--rename", "embed=tok", "--dtype", "bfloat16", "--step", 3]
+    found = treering("convert", run, out, *options)
+    assert found.code == 0
+    ckpt = tr.open(out)
+    assert ckpt.step == 3 and list(ckpt) == ["tok", *(f"layers/{n}/w" for n in range(5))]
+    assert {str(ckpt[path].dtype) for path in ckpt} == {"bfloat16"}
+    assert treering("convert", run, out).code == 3, "it is there"
+    assert treering("convert", run, tmp_path / "c.npz", "--format", "npz").code == 3
+    assert treering("convert", run, tmp_path / "d", "--memory-limit", "lots").code == 2
+    assert treering("convert", run, tmp_path / "d", "--rename", "a").code == 2
+    assert treering("convert", run, tmp_path / "shards", "--format", "safetensors", "--at", "params",
+                    "--max-shard-size", "200", "--json").json["nbytes"] > 0  # fmt: skip
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+
+
+def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    found = treering("cp", run, "memory://bucket/run", "--json").json
+    assert len(found["copied"]) == 4 and found["left_out"] == []
+    assert tr.Checkpointer("memory://bucket/run").pinned == [1]
+    again = treering("cp", run, "memory://bucket/run")
+    assert again.out == "0 checkpoints copied, 0 B; 4 are there already\n"
+    back = tmp_path / "back"
+    assert treering("cp", "memory://bucket/run", back).code == 0
+    for step in (1, 2, 3, 4):
+        name = f"step-{step:08}"
+        assert (back / name / "treering.json").read_bytes() == pathlib.Path(run, name, "treering.json").read_bytes()
+    assert treering("cp", os.path.join(run, "step-00000002"), tmp_path / "one").code == 0
+    assert treering("diff", tmp_path / "one", os.path.join(run, "step-00000002")).code == 0
+    assert [row["step"] for row in treering("ls", "memory://bucket/run", "--json").json["steps"]] == [1, 2, 3, 4]
+
+
+def test_cp_replaces_nothing_unless_it_is_told_to(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    other = tmp_path / "other"
+    with tr.Checkpointer(other) as ckpts:
+        ckpts.save(2, {"x": 1})
+    found = treering("cp", run, other)
+    assert found.code == 3 and "another checkpoint is there" in found.err and tr.steps(other) == [2]
+    assert treering("cp", run, other, "--overwrite").code == 0
+    assert tr.steps(other) == [1, 2, 3, 4] and "params/embed" in tr.open(other, step=2)
+
+
+def test_cp_leaves_damaged_steps_behind_and_says_so(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    _flip(run, 3)
+    found = treering("cp", run, tmp_path / "copy")
+    assert "not copied" in found.err and tr.steps(tmp_path / "copy") == [1, 2, 4]
+    assert found.code == 1
+    assert treering("cp", os.path.join(run, "step-00000003"), tmp_path / "one").code == 3
+    assert not (tmp_path / "one").exists()
+    tr.convert(run, tmp_path / "m.safetensors", at="params")
+    assert "convert it instead" in treering("cp", tmp_path / "m.safetensors", tmp_path / "n").err
+
+
+# The place
+
+
+def test_doctor_leaves_nothing_behind(tmp_path: pathlib.Path, treering: Any) -> None:
+    found = {one["name"]: one["value"] for one in treering("doctor", tmp_path, "--size", "1M", "--json").json}
+    assert found["locks"] is True and found["one writer wins"] is True and found["save"] > 0 and found["restore"] > 0
+    assert os.listdir(tmp_path) == []
+    assert treering("doctor", tmp_path / "nowhere").code == 3
+    assert "save" in treering("doctor", "memory://bucket/there", "--size", "1M").out
+    assert stores.of("memory://bucket").list("memory://bucket/there") == []
+
+
+def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: pathlib.Path, treering: Any, use_disk: Any) -> None:
+    class Poor(type(stores.of("/").disk)):  # type: ignore[misc]
+        def lock(self, fd: int) -> None:
+            return None
+
+        def is_local(self, fd: int) -> bool:
+            return False
+
+    use_disk(Poor())
+    found = treering("doctor", tmp_path, "--size", "1M").out
+    assert re.search(r"locks +no", found) and "locks: what killed saves leave is not removed" in found
+    assert "mmap=True" in found
+
+
+# The command as a whole
+
+
+def program(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "treering", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_hostile_names_never_reach_the_terminal(tmp_path: pathlib.Path, treering: Any) -> None:
+    name = f"{ESCAPE}\r\n\u202ename"
+    tree = {name: {"w": np.ones(3)}, "text": ESCAPE, "fn": len}
+    with tr.Checkpointer(tmp_path / "run", metadata={ESCAPE: ESCAPE}) as ckpts:
+        ckpts.save(1, tree, metrics={name: 1.0})
+        ckpts.save(2, {**tree, name: {"w": np.zeros(3)}}, metrics={name: 1.0})
+    a, b = (tmp_path / "run" / f"step-0000000{n}" for n in (1, 2))
+    calls = [["ls", tmp_path / "run"], ["show", a], ["show", a, "text"], ["show", a, f"{name}/w"], ["stats", a],
+             ["diff", a, b], ["du", a], ["show", a, f"{name}x"], ["ls", f"/{name}"], ["show", a, "--json"],
+             ["ls", "--json", tmp_path / "run"], ["ls", tmp_path / "run", "--best", "x:min"]]  # fmt: skip
+    for call in calls:
+        found = treering(*call)
+        text = found.out + found.err
+        assert (
+            "\x1b[31m" not in text.replace("\x1b[31merror:\x1b[0m", "") and "\r" not in text and "\u202e" not in text
+        ), call
+    assert safe(name) == r"\x1b[31m\r\n\u202ename"
+
+
+def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
+    tree = {"a": {"w": np.arange(6.0, dtype="float32").reshape(2, 3)}, "b": np.ones(2, "int32")}
+    paths = {
+        "treering": "c",
+        "safetensors": "c.safetensors",
+        "flax": "c.msgpack",
+        "orbax": "o",
+        "t5x": "t",
+        "levanter": "l",
+    }
+    for format, name in paths.items():
+        at = {"target": tree, "state": {}} if format == "t5x" else tree
+        tr.save(tmp_path / name, at, format=format)
+        for call in (["show"], ["show", "--json"], ["stats"], ["du"], ["verify"], ["verify", "--subset", "1/2"]):
+            found = treering(call[0], tmp_path / name, *call[1:])
+            assert found.code == 0 and found.out, (format, call, found.err)
+        assert format in treering("show", tmp_path / name).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["show", "/nowhere/at/all"], 3, "found nothing"),
+        (["ls", "/nowhere/at/all"], 3, "expected a run"),
+        (["du", "/nowhere/at/all"], 3, "found nothing"),
+        (["verify", "/nowhere/at/all"], 3, "nothing"),
+        (["cp", "/nowhere/at/all", "/tmp/x"], 3, "nothing"),
+        (["show", "ftp://x/y"], 3, "ftp"),
+        (["show"], 2, "Missing argument"),
+        (["shwo"], 2, "No such command"),
+        (["show", "--deep", "x"], 2, "No such option"),
+        (["ls", "x", "--best", "loss"], 2, "METRIC:min"),
+    ],
+)
+def test_wrong_calls_are_one_clear_error(treering: Any, arguments: list[str], code: int, said: str) -> None:
+    found = treering(*arguments)
+    assert found.code == code and said in found.err and "Traceback" not in found.err and found.out == ""
+
+
+def test_a_damaged_checkpoint_is_an_error_without_a_traceback(run: str, treering: Any) -> None:
+    path = pathlib.Path(run, "step-00000001", "treering.json")
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-5])
+    found = treering("show", path.parent)
+    assert found.code == 3 and found.err.startswith("error: ") and str(path.parent) in found.err
+    with pytest.raises(tr.errors.CorruptError):
+        main(["--debug", "show", str(path.parent)])
+
+
+def test_looking_imports_neither_jax_nor_numpy(run: str) -> None:
+    code = f"""
+import sys
+from treering._cli.main import main
+for call in (["--help"], ["ls", {run!r}], ["pin", {run!r}, "2"], ["prune", {run!r}, "last:3", "--yes"], ["du", {run!r}],
+             ["show", {run!r}], ["show", {run!r}, "--json"], ["rewind", {run!r}, "3"], ["cp", {run!r}, {run + "-2"!r}]):
+    assert main(call) == 0, call
+    loaded = {{"jax", "tensorstore"}} | ({{"numpy"}} if call[0] in ("--help", "ls", "pin", "du") else set())
+    assert not loaded & set(sys.modules), (call, loaded & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {f"leaf{'x' * 200}{n}y{n}": np.ones(n) for n in range(2000)})
+    command = [sys.executable, "-m", "treering", "show", "--all", str(tmp_path / "c")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_an_interrupt_ends_it_without_a_traceback(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with subprocess.Popen([sys.executable, "-c", _SLEEPING], stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr
+        said = process.stderr.read()
+        assert process.wait() == 130 and said == "interrupted\n"
+
+
+_SLEEPING = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from treering._cli import main
+main._invoke = lambda arguments: time.sleep(60)
+sys.exit(main.main(["ls"]))
+"""
+
+
+def test_colours_go_to_terminals_alone_and_narrow_ones_cut(run: str) -> None:
+    import pty
+
+    def on_terminal(columns: int, *arguments: str, **environment: str) -> str:
+        fd, end = pty.openpty()
+        variables = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", **environment}
+        command = [sys.executable, "-m", "treering", *arguments]
+        process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=variables)
+        os.close(end)
+        read = b""
+        with open(fd, "rb", buffering=0, closefd=True) as terminal:
+            while True:
+                try:
+                    some = terminal.read(4096)
+                except OSError:
+                    break
+                if not some:
+                    break
+                read += some
+        assert process.wait() == 0
+        return read.decode()
+
+    coloured = on_terminal(100, "ls", run, "--keep", "last:1")
+    assert "\x1b[33mwould be deleted\x1b[0m" in coloured
+    assert "\x1b" not in on_terminal(100, "ls", run, "--keep", "last:1", NO_COLOR="1")
+    narrow = on_terminal(40, "show", run, NO_COLOR="1")
+    assert max(map(len, narrow.split("\r\n")[2:])) <= 40 and "…" in narrow
+    assert on_terminal(20, "ls", run) and "\x1b" not in program("ls", run, "--keep", "last:1").stdout
+
+
+def test_completions_are_printed_for_every_shell() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert "_TREERING_COMPLETE" in program("completion", shell).stdout
+    environment = {**os.environ, "_TREERING_COMPLETE": "bash_complete", "COMP_WORDS": "treering pr", "COMP_CWORD": "1"}
+    assert program(env=environment).stdout == "plain,prune\n"
+
+
+def test_every_command_takes_json_or_prints_nothing() -> None:
+    silent = {"pin", "unpin", "rewind", "completion"}
+    for name, command in cli.commands.items():
+        assert name in silent or any("--json" in option.opts for option in command.params), name
+        assert command.help
+
+
+def test_sizes_and_numbers_have_three_digits() -> None:
+    sizes = [0, 999, 1000, 1234, 99_949, 999_499, 999_500, 10**9, 1.5e12]
+    assert [nbytes(n) for n in sizes] == [
+        "0 B", "999 B", "1.00 KB", "1.23 KB", "99.9 KB", "999 KB", "1.00 MB", "1.00 GB", "1.50 TB",
+    ]  # fmt: skip
+    assert [number(x) for x in (0, 1, -2.5, 1234.5, 1e-7, float("nan"), float("inf"))] == [
+        "0", "1.00", "-2.50", "1.23e+03", "1e-07", "nan", "inf",
+    ]  # fmt: skip
