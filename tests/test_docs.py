@@ -3,10 +3,12 @@
 import inspect
 import pathlib
 import re
+import shlex
 
 import pytest
 
 import treering as tr
+from treering._cli import main as command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -25,6 +27,29 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         line = text.count("\n", 0, match.start()) + 1
         exec(compile("\n" * line + match[1], page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```console" in page.read_text()], ids=lambda page: page.name)
+def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = page.read_text()
+    blocks = re.findall(r"^```(python|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {"__name__": "docs"}
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, scope)
+            continue
+        for line in re.findall(r"^\$ treering (.*)", block, re.MULTILINE):
+            command, _, code = line.partition(" # exit code ")
+            assert command_line.main(shlex.split(command)) == int(code or 0), line
+
+
+def test_the_page_of_the_command_names_every_command_and_option() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    names = [*command_line.cli.commands, *(name for option in command_line.cli.params for name in option.opts)]
+    for command in command_line.cli.commands.values():
+        names += [name for option in command.params for name in option.opts if name.startswith("--")]
+    assert [name for name in dict.fromkeys(names) if not re.search(rf"(?<![\w-]){name}\b", page)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
