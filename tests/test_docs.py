@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 
+WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
 # That page shows the newest releases of other libraries.
 RUN = [pytest.param(p, marks=pytest.mark.peers) if p.name == "coming-from.md" else p for p in PAGES]
@@ -29,7 +30,7 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
         exec(compile("\n" * line + match[1], page, "exec"), scope)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```console" in page.read_text()], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     blocks = re.findall(r"^```(python|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -4,9 +4,10 @@ import dataclasses
 import errno
 import operator
 import os
+from collections.abc import Iterator
 
 from .. import formats, stores
-from .._core.source import WHOLE, Problem, Share
+from .._core.source import WHOLE, Problem, Share, Source
 from .._core.tracebacks import at_the_caller
 from .._run.latest_good import check_known
 from .._run.run import directories
@@ -129,7 +130,7 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem], share
         unsupported: UnsupportedError | None = None
         try:
             problems.extend(
-                problem._replace(file=os.path.join(below, problem.file)) for problem in reader.problems(share)
+                problem._replace(file=os.path.join(below, problem.file)) for problem in _problems(reader, share)
             )
         except UnsupportedError as error:
             unsupported = error
@@ -140,6 +141,11 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem], share
             begin, end = share.of(reader.nbytes)
             return end - begin
     raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
+
+
+def _problems(reader: Source, share: Share) -> Iterator[Problem]:
+    """All damage; formats of other packages need not know of shares."""
+    return reader.problems() if share == WHOLE else reader.problems(share)
 
 
 def _is_current(store: Store, path: str, identity: str) -> bool:

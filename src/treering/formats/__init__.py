@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.skeleton import Skeleton
-from .._core.source import Problem, Source
+from .._core.source import Problem, Share, Source
 from ..errors import MismatchError, UnsupportedError
 from ..stores import git_lfs
 from ..stores.nfs import warn_of_closed
@@ -27,6 +27,7 @@ __all__ = [
     "Entry",
     "Format",
     "Problem",
+    "Share",
     "Skeleton",
     "Source",
     "ValueEntry",
