@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from treering import stores
 from treering._cli.main import cli, main
-from treering._cli.output import nbytes, number, safe
-from treering._tools.outline import outline
+from treering._core.outline import outline
+from treering._core.readable import nbytes, number, safe
 
 ESCAPE = "\x1b[31m"
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core.readable import count, nbytes, number, safe
 from ..errors import NotFoundError
 from .arguments import Subset
-from .output import as_json, count, cut, iso, nbytes, number, safe, say, say_json, table, when, width
+from .output import as_json, cut, iso, say, say_json, table, when, width
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
     from .._core.lazy import LazyArray
+    from .._core.outline import Node
     from .._restore.checkpoint import Checkpoint
     from .._tools.diff import ValueChange
-    from .._tools.outline import Node
     from .._tools.stats import Stats
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -56,7 +57,7 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
         say_json({**_about(ckpt), "leaves": {name: _entry(ckpt, entry) for name, entry in ckpt._entries.items()}})
         return
     _show_head(ckpt, path)
-    from .._tools.outline import outline
+    from .._core.outline import outline
 
     tree = outline(ckpt._entries, collapse=not everything)
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]

@@ -4,8 +4,9 @@ from typing import Any
 
 import click
 
+from .._core.readable import count, nbytes, safe
 from .arguments import Bytes, Rename
-from .output import as_json, count, nbytes, safe, say, say_json
+from .output import as_json, say, say_json
 
 
 @click.command()

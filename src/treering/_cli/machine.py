@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .._core.readable import nbytes, number, safe
 from .arguments import Bytes
-from .output import as_json, nbytes, number, safe, say, say_json
+from .output import as_json, say, say_json
 
 if TYPE_CHECKING:
     from ..stores.trial import Finding

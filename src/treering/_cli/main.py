@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import get_completion_class
 
+from .._core.readable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
 from . import contents, copying, machine, runs
-from .output import safe, safe_lines, say
+from .output import say
 
 FAILED = 3  # the exit code of an error that is printed
 _NAME = "treering"

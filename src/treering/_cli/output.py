@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 import os
 import shutil
 import sys
@@ -13,26 +12,12 @@ import click
 
 from .._core.values import encode_float
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _LEAST_WIDTH = 8  # columns that a cell keeps, however narrow the terminal
 
 
 def as_json(function: Any) -> Any:
     """Adds the option ``--json``."""
     return click.option("--json", "json_", is_flag=True, help="Print JSON.")(function)
-
-
-def safe(text: object) -> str:
-    """Text from a file as one line that a terminal takes for nothing but text: what does not print is escaped."""
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def safe_lines(text: object) -> str:
-    """Several lines of text, each as by `safe`."""
-    return "\n".join(safe(line) for line in str(text).split("\n"))
 
 
 def say(text: str = "", *, err: bool = False) -> None:
@@ -54,30 +39,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_plain(one) for one in value]
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def nbytes(count: float | None) -> str:
-    """A number of bytes with three digits and a decimal unit: ``1.53 GB``."""
-    if count is None:
-        return ""
-    for unit in _UNITS:
-        if abs(count) < 999.5 or unit == _UNITS[-1]:
-            return f"{int(count)} B" if unit == "B" else f"{number(count)} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def number(value: float) -> str:
-    """A number with three digits or so."""
-    if not math.isfinite(value):
-        return str(value)
-    value = float(f"{value:.3g}")
-    return f"{value:#.3g}".rstrip(".") if 1 <= abs(value) < 999.5 else f"{value:.3g}"
-
-
-def count(many: int, one: str, several: str = "") -> str:
-    """A number of things: ``1 leaf``, ``5,012 leaves``."""
-    return f"{many:,} {one if many == 1 else several or one + 's'}"
 
 
 def when(seconds: float | None) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core.readable import count, nbytes, number, safe
 from ..errors import NotFoundError
 from .arguments import KEEP, Keep, joined
-from .output import as_json, count, iso, nbytes, number, safe, say, say_json, table, when
+from .output import as_json, iso, say, say_json, table, when
 
 if TYPE_CHECKING:
     from .._run.directory import Directory
@@ -190,9 +191,9 @@ def _directory(run: str) -> "Directory":
 def du(path: str, depth: int, json_: bool) -> None:
     """Say what takes the room: of a run its steps, of a checkpoint the parts of its tree."""
     from .. import stores
+    from .._core.outline import outline
     from .._run.open import open_checkpoint
     from .._tools.listing import list_run
-    from .._tools.outline import outline
 
     try:
         listing = list_run(path)

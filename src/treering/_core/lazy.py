@@ -84,6 +84,15 @@ class LazyArray:
             raise TypeError("len() of a 0-d array")
         return self.shape[0]
 
+    def _repr_html_(self) -> str:
+        from . import html, readable
+        from .describe import describe
+
+        sharding = self._reader.sharding(self._entry)
+        about = [("array", describe(self._entry)), ("size", readable.nbytes(self.nbytes))]
+        about += [] if sharding is None else [("sharding", str(sharding))]
+        return html.page(self._entry.path or "(root)", html.table([*about, ("in", self._reader.path)]))
+
     def __repr__(self) -> str:
         from .describe import describe
 

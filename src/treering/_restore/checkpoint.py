@@ -217,6 +217,21 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             progress=progress,
         )
 
+    def _repr_html_(self) -> str:
+        from .._core import html, readable
+        from .._core.describe import describe, shorten
+
+        def what(entry: Entry) -> str:
+            return describe(entry) + ("" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}")
+
+        step = "" if self.step is None else f"step {self.step}"
+        saved = "" if self.created is None else f"saved {self.created:%Y-%m-%d %H:%M:%S} UTC"
+        leaves = readable.count(len(self), "leaf", "leaves")
+        head = html.line(self.format, step, leaves, readable.nbytes(self.nbytes), saved)
+        metrics = html.table(self.metrics) if self.metrics else ""
+        part = f", at {self._part}" if self._part else ""
+        return html.page(f"{self.path}{part}", head, metrics, html.tree(self._entries, what))
+
     def __repr__(self) -> str:
         return self._text(_MAX_SHOWN_LEAVES)
 

@@ -10,6 +10,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from .._core import html
+from .._core.readable import nbytes
 from .._core.source import Written
 from .._processes import coordinator
 from .._processes.coordinator import Call
@@ -56,6 +58,13 @@ class SaveReport:
         """10^9 bytes a second, from the call to the commit, without `wait_seconds`."""
         own = self.seconds - self.wait_seconds
         return self.nbytes / 1e9 / own if own else 0.0
+
+    def _repr_html_(self) -> str:
+        rows = [("size", nbytes(self.nbytes)), ("rate", f"{self.gb_per_second:.2f} GB/s")]
+        rows += [("step", str(self.step))] if self.step is not None else []
+        seconds = ("seconds", "stall_seconds", "wait_seconds", "write_seconds", "sync_seconds", "commit_seconds")
+        rows += [(name.replace("_", " "), f"{getattr(self, name):.3f}") for name in seconds]
+        return html.page(self.path, html.table(rows))
 
     def __repr__(self) -> str:
         return f"<SaveReport {self}>"

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes
+from .._core import dtypes, html
 from .._core.describe import describe
 from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.readable import count
 from .._core.tracebacks import at_the_caller
 from .._pytree import box_levels, devices, flax, leaves, walk
 from .._restore.checkpoint import Checkpoint
@@ -56,6 +57,13 @@ class Diff:
 
     def __bool__(self) -> bool:
         return bool(self.only_a or self.only_b or self.changed)
+
+    def _repr_html_(self) -> str:
+        parts = (("only in a", dict.fromkeys(self.only_a, "")), ("only in b", dict.fromkeys(self.only_b, "")))
+        found = [
+            html.listed(f"{len(p):,} {title}", list(p.items())) for title, p in (*parts, ("changed", self.changed))
+        ]
+        return html.page("Diff", html.line(f"{count(self.equal, 'leaf is', 'leaves are')} equal"), *found)
 
     def __repr__(self) -> str:
         counts = f"{len(self.only_a)} only in a, {len(self.only_b)} only in b, {len(self.changed)} changed"

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 
 from .. import formats, stores
+from .._core import html
+from .._core.readable import count, nbytes
 from .._core.source import WHOLE, Problem, Share, Source
 from .._core.tracebacks import at_the_caller
 from .._run.latest_good import check_known
@@ -37,6 +39,11 @@ class VerifyReport:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def _repr_html_(self) -> str:
+        found = [(problem.file, str(problem)) for problem in self.problems]
+        said = "all good" if self.ok else count(len(found), "problem")
+        return html.page(self.path, html.line(nbytes(self.nbytes), said), html.listed("damage", found))
 
     def __repr__(self) -> str:
         found = f"{len(self.problems)} problems" if self.problems else "all good"

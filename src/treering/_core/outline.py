@@ -5,10 +5,11 @@ import math
 import re
 from collections.abc import Hashable, Iterator, Mapping
 
-from .._core.describe import describe
-from .._core.entries import ArrayEntry, Entry
-from .._core.leaf_paths import split
+from .describe import describe
+from .entries import ArrayEntry, Entry
+from .leaf_paths import written
 
+_MAX_LEVELS = 64
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 
 
@@ -52,17 +53,22 @@ def outline(entries: Mapping[str, Entry], *, collapse: bool = True) -> Node:
 
 def _place(places: dict[str, Node], path: str) -> Node:
     """The node of a path, made with all above it."""
-    missing: list[str] = []
-    above = path
-    while above not in places:
+    missing = [path]
+    while (above := _above(missing[-1])) not in places:
         missing.append(above)
-        above = above.rpartition("/")[0]
     node = places[above]
     for one in reversed(missing):
-        child = Node(split(one.rpartition("/")[2])[0], one)
+        child = Node(written(one.removeprefix(above + "/" if above else "")), one)
         node.children.append(child)
         places[one] = node = child
+        above = one
     return node
+
+
+def _above(path: str) -> str:
+    """The path above; from so many levels on, names are not taken apart."""
+    above = path.rpartition("/")[0]
+    return "/".join(path.split("/", _MAX_LEVELS)[:_MAX_LEVELS]) if above.count("/") >= _MAX_LEVELS else above
 
 
 def _finish(root: Node, collapse: bool) -> None:

@@ -1,0 +1,79 @@
+"""Checkpoints and reports as HTML, for notebooks: what is nested folds, and a click copies a path."""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+from .entries import ArrayEntry, Entry
+from .outline import Node, outline
+from .readable import count, nbytes, safe
+
+_MAX_NODES = 2000  # of a tree that are shown
+_OPEN_LEVELS = 1  # of the tree that are unfolded
+
+# Within an element of its own, so that it changes nothing else on the page.
+_STYLE = (
+    "<style>.treering{font-family:monospace;font-size:90%}.treering details,.treering .leaf{margin-left:1.2em}"
+    ".treering summary{cursor:pointer;margin-left:-1.1em}.treering .path{cursor:copy;font-weight:bold}"
+    ".treering .what{opacity:.7;margin-left:1em}.treering td,.treering th{text-align:left;padding:0 1em 0 0}</style>"
+)
+_COPY = 'onclick="event.preventDefault();navigator.clipboard.writeText(this.title)"'
+
+
+def text(value: object) -> str:
+    """Text from a file, as HTML that shows it and is nothing else."""
+    return escape(safe(value))
+
+
+def path(full: str, shown: str) -> str:
+    """A path that a click copies, under a shorter name."""
+    return f'<span class="path" title="{text(full)}" {_COPY}>{text(shown)}</span>'
+
+
+def page(title: str, *parts: str) -> str:
+    """What a notebook shows of one object."""
+    return f'{_STYLE}<div class="treering"><div><b>{text(title)}</b></div>{"".join(parts)}</div>'
+
+
+def line(*parts: str) -> str:
+    """A line of text."""
+    return f"<div>{text(' · '.join(part for part in parts if part))}</div>"
+
+
+def table(rows: Mapping[str, object] | Sequence[tuple[str, object]]) -> str:
+    """Names and values."""
+    pairs = rows.items() if isinstance(rows, Mapping) else rows
+    cells = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in pairs)
+    return f"<table>{cells}</table>"
+
+
+def listed(title: str, items: Sequence[tuple[str, str]]) -> str:
+    """Paths, and what is said of each, that unfold below a title; nothing where there are none."""
+    if not items:
+        return ""
+    lines = [f'<div class="leaf">{path(one, one)}<span class="what">{text(what)}</span></div>' for one, what in items]
+    more = len(lines) - _MAX_NODES
+    rest = f'<div class="leaf">and {more:,} more</div>' if more > 0 else ""
+    return f"<details open><summary>{text(title)}</summary>{''.join(lines[:_MAX_NODES])}{rest}</details>"
+
+
+def tree(entries: Mapping[str, Entry], what: Callable[[Entry], str]) -> str:
+    """The leaves by path, nested, those that are alike as one; `what` is said of each."""
+    left = _MAX_NODES
+
+    def shown(node: Node, level: int) -> str:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return ""
+        name = path(node.path, node.name + (f" ×{node.alike}" if node.alike > 1 else ""))
+        if node.entry is not None:
+            size = nbytes(node.nbytes) if isinstance(node.entry, ArrayEntry) else ""
+            about = f'<span class="what">{text(what(node.entry))} {text(size)}</span>'
+            return f'<div class="leaf">{name}{about}</div>'
+        about = f'<span class="what">{text(count(node.leaves, "leaf", "leaves"))}, {text(nbytes(node.nbytes))}</span>'
+        inside = "".join(shown(child, level + 1) for child in node.children)
+        opened = " open" if level < _OPEN_LEVELS else ""
+        return f"<details{opened}><summary>{name}{about}</summary>{inside}</details>"
+
+    parts = "".join(shown(child, 0) for child in outline(entries).children)
+    return parts + (f'<div class="leaf">and {-left:,} more lines; print() shows all</div>' if left < 0 else "")

@@ -1,0 +1,42 @@
+"""Numbers and text from files as people read them."""
+
+import math
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
+
+
+def safe(text: object) -> str:
+    """Text from a file as one line that a terminal takes for nothing but text: what does not print is escaped."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def safe_lines(text: object) -> str:
+    """Several lines of text, each as by `safe`."""
+    return "\n".join(safe(line) for line in str(text).split("\n"))
+
+
+def nbytes(count: float | None) -> str:
+    """A number of bytes with three digits and a decimal unit: ``1.53 GB``."""
+    if count is None:
+        return ""
+    for unit in _UNITS:
+        if abs(count) < 999.5 or unit == _UNITS[-1]:
+            return f"{int(count)} B" if unit == "B" else f"{number(count)} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def number(value: float) -> str:
+    """A number with three digits or so."""
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.3g}")
+    return f"{value:#.3g}".rstrip(".") if 1 <= abs(value) < 999.5 else f"{value:.3g}"
+
+
+def count(many: int, one: str, several: str = "") -> str:
+    """A number of things: ``1 leaf``, ``5,012 leaves``."""
+    return f"{many:,} {one if many == 1 else several or one + 's'}"
