@@ -4,7 +4,9 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import pytest
 
 import treering as tr
 
@@ -52,3 +54,11 @@ def test_large_arrays_are_compared_in_slices(monkeypatch) -> None:
 def test_parts_of_checkpoints(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "a", {"params": {"w": np.ones(2)}, "opt": 3})
     assert not tr.diff(tr.open(tmp_path / "a").at("params"), {"w": np.ones(2)})
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "complex32", "bcomplex32"])
+def test_imaginary_parts_count(dtype: str) -> None:
+    dtype_ = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = np.array([1, 3j]).astype(dtype_), np.array([1, -3j]).astype(dtype_)
+    (change,) = tr.diff({"x": a}, {"x": b}).values.values()
+    assert (change.differing, change.largest, change.relative, change.cosine) == (1, 6, 2, pytest.approx(-0.8))

@@ -58,6 +58,13 @@ def stored_as(text: str) -> tuple[str, int, bool]:
     raise UnsupportedError(f"dtype {text}")
 
 
+def widest(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
+    """The type in which numbers of a dtype are calculated with; those of ml_dtypes have kinds of their own."""
+    import numpy as np
+
+    return np.complex128 if "complex" in dtype.name else np.float64
+
+
 def itemsize(text: str) -> int:
     """Bytes per stored element."""
     return stored_as(text)[1]

@@ -151,12 +151,13 @@ class _Apart:
         self._numbers = p.dtype.kind not in "MmUSb"
         if not self._numbers:
             return
-        wide = np.complex128 if p.dtype.kind == "c" else np.float64
+        wide = dtypes.widest(p.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             p, q = p.astype(wide), q.astype(wide)
-            self._products += float(np.vdot(p, q).real)
-            self._left += float(np.vdot(p, p).real)
-            self._right += float(np.vdot(q, q).real)
+            a, b = p.view(np.float64), q.view(np.float64)  # of complex numbers the parts
+            self._products += float((a * b).sum())
+            self._left += float((a * a).sum())
+            self._right += float((b * b).sum())
             self._magnitude = max(self._magnitude, *(_finite_max(np.abs(side)) for side in (p, q)))
             if unequal.any():
                 self._largest = max(self._largest, float(np.nanmax(np.abs(p - q), initial=0.0)))

@@ -69,8 +69,9 @@ def stats(array: LazyArray, *, bins: int = 0) -> Stats:
 
 
 def _floats(values: "NDArray[Any]") -> "NDArray[np.float64]":
-    flat = values.reshape(-1)
-    return np.abs(flat).astype(np.float64) if flat.dtype.kind == "c" else flat.astype(np.float64)
+    """The values, of complex ones the magnitudes."""
+    wide: Any = values.reshape(-1).astype(dtypes.widest(values.dtype))
+    return np.abs(wide) if wide.dtype.kind == "c" else wide
 
 
 def _bounds(low: float, high: float) -> tuple[float, float]:

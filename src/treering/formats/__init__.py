@@ -5,6 +5,8 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 """
 
 import importlib
+import importlib.metadata
+import logging
 import os
 from collections.abc import Collection, Container, Sequence
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ from ..stores.nfs import warn_of_closed
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from ._shared import kinds
+
+_log = logging.getLogger("treering")
 
 # The names that a format of another package needs.
 __all__ = [
@@ -98,16 +102,36 @@ _MODULES = {
     "levanter": "treering.formats.levanter.format",
 }
 _registered: dict[str, Format] = {}
+_looked = False  # for what is installed
 _ALIASES = {"easylm": "fjformer"}
 
 
 def register(format: Format) -> None:
-    """Adds a format of another package, or replaces the one of the same name."""
+    """Adds a format of another package, or replaces the one of the same name.
+
+    Packages that are installed may offer one without that, as an entry point of the group ``treering.formats``.
+    """
     _registered[format.name] = format
 
 
+def _register_installed() -> None:
+    """Adds the formats that installed packages offer as entry points, once. One that fails is logged and left out."""
+    global _looked
+    if _looked:
+        return
+    _looked = True  # first: a package may ask for the formats that there are while it is imported
+    for point in importlib.metadata.entry_points(group="treering.formats"):
+        if point.name in _MODULES or point.name in _registered:
+            continue  # what the program itself has registered counts
+        try:
+            register(point.load())
+        except Exception as error:  # of another package, without which all else goes on
+            _log.warning("the format %r of %s is not there, for loading it failed: %r", point.name, point.value, error)
+
+
 def names() -> list[str]:
-    """The names of all formats."""
+    """The names of all formats: the shipped ones, those that were registered, and those of installed packages."""
+    _register_installed()
     return list(dict.fromkeys([*_MODULES, *_registered]))
 
 
@@ -116,6 +140,8 @@ def get(name: str) -> Format:
     name = _ALIASES.get(name, name)
     if name not in _registered and name in _MODULES:
         _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
+    if name not in _registered:
+        _register_installed()
     if name not in _registered:
         raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, names()))}")
     return _registered[name]
