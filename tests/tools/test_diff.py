@@ -36,7 +36,7 @@ def test_equality_is_bit_by_bit(tmp_path: pathlib.Path) -> None:
     other = nan.copy()
     other.view(np.uint32)[0] += 1
     assert not tr.diff({"x": nan, "n": float("nan")}, {"x": nan.copy(), "n": float("nan")})
-    assert tr.diff({"x": nan}, {"x": other}).changed == {"x": "1 of 2 values differ, at most by 0"}
+    assert tr.diff({"x": nan}, {"x": other}).changed == {"x": "1 of 2 values differ"}
     assert tr.diff({"x": np.array(0.0)}, {"x": np.array(-0.0)})
     assert not tr.diff({"x": jnp.ones(2, jnp.bfloat16)}, {"x": np.ones(2, jnp.bfloat16)})
     assert not tr.diff({"x": np.zeros((0, 3))}, {"x": np.zeros((0, 3))})

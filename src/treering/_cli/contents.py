@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core.readable import count, nbytes, number, safe
+from .._core.readable import sharding as sharding_text
 from ..errors import NotFoundError
 from .arguments import Subset
-from .output import as_json, cut, iso, say, say_json, table, when, width
+from .output import FAILED, PATH, as_json, cut, iso, say, say_json, table, when, width
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
@@ -36,7 +37,7 @@ _step = click.option("--step", type=int, metavar="N", help="The step of a run; i
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=PATH)
 @click.argument("path", default="")
 @_step
 @click.option("--all", "everything", is_flag=True, help="Every leaf: layers that are alike are not shown as one.")
@@ -59,7 +60,7 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
     _show_head(ckpt, path)
     from .._core.outline import outline
 
-    tree = outline(ckpt._entries, collapse=not everything)
+    tree = outline(ckpt._entries, collapse=not everything, about=ckpt._reader.sharding)
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
     columns = width()
@@ -88,14 +89,17 @@ def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
 
 
 def _show_head(ckpt: "Checkpoint", path: str) -> None:
+    from .._core.entries import ArrayEntry
+
     created = ckpt.created and ckpt.created.timestamp()
     parts = [ckpt.format, *([] if ckpt.step is None else [f"step {ckpt.step}"]), count(len(ckpt), "leaf", "leaves")]
-    parts += [nbytes(ckpt.nbytes), *([f"saved {when(created)}"] if created else [])]
+    size = sum(entry.nbytes for entry in ckpt._entries.values() if isinstance(entry, ArrayEntry))
+    parts += [nbytes(size if path else ckpt.nbytes), *([f"saved {when(created)}"] if created else [])]
     say(click.style(safe(ckpt.path + (f", at {path}" if path else "")), bold=True))
     say(" · ".join(parts))
     columns = width()
     if ckpt.metrics:
-        metrics = ", ".join(f"{safe(name)} {number(value)}" for name, value in ckpt.metrics.items())
+        metrics = ", ".join(f"{safe(name)} {number(value, 6)}" for name, value in ckpt.metrics.items())
         say(cut(f"metrics: {metrics}", columns))
     if ckpt.metadata is not None:
         text = safe(json.dumps(ckpt.metadata, ensure_ascii=False))
@@ -119,20 +123,12 @@ def _what(ckpt: "Checkpoint", node: "Node", *, short: bool) -> str:
         value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
         return f"{describe(entry)}{value}"
     sharding = ckpt._reader.sharding(entry)
-    spec = "" if sharding is None else f"  {_spec(sharding)}"
+    spec = "" if sharding is None else f"  {sharding_text(sharding)}"
     return f"{safe(describe(entry))}  {nbytes(node.nbytes)}{spec}"
 
 
-def _spec(sharding: dict[str, Any]) -> str:
-    """A sharding as people write it: ``P('data', None) on data=8, model=4``; the file may say anything."""
-    spec, mesh = sharding.get("spec"), sharding.get("mesh")
-    if not isinstance(spec, list) or not isinstance(mesh, dict):
-        return ""
-    axes = ", ".join(repr(tuple(axis) if isinstance(axis, list) else axis) for axis in spec)
-    return safe(f"P({axes}) on {', '.join(f'{name}={size}' for name, size in mesh.items())}")
-
-
 def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
+    from .._core.describe import describe, shorten
     from .._core.lazy import LazyArray
     from .._tools.stats import has_stats, stats
 
@@ -141,7 +137,7 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
         if json_:
             say_json({"path": path, "value": leaf})
         else:
-            say(safe(repr(leaf)))
+            say(safe(shorten(leaf) if isinstance(leaf, int) else repr(leaf)))
         return
     found = stats(leaf, bins=_BINS) if has_stats(leaf) else None
     about = _entry(ckpt, leaf.entry)
@@ -150,7 +146,8 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
         return
     say(click.style(safe(path), bold=True))
     sharding = ckpt._reader.sharding(leaf.entry)
-    say("  ".join([f"{leaf.dtype}{list(leaf.shape)}", nbytes(leaf.nbytes), *([_spec(sharding)] if sharding else [])]))
+    spec = [sharding_text(sharding)] if sharding else []
+    say("  ".join([safe(describe(leaf.entry)), nbytes(leaf.nbytes), *spec]))
     say()
     say(_values(leaf))
     if found:
@@ -193,7 +190,7 @@ def _show_stats(found: "Stats") -> None:
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_step
 @as_json
@@ -244,8 +241,8 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, json_: bool
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @as_json
 def diff(a: str, b: str, json_: bool) -> int:
     """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 when they differ.
@@ -276,7 +273,7 @@ def _apart(change: "ValueChange | None") -> str:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option(
     "--subset",
     type=Subset(),
@@ -288,13 +285,22 @@ def verify(path: str, subset: tuple[int, int] | int | None, json_: bool) -> int:
 
     Where a format has no checksums, everything is read and decoded.
     """
-    from .._tools.verify import verify as check
+    from .._tools.verify import check
 
     part = _part(path, subset) if isinstance(subset, int) else subset
-    report = check(path, subset=part)
+    report, unsupported, _ = check(path, part)
     if json_:
         problems = [problem._asdict() for problem in report.problems]
-        say_json({"path": report.path, "ok": report.ok, "nbytes": report.nbytes, "part": part, "problems": problems})
+        say_json(
+            {
+                "path": report.path,
+                "ok": report.ok,
+                "nbytes": report.nbytes,
+                "part": part,
+                "problems": problems,
+                "unsupported": [str(error) for error in unsupported],
+            }
+        )
     else:
         good = click.style("all good", fg="green")
         bad = click.style(count(len(report.problems), "problem"), fg="red")
@@ -302,7 +308,9 @@ def verify(path: str, subset: tuple[int, int] | int | None, json_: bool) -> int:
         say(f"{safe(report.path)}: {nbytes(report.nbytes)}{which}, {good if report.ok else bad}")
         for problem in report.problems:
             say(f"  {safe(problem)}")
-    return int(not report.ok)
+        for error in unsupported:
+            say(f"  cannot be checked: {safe(error)}")
+    return int(not report.ok) or (FAILED if unsupported else 0)
 
 
 def _part(path: str, most: int) -> tuple[int, int]:

@@ -6,12 +6,12 @@ import click
 
 from .._core.readable import count, nbytes, safe
 from .arguments import Bytes, Rename
-from .output import as_json, say, say_json
+from .output import PATH, as_json, say, say_json
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
 @click.option("--format", metavar="NAME", help="The format of TARGET; by default what its suffix says, else treering.")
 @click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
 @click.option("--at", default="", metavar="PATH", help="Only what lies below this path.")
@@ -67,26 +67,26 @@ def convert(
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there, in one step.")
 @as_json
 def cp(source: str, target: str, overwrite: bool, json_: bool) -> int:
     """Copy a checkpoint or all good steps of a run to another place, between disks and buckets.
 
     The files are the same byte for byte, each checked as it is read, with pins and recorded metrics. Steps of a run
-    that are there already are left out. The exit code is 1 when damaged ones were left behind. Checkpoints of other
-    libraries are copied by convert.
+    that are there already only get those; --overwrite replaces what differs or is damaged there. The exit code is 1
+    when damaged steps were left behind. Checkpoints of other libraries are copied by convert.
     """
     from .._tools.copy import copy_all
 
     done = copy_all(source, target, overwrite=overwrite)
     if json_:
-        say_json({"copied": done.copied, "left_out": done.left_out, "damaged": done.damaged, "nbytes": done.nbytes})
-        return int(bool(done.damaged))
-    there = f"; {count(len(done.left_out), 'is', 'are')} there already" if done.left_out else ""
+        say_json({"copied": done.copied, "there": done.there, "left_behind": done.left_behind, "nbytes": done.nbytes})
+        return int(bool(done.left_behind))
+    there = f"; {count(len(done.there), 'is', 'are')} there already" if done.there else ""
     say(f"{count(len(done.copied), 'checkpoint')} copied, {nbytes(done.nbytes)}{there}")
-    return int(bool(done.damaged))
+    return int(bool(done.left_behind))
 
 
 COMMANDS = (convert, cp)

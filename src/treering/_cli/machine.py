@@ -7,14 +7,14 @@ import click
 
 from .._core.readable import nbytes, number, safe
 from .arguments import Bytes
-from .output import as_json, say, say_json
+from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
     from ..stores.trial import Finding
 
 
 @click.command()
-@click.argument("place")
+@click.argument("place", type=PATH)
 @click.option("--size", type=Bytes(), default="256M", show_default=True, help="Bytes to write and read back.")
 @as_json
 def doctor(place: str, size: int, json_: bool) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
@@ -13,9 +14,8 @@ from .._core.readable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
 from . import contents, copying, machine, runs
-from .output import say
+from .output import FAILED, say
 
-FAILED = 3  # the exit code of an error that is printed
 _NAME = "treering"
 _COMPLETE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
 _SIGPIPE = getattr(signal, "SIGPIPE", 13)
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cli.main(prog_name=_NAME, complete_var=_COMPLETE)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
+    _prepare_streams()
     _log_to_stderr(debug)
     try:
         return _invoke(arguments)
@@ -72,11 +73,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (TreeringError, OSError, ImportError) as error:
-        if debug:
-            raise
-        say(f"{click.style('error:', fg='red')} {safe_lines(_told(error))}", err=True)
+    except (TreeringError, OSError, ImportError, MemoryError) as error:
+        _say_error(debug, str(error) if isinstance(error, TreeringError | OSError) else repr(error))
         return FAILED
+    except Exception as error:
+        _say_error(debug, f"this should not happen, and is worth a report with what --debug prints: {error!r}")
+        return FAILED
+
+
+def _say_error(debug: bool, what: str) -> None:
+    if debug:
+        say(safe_lines(traceback.format_exc()), err=True)
+    what = what.replace("overwrite=True", "--overwrite")
+    say(f"{click.style('error:', fg='red')} {safe_lines(what)}", err=True)
+
+
+def _prepare_streams() -> None:
+    """Makes the program's output take any text: it may be closed, or in an encoding that has not every character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # as long as the program runs
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -85,12 +104,6 @@ def _invoke(arguments: list[str]) -> int:
             return cli.invoke(context) or 0
     finally:
         sys.stdout.flush()
-
-
-def _told(error: BaseException) -> str:
-    if isinstance(error, TreeringError):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else str(error)
 
 
 class _OnStderr(logging.Handler):

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import shutil
 import sys
@@ -12,6 +13,9 @@ import click
 
 from .._core.values import encode_float
 
+PATH = click.Path()  # or a URL; so that shells complete the names of files
+FAILED = 3  # the exit code of an error that is printed
+_MAX_BITS = 10_000  # of an int that is written as a number
 _LEAST_WIDTH = 8  # columns that a cell keeps, however narrow the terminal
 
 
@@ -33,7 +37,9 @@ def say_json(value: Any) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return encode_float(value)
+        return "nan" if math.isnan(value) else encode_float(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)  # Python writes no more digits
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
@@ -61,6 +67,12 @@ def cut(text: str, columns: int | None) -> str:
     return text if columns is None or len(text) <= columns else text[: max(columns - 1, 0)] + "…"
 
 
+def cut_middle(text: str, columns: int) -> str:
+    """Text of at most so many columns, with both its ends, of which the last is longer: it tells paths apart."""
+    first = (columns - 1) // 3
+    return text if len(text) <= columns else f"{text[:first]}…{text[len(text) - (columns - 1 - first) :]}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> None:
     """Prints a table. All but the columns `left` are aligned to the right; empty ones are left out.
 
@@ -69,15 +81,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collectio
     used = [n for n, _ in enumerate(head) if any(row[n] for row in rows)]
     widths = {n: max(len(head[n]), *(len(click.unstyle(row[n])) for row in rows)) for n in used}
     space = width()
-    while space is not None and sum(widths.values()) + 2 * (len(widths) - 1) > space:
-        widest = max(widths, key=lambda n: widths[n])
+    texts = [n for n in used if head[n] in left]  # a number that is cut is another number
+    while space is not None and texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
+        widest = max(texts, key=lambda n: widths[n])
         if widths[widest] <= _LEAST_WIDTH:
             break
         widths[widest] -= 1
 
     def cell(n: int, text: str) -> str:
         plain = click.unstyle(text)
-        shown = text if len(plain) <= widths[n] else cut(plain, widths[n])
+        shown = text if len(plain) <= widths[n] else cut_middle(plain, widths[n])
         pad = " " * (widths[n] - min(len(plain), widths[n]))
         return shown + pad if head[n] in left else pad + shown
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core.readable import count, nbytes, number, safe
-from ..errors import NotFoundError
+from ..errors import NotFoundError, TreeringError
 from .arguments import KEEP, Keep, joined
-from .output import as_json, iso, say, say_json, table, when
+from .output import FAILED, PATH, as_json, iso, say, say_json, table, when
 
 if TYPE_CHECKING:
     from .._run.directory import Directory
@@ -27,7 +27,7 @@ def _best(value: str) -> tuple[str, str]:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--best", metavar="METRIC:MODE", help="Mark the best step by a metric; MODE is min or max.")
 @click.option("--keep", type=Keep(), multiple=True, help=f"Show what would be deleted. {KEEP}")
 @as_json
@@ -47,7 +47,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", json_: bool) -> None
     head = ["step", "saved", "size", *map(safe, metrics), "notes"]
     rows = []
     for row in listing.rows:
-        numbers = [number(row.metrics[name]) if name in row.metrics else "" for name in metrics]
+        numbers = [number(row.metrics[name], 6) if name in row.metrics else "" for name in metrics]
         notes = ", ".join(_notes(row, listing, first))
         rows.append([str(row.step), when(row.created), nbytes(row.nbytes), *numbers, notes])
     table(head, rows, left=["notes"])
@@ -87,12 +87,12 @@ def _notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.argument("keep", nargs=-1, required=True, type=Keep())
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @as_json
-def prune(run: str, keep: "tuple[Any, ...]", dry_run: bool, yes: bool, json_: bool) -> None:
+def prune(run: str, keep: "tuple[Any, ...]", dry_run: bool, yes: bool, json_: bool) -> int:
     """Delete the steps of a RUN that no KEEP wants; the newest good step, pinned ones and links stay in any case.
 
     KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
@@ -101,27 +101,42 @@ def prune(run: str, keep: "tuple[Any, ...]", dry_run: bool, yes: bool, json_: bo
     from .._tools.listing import list_run
 
     directory = _directory(run)
-    doomed = [row for row in list_run(run, joined(keep)).rows if row.deleted]
+    policy = joined(keep)
+    doomed = [row for row in list_run(run, policy).rows if row.deleted]
     if doomed and not dry_run and not yes:
         if json_ or not sys.stdin.isatty():
             raise click.UsageError("nobody is there to be asked: pass --yes, or --dry-run to see what would be deleted")
         _say_deleted(doomed, dry_run=True)
-        click.confirm("Delete them?", abort=True)
-    if not dry_run:
-        for row in doomed:
-            directory.delete(row.step)
+        if not click.confirm("Delete them?"):
+            say("nothing was deleted")
+            return 1
+        # Meanwhile a job may have saved, deleted or gone back.
+        still = {(row.path, row.created) for row in list_run(run, policy).rows if row.deleted}
+        doomed = [row for row in doomed if (row.path, row.created) in still]
+    failed = {} if dry_run else _delete(directory, doomed)
+    deleted = [row for row in doomed if row.step not in failed]
     if json_:
-        steps = [row.step for row in doomed]
-        say_json(
-            {
-                "path": directory.root,
-                "deleted": steps,
-                "nbytes": sum(row.nbytes or 0 for row in doomed),
-                "dry_run": dry_run,
-            }
-        )
+        total = sum(row.nbytes or 0 for row in deleted)
+        steps = [row.step for row in deleted]
+        say_json({"path": directory.root, "deleted": steps, "nbytes": total, "dry_run": dry_run, "failed": failed})
     else:
-        _say_deleted(doomed, dry_run=dry_run)
+        _say_deleted(deleted, dry_run=dry_run)
+    for step, why in failed.items():
+        say(f"step {step} is not deleted: {safe(why)}", err=True)
+    return FAILED if failed else 0
+
+
+def _delete(directory: "Directory", rows: "list[Row]") -> dict[int, str]:
+    """Deletes steps; returns those that cannot be deleted, and why."""
+    failed: dict[int, str] = {}
+    for row in rows:
+        try:
+            directory.delete(row.step)
+        except NotFoundError:  # a job has deleted it meanwhile
+            continue
+        except (TreeringError, OSError) as error:
+            failed[row.step] = str(error)
+    return failed
 
 
 def _say_deleted(doomed: "list[Row]", *, dry_run: bool) -> None:
@@ -132,7 +147,7 @@ def _say_deleted(doomed: "list[Row]", *, dry_run: bool) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.argument("steps", nargs=-1, required=True, type=int)
 def pin(run: str, steps: tuple[int, ...]) -> None:
     """Mark STEPS of a RUN never to be deleted, for every job."""
@@ -142,7 +157,7 @@ def pin(run: str, steps: tuple[int, ...]) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.argument("steps", nargs=-1, required=True, type=int)
 def unpin(run: str, steps: tuple[int, ...]) -> None:
     """Remove the mark that pin has set."""
@@ -152,7 +167,7 @@ def unpin(run: str, steps: tuple[int, ...]) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.argument("step", type=int)
 def rewind(run: str, step: int) -> None:
     """Go back to a STEP of a RUN: the later ones no longer count, and the next job goes on from it.
@@ -183,7 +198,7 @@ def _directory(run: str) -> "Directory":
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option(
     "--depth", type=click.IntRange(1), default=1, metavar="N", help="Of a checkpoint: so many levels of its tree."
 )
@@ -191,22 +206,16 @@ def _directory(run: str) -> "Directory":
 def du(path: str, depth: int, json_: bool) -> None:
     """Say what takes the room: of a run its steps, of a checkpoint the parts of its tree."""
     from .. import stores
-    from .._core.outline import outline
-    from .._run.open import open_checkpoint
-    from .._tools.listing import list_run
+    from .._tools.listing import check_run
 
+    place = stores.absolute(path)
     try:
-        listing = list_run(path)
+        check_run(stores.of(place), place)
     except NotFoundError:
-        ckpt = open_checkpoint(path)
-        tree = outline(ckpt._entries, collapse=False)
-        parts = [(node.path, node.nbytes) for level, node in tree.walk() if level < depth and node.nbytes]
-        total, root = ckpt.nbytes, ckpt.path
+        root, parts, total = _parts_of_checkpoint(path, depth)
     else:
-        parts = [(os.path.basename(row.path), row.nbytes or 0) for row in listing.rows]
-        store = stores.of(listing.path)
-        parts += [(os.path.basename(one), sum(_sizes(store, one))) for one in listing.set_aside]
-        total, root = sum(size for _, size in parts), listing.path
+        root, parts = place, _parts_of_run(place)
+        total = sum(size for _, size in parts)
     if json_:
         say_json({"path": root, "nbytes": total, "parts": [{"path": name, "nbytes": size} for name, size in parts]})
         return
@@ -214,10 +223,35 @@ def du(path: str, depth: int, json_: bool) -> None:
     table(["size", "share", "part"], [*rows, [nbytes(total), "", safe(root)]], left=["part"])
 
 
-def _sizes(store: Any, run: str) -> list[int]:
-    from .._tools.listing import list_run
+def _parts_of_run(place: str) -> list[tuple[str, int]]:
+    """What lies in the directory of a run, and its bytes: folders one by one, files together."""
+    from .. import stores
+    from .._tools.listing import tree_bytes
 
-    return [row.nbytes or 0 for row in list_run(run).rows]
+    store = stores.of(place)
+    parts: list[tuple[str, int]] = []
+    files = 0
+    with store.glance(place):
+        for name in sorted(store.list(place)):
+            path = os.path.join(place, name)
+            found = store.stat(path)
+            if found and found.is_file:
+                files += found.nbytes
+            else:
+                parts.append((name, tree_bytes(store, path)))
+    return [*parts, *([("(files)", files)] if files else [])]
+
+
+def _parts_of_checkpoint(path: str, depth: int) -> tuple[str, list[tuple[str, int]], int]:
+    """A checkpoint, its parts with their bytes, those within others too, and the bytes of all on the disk."""
+    from .._core.outline import outline
+    from .._run.open import open_checkpoint
+
+    ckpt = open_checkpoint(path)
+    tree = outline(ckpt._entries, collapse=False)
+    parts = [(node.path, node.nbytes) for level, node in tree.walk() if level < depth and node.nbytes]
+    rest = ckpt.nbytes - sum(node.nbytes for node in tree.children)
+    return ckpt.path, [*parts, *([("(what describes them)", rest)] if rest > 0 else [])], ckpt.nbytes
 
 
 COMMANDS = (ls, prune, pin, unpin, rewind, du)

@@ -75,5 +75,5 @@ def tree(entries: Mapping[str, Entry], what: Callable[[Entry], str]) -> str:
         opened = " open" if level < _OPEN_LEVELS else ""
         return f"<details{opened}><summary>{name}{about}</summary>{inside}</details>"
 
-    parts = "".join(shown(child, 0) for child in outline(entries).children)
+    parts = "".join(shown(child, 0) for child in outline(entries, about=what).children)
     return parts + (f'<div class="leaf">and {-left:,} more lines; print() shows all</div>' if left < 0 else "")

@@ -124,7 +124,7 @@ class _Part:
         import numpy as np
 
         (array,) = self._reader.read([(self._entry, self._box)])
-        return np.ascontiguousarray(array, dtype)
+        return np.ascontiguousarray(array, dtype).reshape(array.shape)  # which makes one without axes have one
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:

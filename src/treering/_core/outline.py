@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from .describe import describe
 from .entries import ArrayEntry, Entry
 from .leaf_paths import written
 
 _MAX_LEVELS = 64
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
 @dataclasses.dataclass
@@ -38,8 +38,13 @@ class Node:
             stack += [(level + 1, child) for child in reversed(node.children)]
 
 
-def outline(entries: Mapping[str, Entry], *, collapse: bool = True) -> Node:
-    """The tree of leaves by path. With `collapse`, siblings that differ in a number alone are one node."""
+def outline(
+    entries: Mapping[str, Entry], *, collapse: bool = True, about: Callable[[ArrayEntry], object] = lambda entry: None
+) -> Node:
+    """The tree of leaves by path. With `collapse`, siblings that differ in a number alone are one node.
+
+    about: what is said of an array beside its dtype and shape; arrays of which other things are said are not alike.
+    """
     root = Node("", "")
     places: dict[str, Node] = {"": root}
     for path, entry in entries.items():
@@ -47,7 +52,7 @@ def outline(entries: Mapping[str, Entry], *, collapse: bool = True) -> Node:
             _place(places, path).entry = entry
         else:
             root.children.append(Node("(root)", "", entry))
-    _finish(root, collapse)
+    _finish(root, about if collapse else None)
     return root
 
 
@@ -71,8 +76,8 @@ def _above(path: str) -> str:
     return "/".join(path.split("/", _MAX_LEVELS)[:_MAX_LEVELS]) if above.count("/") >= _MAX_LEVELS else above
 
 
-def _finish(root: Node, collapse: bool) -> None:
-    """Adds sizes up from below, and joins what is alike."""
+def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
+    """Adds sizes up from below, and joins what is alike if `about` says what that is."""
     order = [root, *(node for _, node in root.walk())]
     kinds: dict[int, Hashable] = {}
     numbers: dict[Hashable, int] = {}  # a kind is compared often: a number stands for it
@@ -85,7 +90,7 @@ def _finish(root: Node, collapse: bool) -> None:
             if isinstance(entry, ArrayEntry):
                 node.nbytes = entry.nbytes
                 node.values = math.prod(entry.shape)
-                own = (own, entry.type)
+                own = (own, about and repr(about(entry)))
             else:
                 own = (own, repr(entry.value))
         for child in node.children:
@@ -93,38 +98,42 @@ def _finish(root: Node, collapse: bool) -> None:
             node.nbytes += child.nbytes
             node.values += child.values
         kind = (own, tuple([(child.name, kinds[id(child)]) for child in node.children]))
-        if collapse:
+        if about:
             node.children = _joined(node.children, kinds)
         kinds[id(node)] = numbers.setdefault(kind, len(numbers))
 
 
 def _joined(children: list[Node], kinds: Mapping[int, Hashable]) -> list[Node]:
     """Siblings whose names differ in a number and whose trees are the same, joined where the first of them stood."""
-    groups: dict[Hashable, list[tuple[int, Node]]] = {}
+    groups: dict[Hashable, list[Node]] = {}
     for child in children:
         match = _NUMBERED.fullmatch(child.name)
         key: Hashable = (match[1], match[3], kinds[id(child)]) if match else id(child)
-        groups.setdefault(key, []).append((int(match[2]) if match else 0, child))
+        groups.setdefault(key, []).append(child)
     joined: list[Node] = []
     for group in groups.values():
-        first = group[0][1]
-        if len(group) > 1:
-            numbers = sorted(number for number, _ in group)
-            match = _NUMBERED.fullmatch(first.name)
-            assert match
-            first = dataclasses.replace(
-                first,
-                name=f"{match[1]}{_ranges(numbers)}{match[3]}",
-                alike=len(group),
-                leaves=sum(node.leaves for _, node in group),
-                nbytes=sum(node.nbytes for _, node in group),
-                values=sum(node.values for _, node in group),
-            )
-        joined.append(first)
+        name = _joint_name([node.name for node in group]) if len(group) > 1 else None
+        if name is None:
+            joined += group
+            continue
+        totals = {total: sum(getattr(node, total) for node in group) for total in ("leaves", "nbytes", "values")}
+        joined.append(dataclasses.replace(group[0], name=name, alike=len(group), **totals))
     return joined
 
 
-def _ranges(numbers: list[int]) -> str:
+def _joint_name(names: list[str]) -> str | None:
+    """One name for names that differ in a number: ``h0…3,7``. None where it would not say which they are."""
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    digits = [match[2] for match in matches]
+    widths = {len(text) for text in digits}
+    padded = any(text[0] == "0" and len(text) > 1 for text in digits)
+    if (padded and len(widths) > 1) or len(set(digits)) < len(digits):
+        return None
+    width = widths.pop() if padded else 0
+    return f"{matches[0][1]}{_ranges(sorted(map(int, digits)), width)}{matches[0][3]}"
+
+
+def _ranges(numbers: list[int], width: int) -> str:
     """Numbers as people write them: ``0…3,5,7…9``; of many parts the first and the last."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -133,7 +142,7 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number, number])
     shown = parts if len(parts) <= 5 else [*parts[:3], *parts[-1:]]
-    texts = [str(a) if a == b else f"{a}…{b}" for a, b in shown]
+    texts = [f"{a:0{width}}" if a == b else f"{a:0{width}}…{b:0{width}}" for a, b in shown]
     if len(parts) > 5:
         texts.insert(3, "…")
     return ",".join(texts)

@@ -1,6 +1,7 @@
 """Numbers and text from files as people read them."""
 
 import math
+from typing import Any
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 
@@ -29,14 +30,25 @@ def nbytes(count: float | None) -> str:
     raise AssertionError
 
 
-def number(value: float) -> str:
-    """A number with three digits or so."""
+def number(value: float, digits: int = 3) -> str:
+    """A number with so many digits, an int with all of them."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return str(value)
-    value = float(f"{value:.3g}")
-    return f"{value:#.3g}".rstrip(".") if 1 <= abs(value) < 999.5 else f"{value:.3g}"
+    value = float(f"{value:.{digits}g}")
+    return f"{value:#.{digits}g}".rstrip(".") if 1 <= abs(value) < 10**digits else f"{value:.{digits}g}"
 
 
 def count(many: int, one: str, several: str = "") -> str:
     """A number of things: ``1 leaf``, ``5,012 leaves``."""
     return f"{many:,} {one if many == 1 else several or one + 's'}"
+
+
+def sharding(found: dict[str, Any]) -> str:
+    """A sharding as people write it: ``P('data', None) on data=8, model=4``; the file may say anything."""
+    spec, mesh = found.get("spec"), found.get("mesh")
+    if not isinstance(spec, list) or not isinstance(mesh, dict):
+        return ""
+    axes = ", ".join(repr(tuple(axis) if isinstance(axis, list) else axis) for axis in spec)
+    return safe(f"P({axes}) on {', '.join(f'{name}={size}' for name, size in mesh.items())}")

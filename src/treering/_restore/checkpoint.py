@@ -222,7 +222,10 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core.describe import describe, shorten
 
         def what(entry: Entry) -> str:
-            return describe(entry) + ("" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}")
+            if not isinstance(entry, ArrayEntry):
+                return f"{describe(entry)} {shorten(entry.decode())}"
+            sharding = self._reader.sharding(entry)
+            return describe(entry) + ("" if sharding is None else f" {readable.sharding(sharding)}")
 
         step = "" if self.step is None else f"step {self.step}"
         saved = "" if self.created is None else f"saved {self.created:%Y-%m-%d %H:%M:%S} UTC"

@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 
 from .. import formats, stores
+from .._core.leaf_paths import few
 from .._run import run as _run
 from .._run.latest_good import check_known
-from ..errors import CorruptError, ExistsError, UnsupportedError
-from ..formats.treering import copy, summary
+from ..errors import CorruptError, ExistsError, MismatchError, UnsupportedError
+from ..formats.treering import copy, metrics, pins, removal, summary
+from ..formats.treering.read import Reader
 from ..stores.store import Store
 
 _log = logging.getLogger("treering")
@@ -16,68 +19,110 @@ _log = logging.getLogger("treering")
 
 @dataclasses.dataclass
 class Copied:
-    """The paths that were copied, those that were there already, damaged ones, and the bytes that were moved."""
+    """The paths that were copied, those that were there already, those left behind, and the bytes that were moved."""
 
     copied: list[str] = dataclasses.field(default_factory=list)
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    damaged: list[str] = dataclasses.field(default_factory=list)
+    there: list[str] = dataclasses.field(default_factory=list)
+    left_behind: list[str] = dataclasses.field(default_factory=list)
     nbytes: int = 0
+
+    def _moved(self, nbytes: int) -> None:
+        self.nbytes += nbytes
 
 
 def copy_all(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False) -> Copied:
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
-    With `overwrite`, steps that are there and differ are replaced; without, they raise `ExistsError` before anything
-    is copied. Damaged steps are logged and not copied. Raises `UnsupportedError` for other libraries' checkpoints.
+    To those that are there, pins and recorded metrics are added. With `overwrite`, steps that are there and differ, or
+    are damaged there, are replaced; without, those that differ raise `ExistsError` before anything is copied. Damaged
+    steps, and those of a later release, are logged and left behind.
+
+    Raises `UnsupportedError` for other libraries' checkpoints, `MismatchError` for a target that is the source, or a
+    run with other names of its steps.
     """
     path, to = stores.absolute(source), stores.absolute(target)
     here, there = stores.of(path), stores.of(to)
+    if here is there and here.real_path(path) == there.real_path(to):
+        raise MismatchError(f"{to}: expected another place than that of the source")
+    single = summary.look(here, path) is not None
+    if single:
+        pairs = {path: to}
+    else:
+        pairs = {os.path.join(path, name): os.path.join(to, name) for name in _names(here, path).values()}
+        _check_target(there, to, _run.prefix_of(here, path))
+    same = {one: _is_same(here, one, there, other, thorough=overwrite) for one, other in pairs.items()}
+    if not overwrite and (differing := [pairs[one] for one, is_same in same.items() if is_same is False]):
+        raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
     done = Copied()
-
-    def one(path: str, to: str, overwrite: bool) -> None:
-        copy.copy(here, path, there, to, overwrite=overwrite, moved=_adding(done))
-        done.copied.append(to)
-
-    if summary.look(here, path):
-        one(path, to, overwrite)
-        return done
-    names = _run.committed(here, path)
-    if others := formats.foreign_steps(here, path, set(names.values())):
-        raise UnsupportedError(f"{next(iter(others.values()))}: written by another library; convert it instead")
-    if not names:
-        check_known(here, path)
-        raise UnsupportedError(f"{path}: written by another library; convert it instead")
-    same = {name: _same(here, os.path.join(path, name), there, os.path.join(to, name)) for name in names.values()}
-    if differing := [name for name, is_same in same.items() if is_same is False and not overwrite]:
-        raise ExistsError(
-            f"{os.path.join(to, differing[0])}: another checkpoint is there; pass overwrite to replace it"
-        )
-    for name in reversed(list(names.values())):
-        if same[name]:
-            done.left_out.append(os.path.join(to, name))
-            continue
+    for one, other in reversed(pairs.items()):
         try:
-            one(os.path.join(path, name), os.path.join(to, name), overwrite)
-        except CorruptError as error:
+            if same[one]:
+                metrics.copy(here, one, there, other, summary.identity(here, one))
+                if pins.pinned(here, one):
+                    pins.pin(there, other, True)
+                done.there.append(other)
+            else:
+                _copy(here, one, there, other, done._moved)
+                done.copied.append(other)
+        except (CorruptError, UnsupportedError) as error:
+            if single:
+                raise
             _log.error("not copied: %s", error)
-            done.damaged.append(os.path.join(path, name))
-    if not done.copied and not done.left_out:
-        raise CorruptError(f"{path}: nothing was copied, for all steps are damaged")
+            done.left_behind.append(one)
+    if aside := _run.aside(here, path):
+        _log.warning("%s: steps that were set aside are not copied: %s", path, few(tuple(aside)))
     return done
 
 
-def _adding(done: Copied):
-    def moved(nbytes: int) -> None:
-        done.nbytes += nbytes
+def _copy(here: Store, path: str, there: Store, to: str, moved: Callable[[int], None]) -> None:
+    """Copies a checkpoint, in the place of another or of a damaged copy of it."""
+    replaced = summary.look(there, to) is not None
+    if replaced and _identity(there, to) == _identity(here, path):  # whose files have the names of the copy's
+        if problem := next(Reader(here, path).problems(), None):  # what is there may be better
+            raise CorruptError(str(problem))
+        removal.delete(there, to)
+        replaced = False
+    copy.copy(here, path, there, to, overwrite=replaced, moved=moved)
 
-    return moved
+
+def _identity(store: Store, path: str) -> str | None:
+    try:
+        return summary.identity(store, path)
+    except (CorruptError, FileNotFoundError):
+        return None
 
 
-def _same(here: Store, path: str, there: Store, to: str) -> bool | None:
-    """Whether the same checkpoint lies at both paths; None when there is none at the second."""
+def _names(store: Store, path: str) -> dict[int, str]:
+    """The steps of a run, all of the native format, and the names of their directories."""
+    names = _run.committed(store, path)
+    foreign = "written by another library; convert it instead"
+    if others := formats.foreign_steps(store, path, set(names.values())):
+        raise UnsupportedError(f"{next(iter(others.values()))}: {foreign}")
+    if not names:
+        check_known(store, path)
+        raise UnsupportedError(f"{path}: {foreign}")
+    return names
+
+
+def _check_target(store: Store, to: str, prefix: str) -> None:
+    """Checks where a run is to be copied to: it is a run with the same names of steps, or there is nothing."""
+    if formats.is_known(store, to):
+        raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")
+    if _run.directories(store, to) and (found := _run.prefix_of(store, to)) != prefix:
+        raise MismatchError(
+            f"{to}: expected names of steps that begin with {prefix!r}, as in the source, found {found!r}"
+        )
+
+
+def _is_same(here: Store, path: str, there: Store, to: str, *, thorough: bool) -> bool | None:
+    """Whether the same checkpoint lies at both paths, undamaged at the second as far as is looked at; None for none."""
     if summary.look(there, to) is None:
         return None
     try:
-        return summary.identity(here, path) == summary.identity(there, to)
-    except (CorruptError, FileNotFoundError):
+        if summary.identity(here, path) != summary.identity(there, to):
+            return False
+        reader = Reader(there, to)
+        reader.check_present()
+        return not (thorough and any(reader.problems()))
+    except (CorruptError, UnsupportedError, FileNotFoundError):
         return False

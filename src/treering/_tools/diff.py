@@ -27,7 +27,8 @@ class ValueChange:
 
     `differing` of `size` values differ in their bits. `largest` is the largest difference of two finite ones, and
     `relative` that difference as a part of the largest magnitude. `cosine` is that of the angle between the two; None
-    where one of them is zero or not finite. All three are None for what is no number.
+    where one of them is zero or not finite. All three are None for what is no number, and `largest` where no two differ
+    that are finite.
     """
 
     differing: int
@@ -140,7 +141,8 @@ class _Apart:
 
     def __init__(self) -> None:
         self._size = self._differing = 0
-        self._largest = self._magnitude = 0.0
+        self._largest: float | None = None
+        self._magnitude = 0.0
         self._products = self._left = self._right = 0.0
         self._numbers = True
 
@@ -151,26 +153,35 @@ class _Apart:
         self._numbers = p.dtype.kind not in "MmUSb"
         if not self._numbers:
             return
-        wide = dtypes.widest(p.dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            p, q = p.astype(wide), q.astype(wide)
+        with np.errstate(all="ignore"):
+            gaps = _gaps(p, q)
+            p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
             a, b = p.view(np.float64), q.view(np.float64)  # of complex numbers the parts
             self._products += float((a * b).sum())
             self._left += float((a * a).sum())
             self._right += float((b * b).sum())
             self._magnitude = max(self._magnitude, *(_finite_max(np.abs(side)) for side in (p, q)))
-            if unequal.any():
-                self._largest = max(self._largest, float(np.nanmax(np.abs(p - q), initial=0.0)))
+            both = unequal & np.isfinite(p) & np.isfinite(q)
+            if both.any():
+                self._largest = max(self._largest or 0.0, float(gaps[both].max()))
 
     def change(self) -> ValueChange | None:
         if not self._differing:
             return None
         if not self._numbers:
             return ValueChange(self._differing, self._size)
-        relative = self._largest / self._magnitude if self._magnitude else None
+        relative = self._largest / self._magnitude if self._magnitude and self._largest is not None else None
         norms = math.sqrt(self._left) * math.sqrt(self._right)
         cosine = self._products / norms if norms and math.isfinite(norms) else None
         return ValueChange(self._differing, self._size, self._largest, relative, cosine)
+
+
+def _gaps(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """How far values are apart; of integers of 64 bits exactly, though their difference needs one more."""
+    if p.dtype.kind in "iu":
+        return np.maximum(p, q).astype(np.uint64) - np.minimum(p, q).astype(np.uint64)
+    p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
+    return np.abs(p - q)
 
 
 def _finite_max(values: np.ndarray) -> float:

@@ -1,6 +1,7 @@
 """The steps of a run at a glance: what is there, what is good, what a policy would delete."""
 
 import dataclasses
+import logging
 import os
 from typing import Literal
 
@@ -8,12 +9,13 @@ from .. import formats, stores
 from .._run import run as _run
 from .._run.latest_good import open_one
 from .._run.steps import Steps
-from ..errors import NotFoundError, TreeringError
-from ..formats.treering import pins, summary
+from ..errors import NotFoundError, TreeringError, UnsupportedError
+from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 
+_log = logging.getLogger("treering")
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
 
 
@@ -71,13 +73,13 @@ def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listin
         for name in store.list(place):
             step = _run.parse(name, prefix)
             if step is not None and step not in known:
-                rows.append(Row(step, os.path.join(place, name), _uncommitted(store, os.path.join(place, name))))
+                rows.append(_uncommitted(store, step, os.path.join(place, name)))
         rows.sort(key=lambda row: row.step)
         aside = tuple(_run.aside(store, place))
         finished = store.stat(os.path.join(place, _run.FINISHED)) is not None
-    doomed = deleted_by(keep, rows) if keep else set()
-    marked = [dataclasses.replace(row, deleted=True) if row.step in doomed else row for row in rows]
-    return Listing(place, tuple(marked), aside, finished)
+    if keep:
+        rows = _marked(store, place, keep, rows)
+    return Listing(place, tuple(rows), aside, finished)
 
 
 def check_run(store: Store, place: str) -> None:
@@ -93,16 +95,38 @@ def check_run(store: Store, place: str) -> None:
             raise NotFoundError(f"{place}: expected a run, found {'no step in it' if names else 'an empty directory'}")
 
 
-def deleted_by(keep: Policy, rows: list[Row]) -> set[int]:
-    """The steps that a `Checkpointer` with this policy would delete after its next look."""
+def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
+    """The rows, with those marked that a `Checkpointer` with this policy would delete after its next look."""
     good = [
         Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0)
         for row in rows
         if row.state == "good" and row.format == "treering"
     ]
     wanted = keep.kept(good) | {one.step for one in good[-1:]}
-    free = {row.step for row in rows if not (row.pinned or row.link)}
-    return ({one.step for one in good} - wanted) & free
+    doomed = {one.step for one in good} - wanted
+    for metric in keep.metrics - {name for one in good for name in one.metrics}:
+        _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
+    marked: list[Row] = []
+    for row in rows:
+        if row.step in doomed and row.state == "good" and row.format == "treering" and not (row.pinned or row.link):
+            try:
+                removal.check_removable(store, row.path)
+                row = dataclasses.replace(row, deleted=True)
+            except UnsupportedError as error:
+                _log.warning("step %d is left alone: %s", row.step, error)
+                row = dataclasses.replace(row, state="unsupported")
+        marked.append(row)
+    return marked
+
+
+def tree_bytes(store: Store, path: str) -> int:
+    """The bytes of all files in a directory, or of a file."""
+    found = store.stat(path)
+    if found is not None and found.is_file:
+        return found.nbytes
+    if (found is not None and not found.is_folder) or store.is_link(path):
+        return 0
+    return sum(tree_bytes(store, os.path.join(path, name)) for name in store.list(path))
 
 
 def _row(steps: Steps, step: int, path: str) -> Row:
@@ -111,7 +135,7 @@ def _row(steps: Steps, step: int, path: str) -> Row:
     if isinstance(verdict, Saved):
         metrics = dict(verdict.metrics)
         return Row(step, path, "good", "treering", verdict.created, verdict.nbytes, metrics, pinned, link)
-    return Row(step, path, verdict, pinned=pinned, link=link)
+    return Row(step, path, verdict, nbytes=tree_bytes(steps.store, path), pinned=pinned, link=link)
 
 
 def _foreign(store: Store, step: int, path: str) -> Row:
@@ -119,17 +143,18 @@ def _foreign(store: Store, step: int, path: str) -> Row:
         ckpt = open_one(store, path)
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", "?", link=store.is_link(path))
+        return Row(step, path, "damaged", "?", nbytes=tree_bytes(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 
 
-def _uncommitted(store: Store, path: str) -> State:
+def _uncommitted(store: Store, step: int, path: str) -> Row:
+    state: State = "unfinished"
     try:
         with reading(path):
             summary.look(store, path)
     except PermissionError:
-        return "closed"
+        return Row(step, path, "closed")
     except UnreadableError:
-        return "damaged"
-    return "unfinished"
+        state = "damaged"
+    return Row(step, path, state, nbytes=tree_bytes(store, path))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SLICE_BYTES = 32 << 20  # bytes of an array that are read at a time
 _SAMPLE = 1 << 20  # values by which quantiles and histograms are found
+_MODERATE = (1e-140, 1e140)  # magnitudes whose squares float64 can add up
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -30,7 +31,7 @@ class Stats:
     nan: int
     inf: int
     zeros: int
-    low: float | None
+    low: float | None  # of integers an int
     high: float | None
     mean: float | None
     std: float | None
@@ -50,10 +51,14 @@ def stats(array: LazyArray, *, bins: int = 0) -> Stats:
     found = _Sums()
     every = max(1, math.ceil(array.size / _SAMPLE))
     samples: list[NDArray[np.float64]] = []
+    integers: list[int] = []  # the extremes of each part
     at = 0
     for box in in_slices(array.shape, dtypes.itemsize(array.entry.dtype), _SLICE_BYTES):
-        values = _floats(np.asarray(array.part(box)))
+        exact = np.asarray(array.part(box))
+        values = _floats(exact)
         found.add(values)
+        if exact.dtype.kind in "iu" and exact.size:
+            integers += [int(exact.min()), int(exact.max())]
         if bins:
             samples.append(values[-at % every :: every])
             at += values.size
@@ -62,10 +67,22 @@ def stats(array: LazyArray, *, bins: int = 0) -> Stats:
     sample = np.concatenate(samples) if samples else np.zeros(0)
     sample = sample[np.isfinite(sample)]
     if sample.size:
-        points = np.quantile(sample, _QUANTILES)
-        quantiles = dict(zip(_QUANTILES, map(float, points), strict=True))
-        histogram = tuple(map(int, np.histogram(sample, bins, _bounds(found.low, found.high))[0]))
-    return found.stats(array.size, quantiles, histogram, int(sample.size))
+        halves = np.quantile(sample / 2, _QUANTILES)  # whose differences are no infinities
+        quantiles = dict(zip(_QUANTILES, map(float, 2 * halves), strict=True))
+        histogram = _histogram(sample, bins)
+    described = found.stats(array.size, quantiles, histogram, int(sample.size))
+    return dataclasses.replace(described, low=min(integers), high=max(integers)) if integers else described
+
+
+def _histogram(sample: "NDArray[np.float64]", bins: int) -> tuple[int, ...]:
+    """Counts in bins of equal width, however narrow or wide the range is."""
+    low, high = float(sample.min()), float(sample.max())
+    if math.isinf(high - low):
+        sample, low, high = sample / 2, low / 2, high / 2
+    if low == high:
+        return (int(sample.size),)
+    places = ((sample - low) / (high - low) * bins).astype(np.int64)
+    return tuple(map(int, np.bincount(np.minimum(places, bins - 1), minlength=bins)))
 
 
 def _floats(values: "NDArray[Any]") -> "NDArray[np.float64]":
@@ -74,41 +91,44 @@ def _floats(values: "NDArray[Any]") -> "NDArray[np.float64]":
     return np.abs(wide) if wide.dtype.kind == "c" else wide
 
 
-def _bounds(low: float, high: float) -> tuple[float, float]:
-    """A range with a width, for a histogram."""
-    return (low, high) if low < high and math.isfinite(high - low) else (low - 0.5, low + 0.5)
-
-
 class _Sums:
     """What is known of the values so far; the deviation is combined as Chan, Golub and LeVeque (1983) do it."""
 
     def __init__(self) -> None:
         self.nan = self.inf = self.zeros = self.count = 0
         self.low, self.high = math.inf, -math.inf
-        self.mean = self.deviations = self.squares = 0.0
+        self.mean = self.deviations = self.squares = np.longdouble(0)
 
     def add(self, values: "NDArray[np.float64]") -> None:
-        finite = values[np.isfinite(values)]
+        finite: Any = values[np.isfinite(values)]
         nan = int(np.isnan(values).sum())
         self.nan += nan
         self.inf += values.size - finite.size - nan
         self.zeros += values.size - int(np.count_nonzero(values))
         if not finite.size:
             return
-        with np.errstate(over="ignore", invalid="ignore"):  # of float64 near its limits the result is inf
-            mean = float(finite.mean())
-            deviations = float(np.square(finite - mean).sum())
-            self.squares += float(np.square(finite).sum())
-        total = self.count + finite.size
-        gap = mean - self.mean
-        self.deviations += deviations + gap * gap * self.count * finite.size / total
-        self.mean += gap * finite.size / total
-        self.count = total
         self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
+        if not _MODERATE[0] < max(abs(self.low), abs(self.high)) < _MODERATE[1]:
+            finite = finite.astype(np.longdouble)  # whose squares have room, where the machine has such numbers
+        with np.errstate(all="ignore"):
+            rounded = finite.mean()
+            rest = finite - rounded
+            correction = rest.mean()  # of values that lie closer together than the mean is exact
+            mean = np.longdouble(rounded) + correction
+            deviations = np.square(rest).sum() - finite.size * correction * correction
+            total = self.count + finite.size
+            gap = mean - self.mean
+            self.deviations += deviations + gap * gap * self.count * finite.size / total
+            self.mean += gap * finite.size / total
+            self.squares += np.square(finite).sum()
+        self.count = total
 
     def stats(self, size: int, quantiles: dict[float, float], histogram: tuple[int, ...], sample: int) -> Stats:
         counts = (size, self.nan, self.inf, self.zeros)
         if not self.count:
             return Stats(*counts, None, None, None, None, None, quantiles, histogram, sample)
-        std, norm = math.sqrt(self.deviations / self.count), math.sqrt(self.squares)
-        return Stats(*counts, self.low, self.high, self.mean, std, norm, quantiles, histogram, sample)
+        with np.errstate(all="ignore"):
+            std, norm = np.sqrt(self.deviations / self.count), np.sqrt(self.squares)
+            return Stats(
+                *counts, self.low, self.high, float(self.mean), float(std), float(norm), quantiles, histogram, sample
+            )

@@ -61,18 +61,35 @@ def verify(path: str | os.PathLike[str], *, subset: tuple[int, int] | None = Non
     >>> assert tr.verify("runs/gpt").ok
 
     subset: ``(2, 5)`` reads the second of five equal parts of the arrays' bytes; all five together read every byte.
-        What is small (manifests, headers) is checked each time.
+        What is small (manifests, headers) is checked each time. Parts are equal as far as arrays can be read in part:
+        blocks of 1 MiB in the native format, up to 128 MiB in others, of which `nbytes` then says about how much.
 
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
     what a later release wrote, when all else is checked: the message says what damage there is.
     """
+    report, unsupported, parts = check(path, subset)
+    if unsupported and parts == 1 and report.ok:
+        raise unsupported[0]
+    if unsupported:
+        cannot = "\n".join(f"  {error}" for error in unsupported)
+        raise UnsupportedError(
+            f"{report.path}: {len(unsupported)} of {parts} checkpoints cannot be checked:\n{cannot}\nand of all else, "
+            f"{report}"
+        )
+    return report
+
+
+def check(
+    path: str | os.PathLike[str], subset: tuple[int, int] | None
+) -> tuple[VerifyReport, list[UnsupportedError], int]:
+    """The result of `verify`, why some of the checkpoints cannot be checked, and how many there are."""
     place = stores.absolute(path)
     share = _share(subset)
     try:
         with reading(place):
             return _verify(place, share)
     except UnreadableError as error:
-        return VerifyReport(place, 0, (Problem(place, (), None, str(error)),))
+        return VerifyReport(place, 0, (Problem(place, (), None, str(error)),)), [], 1
 
 
 def _share(subset: tuple[int, int] | None) -> Share:
@@ -88,7 +105,7 @@ def _share(subset: tuple[int, int] | None) -> Share:
     return Share(number, count)
 
 
-def _verify(place: str, share: Share) -> VerifyReport:
+def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedError], int]:
     store = stores.of(place)
     single = summary.look(store, place) is not None
     names = [] if single else [name for _, name in directories(store, place)]
@@ -108,16 +125,7 @@ def _verify(place: str, share: Share) -> VerifyReport:
             continue  # deleted since it was listed
         except UnsupportedError as error:
             unsupported.append(error)
-    report = VerifyReport(place, total, tuple(found))
-    if unsupported and len(parts) == 1 and report.ok:
-        raise unsupported[0]
-    if unsupported:
-        cannot = "\n".join(f"  {error}" for error in unsupported)
-        raise UnsupportedError(
-            f"{place}: {len(unsupported)} of {len(parts)} checkpoints cannot be checked:\n{cannot}\nand of all else, "
-            f"{report}"
-        )
-    return report
+    return VerifyReport(place, total, tuple(found)), unsupported, len(parts)
 
 
 def _verify_one(store: Store, path: str, below: str, found: list[Problem], share: Share) -> int:

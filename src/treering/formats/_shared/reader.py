@@ -2,13 +2,14 @@
 
 import datetime
 import functools
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..._core.boxes import Box, in_slices, whole
+from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.dtypes import itemsize
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
 from ..._core.skeleton import Skeleton
@@ -162,17 +163,27 @@ class ForeignReader:
         begin, end = share.of(sum(entry.nbytes + 1 for entry in arrays))  # those without a byte are checked once, too
         at = 0
         for entry in arrays:
-            if begin <= at < end:
-                for what in self._damage_of(entry):
-                    yield Problem(self.path, (entry.path,), None, what)
+            for what in self._damage_of(entry, begin - at, end - at):
+                yield Problem(self.path, (entry.path,), None, what)
             at += entry.nbytes + 1
 
-    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
-        """Reads all of an array and yields what is wrong, part by part."""
-        for box in in_slices(entry.shape, itemsize(entry.dtype), _CHECK_SLICE_BYTES):
+    def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
+        """Reads the slices of an array that begin between two of its bytes, and yields what is wrong with each."""
+        size = itemsize(entry.dtype)
+        boxes = in_slices(entry.shape, size, _CHECK_SLICE_BYTES)
+        for box in beginning_within(begin, end, ((box, size * math.prod(box_shape(box))) for box in boxes)):
             try:
                 self._arrays[entry.path].read(box, False)
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
                 yield f"{error} (in [{part}])" if part else str(error)
+
+
+def beginning_within(begin: int, end: int, parts: Iterable[tuple[T, int]]) -> Iterator[T]:
+    """Of parts that follow one another, each with its bytes, those that begin between two bytes of the whole."""
+    at = 0
+    for part, nbytes in parts:
+        if begin <= at < end:
+            yield part
+        at += nbytes

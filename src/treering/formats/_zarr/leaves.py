@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
 from ...stores.whole_files import files_in, is_folder, read_file
 from .._shared.msgpack import beginning
-from .._shared.reader import ForeignReader, Stored
+from .._shared.reader import ForeignReader, Stored, beginning_within
 from . import array as zarr
 from . import metadata
 
@@ -70,15 +70,22 @@ class ZarrReader(ForeignReader):
             found, others = iter(zarr.read(boxes)), iter(super().read(rest, verify=verify, mmap=mmap))
         return [next(found if isinstance(array, zarr.Array) else others) for array in arrays]
 
-    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
+    def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
         array = self._arrays[entry.path]
-        yield from _damage(array) if isinstance(array, zarr.Array) else super()._damage_of(entry)
+        if not isinstance(array, zarr.Array):
+            yield from super()._damage_of(entry, begin, end)
+            return
+        size = dtypes.itemsize(entry.dtype)
+        parts = (
+            (part, size * math.prod(box_shape(part))) for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT)
+        )
+        yield from _damage(array, beginning_within(begin, end, parts))
 
 
-def _damage(array: zarr.Array) -> Iterator[str]:
-    """Reads everything and yields the damage, chunk by chunk where there is some."""
+def _damage(array: zarr.Array, parts: Iterable[Box]) -> Iterator[str]:
+    """Reads parts of an array and yields the damage, chunk by chunk where there is some."""
     seen: set[str] = set()
-    for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT):
+    for part in parts:
         try:
             array.read(part, False)
             continue

@@ -16,7 +16,7 @@ from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from ...stores.whole_files import open_fetched
 from .._shared.extents import Runs, check_shape
-from .._shared.reader import ForeignReader, Stored, attempt, check_file
+from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
 from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
 from .schema import INDEX, NAME
 from .table import Cursor, crc32c, items, masked
@@ -97,8 +97,8 @@ class TensorFlowReader(ForeignReader):
             self._verify(entry.path)
         return super().read(wanted, verify=verify, mmap=mmap)
 
-    def _damage_of(self, entry: ArrayEntry) -> Iterator[str]:
-        for part in self._parts[entry.path]:
+    def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
+        for part in beginning_within(begin, end, ((part, part.size) for part in self._parts[entry.path])):
             try:
                 self._verify_part(part, entry.path)
             except (CorruptError, OSError) as error:

@@ -1,0 +1,27 @@
+"""The command, called as from a shell."""
+
+import json
+from typing import Any
+
+import pytest
+
+from treering._cli.main import main
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def treering(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = main([str(one) for one in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call

@@ -1,0 +1,275 @@
+"""What an attack on the command has found: mistakes of the first version, each with what shows it."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treering as tr
+from treering._core.entries import ArrayEntry
+from treering._core.outline import outline
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(5):
+            ckpts.save(step, {"x": np.full(4, step)}, metrics={"loss": 1.0})
+    return tmp_path / "run"
+
+
+def _of_a_later_release(run: pathlib.Path, step: int, golden: str) -> None:
+    path = run / f"step-{step:08}"
+    shutil.rmtree(path)
+    shutil.copytree(GOLDEN / "future" / golden, path)
+
+
+def test_arrays_without_axes_are_shown(tmp_path: pathlib.Path, treering: Any) -> None:
+    tree = {"f": np.float32(2.5), "b": jax.numpy.bfloat16(3), "k": jax.random.key(1), "a": np.array(7)}
+    tr.save(tmp_path / "c", tree)
+    assert [treering("show", tmp_path / "c", name).out.splitlines()[3] for name in "fba"] == ["2.5", "3", "7"]
+    assert "key<threefry2x32>[]" in treering("show", tmp_path / "c", "k").out
+    leaf = tr.open(tmp_path / "c")["f"]
+    assert np.asarray(leaf.part(())).shape == ()
+
+
+def test_layers_with_other_shardings_are_not_joined(tmp_path: pathlib.Path, treering: Any) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    specs = [PartitionSpec("data", "model"), PartitionSpec("data", "model"), PartitionSpec("model"), None]
+    x = np.ones((8, 8), "float32")
+    tr.save(tmp_path / "c", {"l": [jax.device_put(x, NamedSharding(mesh, spec)) if spec else x for spec in specs]})
+    found = treering("show", tmp_path / "c").out
+    assert "0…1 ×2" in found and "0…2" not in found and found.count("float32[8,8]") == 3
+    assert "0…1 ×2" in tr.open(tmp_path / "c")._repr_html_()
+
+
+def test_joined_names_say_which_they_are() -> None:
+    def top(*names: str) -> list[str]:
+        entries = {name: ArrayEntry(name, "numpy", "float32", (2,)) for name in names}
+        return [node.name for node in outline(entries).children]
+
+    assert top(*(f"l_{n:02}" for n in range(12))) == ["l_00…11"]
+    assert top("a01", "a1") == ["a01", "a1"] and top("0", "00", "2") == ["0", "00", "2"]
+    assert top("a1", "a٣") == ["a1", "a٣"], "that is a digit, too, but not one that people would look for"
+    assert top("x9", "x10", "y") == ["x9…10", "y"]
+
+
+def test_prune_looks_again_when_it_has_asked(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    def answer(*_: object, **__: object) -> bool:
+        with tr.Checkpointer(run) as ckpts:
+            ckpts.rewind(0)
+        return True
+
+    monkeypatch.setattr("click.confirm", answer)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    found = treering("prune", run, "last:1")
+    assert found.code == 0 and tr.steps(run) == [0] and "nothing to delete" in found.out
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(1, {"x": 1})
+    assert treering("prune", run, "last:1").code == 1 and tr.steps(run) == [0, 1]
+
+
+def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    _of_a_later_release(run, 2, "leaf-kind")
+    dry = treering("prune", run, "last:1", "--dry-run", "--json")
+    assert dry.json["deleted"] == [0, 1, 3] and "step 2 is left alone" in dry.err
+    from treering._run.directory import Directory
+
+    delete = Directory.delete
+
+    def failing(self: Directory, step: int) -> None:
+        if step == 1:
+            raise OSError(5, "Input/output error")
+        delete(self, step)
+
+    monkeypatch.setattr(Directory, "delete", failing)
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.code == 3 and "step 1 is not deleted: [Errno 5]" in found.err
+    assert tr.steps(run) == [1, 2, 4] and "2 steps deleted" in found.out
+
+
+def test_a_metric_that_no_step_has_is_named(run: pathlib.Path, treering: Any) -> None:
+    found = treering("prune", run, "best:1:typo:min", "--yes")
+    assert "no step has the metric 'typo'" in found.err and len(tr.steps(run)) == 5
+
+
+def test_cp_leaves_steps_of_a_later_release_behind(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    _of_a_later_release(run, 3, "version-2")
+    found = treering("cp", run, tmp_path / "copy", "--json")
+    assert found.code == 1 and len(found.json["copied"]) == 4 and len(found.json["left_behind"]) == 1
+    assert tr.steps(tmp_path / "copy") == [0, 1, 2, 4]
+
+
+def test_cp_repairs_and_brings_pins_and_metrics_along(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    copy = tmp_path / "copy"
+    assert treering("cp", run, copy).code == 0
+    tr.Checkpointer(run).pin(2)
+    tr.record(run, 1, {"late": 2.0})
+    (file,) = (copy / "step-00000003").glob("arrays-*")
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    again = treering("cp", run, copy, "--json")
+    assert again.code == 0, again.err
+    assert again.json["copied"] == []
+    assert tr.Checkpointer(copy).pinned == [2] and tr.open(copy, step=1).metrics["late"] == 2.0
+    assert treering("cp", run, copy, "--overwrite", "--json").json["copied"] == [str(copy / "step-00000003")]
+    assert tr.verify(copy).ok
+    file = next((copy / "step-00000003").glob("arrays-*"))
+    file.unlink()
+    found = treering("cp", run, copy)
+    assert found.code == 3 and "--overwrite replaces it" in found.err
+
+
+def test_cp_refuses_targets_in_which_the_copy_would_be_lost(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
+) -> None:
+    tr.save(tmp_path / "c", {"x": 1})
+    assert treering("cp", run, tmp_path / "c").code == 3 and os.listdir(tmp_path / "c") == ["treering.json"]
+    with tr.Checkpointer(tmp_path / "other", prefix="ckpt-") as ckpts:
+        ckpts.save(1, {"x": 1})
+    found = treering("cp", run, tmp_path / "other")
+    assert found.code == 3 and "begin with 'step-'" in found.err and tr.steps(tmp_path / "other") == [1]
+    for flags in ([], ["--overwrite"]):
+        assert "another place than that of the source" in treering("cp", run, run, *flags).err
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.full(9, np.finfo("float32").min),
+        np.full(9, 2**60),
+        np.array([1, np.nextafter(1, 2)]),
+        np.array([2**60, 2**60 + 256]),
+        np.array([0, 5e-324]),
+        np.array([1.7e308, -1.7e308]),
+        np.array([1e200, 1]),
+        np.array([1.34e154]),
+        np.array([5e-324, 1e-310]),
+        np.array([np.inf, 1.0]),
+        np.array([2**64 - 1, 0], "uint64"),
+        np.array([-(2**63), 2**63 - 1]),
+    ],
+    ids=str,
+)
+def test_extreme_values_have_statistics(tmp_path: pathlib.Path, treering: Any, values: np.ndarray) -> None:
+    tr.save(tmp_path / "c", {"x": values})
+    shown = treering("show", tmp_path / "c", "x")
+    assert shown.code == 0 and shown.err == ""
+    found = treering("show", tmp_path / "c", "x", "--json").json["stats"]
+    finite = values[np.isfinite(values)]
+    wide = finite.astype(np.longdouble)
+    assert sum(found["histogram"]) == finite.size
+    assert (found["low"], found["high"]) == (finite.min().item(), finite.max().item())
+    expected = [wide.mean(), wide.std(), np.sqrt((wide**2).sum())]
+    with np.errstate(all="ignore"):
+        exact = dict(zip(("mean", "std", "norm"), np.array(expected, float), strict=True))
+    for name, value in exact.items():
+        within = min(1e-12 * exact["norm"], 1e300) if name == "mean" else 0
+        np.testing.assert_allclose(float(found[name]), value, 1e-12, within)
+
+
+def test_differences_of_large_integers_and_of_infinities(tmp_path: pathlib.Path) -> None:
+    def change(a: Any, b: Any) -> Any:
+        return tr.diff({"x": np.array(a)}, {"x": np.array(b)}).values["x"]
+
+    assert change([2**60, 5], [2**60 + 1, 5]).largest == 1
+    assert change([-(2**63)], [2**63 - 1]).largest == float(2**64 - 1)
+    assert (
+        tr.diff({"x": np.array([2**64 - 1], "uint64")}, {"x": np.array([2**64 - 2], "uint64")}).values["x"].largest == 1
+    )
+    one = change([1, np.inf, 3], [1, 2.0, 4])
+    assert (one.differing, one.largest, one.cosine) == (2, 1, None)
+    assert change([1, np.nan], [1, 2.0]).largest is None
+
+
+def test_huge_integers_are_shown(tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.save(tmp_path / "c", {"n": 2**20000})
+    assert "20001 bits" in treering("show", tmp_path / "c", "n").out
+    assert treering("show", tmp_path / "c", "n", "--json").json["value"] == hex(2**20000)
+    assert treering("show", tmp_path / "c", "--json").code == 0
+
+
+def test_outputs_that_are_closed_or_have_another_encoding(run: pathlib.Path) -> None:
+    command = f"{sys.executable} -m treering show {run} x"
+    latin = subprocess.run(command, shell=True, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    assert latin.returncode == 0 and b"\\u2588" in latin.stdout and latin.stderr == b""
+    closed = subprocess.run(f"{command} >&-", shell=True, capture_output=True)
+    assert closed.returncode == 0 and closed.stderr == b""
+
+
+def test_du_counts_all_that_lies_there(run: pathlib.Path, treering: Any) -> None:
+    (run / "step-00000001" / "treering.json").unlink()
+    (run / "notes.txt").write_bytes(b"x" * 1000)
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.rewind(3)
+    found = treering("du", run, "--json").json
+    files = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    assert found["nbytes"] == files == sum(part["nbytes"] for part in found["parts"])
+    assert {"step-00000001", "rewound-1", "(files)"} <= {part["path"] for part in found["parts"]}
+    row = treering("ls", run, "--json").json["steps"][1]
+    assert row["state"] == "unfinished" and row["nbytes"] > 0
+    path = run / "step-00000000"
+    parts = treering("du", path, "--json").json
+    assert sum(part["nbytes"] for part in parts["parts"]) == parts["nbytes"]
+
+
+def test_numbers_are_never_cut(tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:
+    from treering._cli import output
+
+    monkeypatch.setattr(output, "width", lambda: 40)
+    output.table(["leaf", "min"], [["a/very/long/path/that/ends/in/kernel", "-9.2233720e+18"]], left=["leaf"])
+    (_, row) = capsys.readouterr().out.splitlines()
+    assert row.endswith("-9.2233720e+18") and len(row) <= 40 and "kernel  " in row and row.startswith("a/")
+
+
+def test_verify_reports_damage_beside_what_it_cannot_check(run: pathlib.Path, treering: Any) -> None:
+    _of_a_later_release(run, 3, "version-2")
+    alone = treering("verify", run, "--json")
+    assert alone.code == 3 and alone.json["ok"] and len(alone.json["unsupported"]) == 1
+    next((run / "step-00000001").glob("arrays-*")).unlink()
+    both = treering("verify", run, "--json")
+    assert both.code == 1 and len(both.json["problems"]) == 1 and len(both.json["unsupported"]) == 1
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax", "t5x", "flax"])
+def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeypatch: Any, format: str) -> None:
+    from treering.formats._shared import reader
+    from treering.formats._zarr import array, leaves
+
+    monkeypatch.setattr(reader, "_CHECK_SLICE_BYTES", 4096)
+    monkeypatch.setattr(array, "IN_FLIGHT", 4096)
+    monkeypatch.setattr(leaves, "_CHUNK", 4096)
+    tree = {
+        "target": {"x": np.random.default_rng(0).integers(0, 255, (64, 1024), "uint8"), "y": np.ones(3)},
+        "state": {},
+    }
+    tr.save(tmp_path / "c", tree, format=format)
+    ckpt = tr.open(tmp_path / "c")
+    kind: Any = type(ckpt._reader)
+    original = kind._damage_of
+    read: list[int] = []
+    for number in range(1, 5):
+        seen = 0
+
+        def damage(self: Any, entry: Any, begin: int, end: int) -> Any:
+            nonlocal seen
+            seen += max(0, min(end, entry.nbytes) - max(begin, 0))
+            return original(self, entry, begin, end)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "_damage_of", damage)
+            assert tr.verify(tmp_path / "c", subset=(number, 4)).ok
+        read.append(seen)
+    assert min(read) > 16000 and sum(read) == 64 * 1024 + 24
