@@ -11,7 +11,7 @@ import treering as tr
 from treering._cli import main as command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
-FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]

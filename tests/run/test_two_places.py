@@ -128,11 +128,19 @@ def test_what_is_not_copied_is_never_deleted(near: str, tmp_path: pathlib.Path, 
 
 
 def _go_on_without(between: Proxy, near: str, far: str) -> None:
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3))
+    told: list[tuple[BaseException, bool]] = []
+
+    def tell(error: BaseException) -> None:
+        told.append((error, threading.current_thread() is threading.main_thread()))
+
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3), on_error=tell)
     _save(ckpts, 1)
     _until(lambda: tr.steps(far) == [1])
     between.fault = lambda request: "503 SlowDown"
-    _save(ckpts, 2, 3, 4, 5)
+    _save(ckpts, 2, 3, 4)
+    _until(lambda: not ckpts._directory.busy)
+    _save(ckpts, 5)
+    assert told and all("503" in str(error) and in_main for error, in_main in told)
     with pytest.raises(
         SaveError, match=rf"{far}: not all steps are there.*503.*steps 3, 4, 5 are in {near}, and the next"
     ):

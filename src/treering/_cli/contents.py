@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core.readable import count, nbytes, number, safe
-from .._core.readable import sharding as sharding_text
 from ..errors import NotFoundError
 from .arguments import Subset
+from .leaf import describe_node
 from .output import FAILED, PATH, as_json, cut, iso, say, say_json, table, when, width
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
-    from .._core.lazy import LazyArray
     from .._core.outline import Node
     from .._restore.checkpoint import Checkpoint
     from .._tools.diff import ValueChange
     from .._tools.stats import Stats
 
-_BARS = " ▁▂▃▄▅▆▇█"
-_BINS = 40
-_EDGE = 3  # items at both ends of an axis that are shown
 _METADATA = 400  # characters of metadata that are shown
 
 
@@ -66,9 +62,8 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
     columns = width()
     column = min(most, columns // 2) if columns else most
     for level, node in lines:
-        cut_off = depth is not None and level == depth - 1
         name = f"{'  ' * level}{_name(node)}"
-        what = _what(ckpt, node, short=cut_off)
+        what = describe_node(ckpt, node)
         say(cut(f"{name:{column}}  {what}".rstrip(), columns))
 
 
@@ -111,82 +106,17 @@ def _name(node: "Node") -> str:
     return safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
 
 
-def _what(ckpt: "Checkpoint", node: "Node", *, short: bool) -> str:
-    """What is said of a node beside its name."""
-    from .._core.describe import describe, shorten
-    from .._core.entries import NO_ARRAY, ArrayEntry
-
-    entry = node.entry
-    if entry is None:
-        return f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}" if short or node.children else ""
-    if not isinstance(entry, ArrayEntry):
-        value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
-        return f"{describe(entry)}{value}"
-    sharding = ckpt._reader.sharding(entry)
-    spec = "" if sharding is None else f"  {sharding_text(sharding)}"
-    return f"{safe(describe(entry))}  {nbytes(node.nbytes)}{spec}"
-
-
 def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
-    from .._core.describe import describe, shorten
-    from .._core.lazy import LazyArray
-    from .._tools.stats import has_stats, stats
+    from .leaf import leaf_lines, statistics
 
-    leaf = ckpt[path]
-    if not isinstance(leaf, LazyArray):
-        if json_:
-            say_json({"path": path, "value": leaf})
-        else:
-            say(safe(shorten(leaf) if isinstance(leaf, int) else repr(leaf)))
+    if not json_:
+        for line in leaf_lines(ckpt, path):
+            say(line)
         return
-    found = stats(leaf, bins=_BINS) if has_stats(leaf) else None
-    about = _entry(ckpt, leaf.entry)
-    if json_:
-        say_json({"path": path, **about, "stats": found and dataclasses.asdict(found)})
-        return
-    say(click.style(safe(path), bold=True))
-    sharding = ckpt._reader.sharding(leaf.entry)
-    spec = [sharding_text(sharding)] if sharding else []
-    say("  ".join([safe(describe(leaf.entry)), nbytes(leaf.nbytes), *spec]))
-    say()
-    say(_values(leaf))
-    if found:
-        say()
-        _show_stats(found)
-
-
-def _values(leaf: "LazyArray") -> str:
-    """The corners of an array as NumPy prints them; no more of it is read."""
-    import itertools
-
-    import numpy as np
-
-    # A small array with the same corners prints alike: of more than seven items NumPy shows three at both ends.
-    small = np.zeros([min(size, 2 * _EDGE + 1) for size in leaf.shape], leaf.dtype)
-    ends = [[(0, size)] if size <= 2 * _EDGE + 1 else [(0, _EDGE), (size - _EDGE, size)] for size in leaf.shape]
-    for box in itertools.product(*ends):
-        place = tuple(slice(a, b) if a == 0 else slice(-_EDGE, None) for a, b in box)
-        small[place] = np.asarray(leaf.part(box))
-    with np.printoptions(threshold=0, edgeitems=_EDGE, linewidth=100, precision=5):
-        return "\n".join(safe(line) for line in str(small).split("\n"))
-
-
-def _show_stats(found: "Stats") -> None:
-    odd = [f"{found.nan:,} NaN"] * bool(found.nan) + [f"{found.inf:,} infinite"] * bool(found.inf)
-    zeros = f"{found.zeros:,} zeros"
-    say(", ".join([count(found.size, "value"), *odd, zeros]))
-    if found.low is None or found.high is None:
-        return
-    names = ("min", "max", "mean", "std", "norm")
-    numbers = (found.low, found.high, found.mean, found.std, found.norm)
-    say("  ".join(f"{name} {number(value or 0.0)}" for name, value in zip(names, numbers, strict=True)))
-    if found.histogram:
-        of = "" if found.sample >= found.size - found.nan - found.inf else f" of a sample of {found.sample:,}"
-        say("  ".join(f"{100 * q:g}% {number(value)}" for q, value in found.quantiles.items()) + of)
-        say()
-        most = max(found.histogram)
-        bars = "".join(_BARS[-(-(len(_BARS) - 1) * n // most)] for n in found.histogram)
-        say(f"{number(found.low)} {bars} {number(found.high)}")
+    entry = ckpt._entries.get(path)
+    about = _entry(ckpt, entry) if entry else {}
+    found = statistics(ckpt[path])
+    say_json({"path": path, **about, **({"stats": dataclasses.asdict(found)} if found else {})})
 
 
 @click.command()

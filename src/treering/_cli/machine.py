@@ -1,4 +1,4 @@
-"""The place where checkpoints are kept: doctor."""
+"""On this machine: doctor tries out a place for checkpoints, browse walks through them."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -10,6 +10,8 @@ from .arguments import Bytes
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
+    from .._restore.checkpoint import Checkpoint
+    from .._tools.listing import Listing
     from ..stores.trial import Finding
 
 
@@ -47,4 +49,32 @@ def _value(one: "Finding") -> str:
     return nbytes(one.value) + ("/s" if one.unit == "bytes a second" else "")
 
 
-COMMANDS = (doctor,)
+@click.command()
+@click.argument("path", type=PATH)
+@click.argument("other", type=PATH, required=False)
+def browse(path: str, other: str | None) -> None:
+    """Walk through a checkpoint or a run in the terminal, or through two side by side (needs the extra browse).
+
+    Arrow keys or h j k l move, Enter or s reads a leaf, / searches and n goes on, d compares both sides, q ends.
+    """
+    from .. import stores
+    from .._run.open import open_checkpoint
+    from .._tools.listing import list_run
+    from ..errors import NotFoundError, UnsupportedError
+
+    try:
+        from .browser import Browser
+    except ImportError as error:
+        raise UnsupportedError(f"browsing needs Textual: pip install 'treering[browse]' ({error})") from None
+
+    sources: list[Checkpoint | Listing] = []
+    for one in (path, other):
+        if one is not None:
+            try:
+                sources.append(list_run(stores.absolute(one)))
+            except NotFoundError:
+                sources.append(open_checkpoint(one))
+    Browser(sources).run()
+
+
+COMMANDS = (doctor, browse)

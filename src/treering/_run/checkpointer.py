@@ -76,7 +76,8 @@ class Checkpointer:
         step, as ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
     on_error: what becomes of a save that fails: "raise" raises it, for one in the background by the next call; "log"
         logs it, and a function is called with it, and the loop goes on: the next save tries again. `last_error` has it
-        until one is good; when the last save of all failed, `wait`, `close` and `finish` raise it. What is wrong with
+        until one is good; when the last save of all failed, `wait`, `close` and `finish` raise it. A function is also
+        called, by the next save, with what copying steps from `local` fails with. What is wrong with
         the call (a step that is there, leaves that cannot be saved) is raised in any case.
 
     local: a directory on a local disk, to which steps are saved; from there they are copied to `run` in the background,
@@ -135,7 +136,7 @@ class Checkpointer:
             self._directory: Directory | TwoPlaces = far
         else:
             near = self._directory_at(stores.absolute(local), prefix, tensorboard)
-            self._directory = TwoPlaces(near, far, keep, upload_limit)
+            self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell)
         self._retention = Retention(self._directory, keep if local is None else keep_local, on_save)
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import MismatchError, TreeringError
@@ -30,16 +30,23 @@ class Copies:
     `step` is the one that is being copied. What fails is logged, and tried again with the next save and at the end.
     """
 
-    def __init__(self, places: "TwoPlaces", far: Retention, bytes_per_second: float | None):
+    def __init__(
+        self,
+        places: "TwoPlaces",
+        far: Retention,
+        bytes_per_second: float | None,
+        tell: Callable[[BaseException], None],
+    ):
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
         self.step: int | None = None
-        self._places, self._far = places, far
+        self._places, self._far, self._tell = places, far, tell
         self._chores = Chores()
         self._pace = _Pace(bytes_per_second)
         self._one = threading.Lock()  # held by the only one who copies, or changes the run otherwise
         self._stopped = False
         self._error: BaseException | None = None  # of the last attempt
+        self._told: BaseException | None = None  # the error that the user's function was given last
 
     @property
     def busy(self) -> bool:
@@ -52,10 +59,17 @@ class Copies:
             self._chores.add("copying steps", self._copy_all)
 
     def check(self) -> None:
-        """Raises `TakenOverError` when copying has found that another job writes the run; else tries again."""
-        if isinstance(self._error, TakenOverError):
-            raise self._error
-        if self._error and not self.busy:
+        """Tries again after an error. Raises `TakenOverError` when copying has found that another job writes the run.
+
+        Called in the caller's thread, where the user's function is told of errors.
+        """
+        error = self._error
+        if isinstance(error, TakenOverError):
+            raise error
+        if error and error is not self._told and not isinstance(error, _PausedError):
+            self._told = error
+            self._tell(error)
+        if error and not self.busy:
             self.begin()
 
     @contextlib.contextmanager

@@ -33,6 +33,10 @@ class Failures:
             return
         self.last = error
         _log.error("a save failed, and the run goes on, for on_error says so; the next save tries again: %s", error)
+        self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Calls the user's function, if there is one, with an error that is logged."""
         if self._tell is not None:
             try:
                 self._tell(error)

@@ -29,7 +29,14 @@ class TwoPlaces:
     aside.
     """
 
-    def __init__(self, near: Directory, far: Directory, keep: Policy | None, bytes_per_second: float | None):
+    def __init__(
+        self,
+        near: Directory,
+        far: Directory,
+        keep: Policy | None,
+        bytes_per_second: float | None,
+        tell: Callable[[BaseException], None],
+    ):
         if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
             raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
         self.near, self.far = near, far
@@ -45,7 +52,7 @@ class TwoPlaces:
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep, None), bytes_per_second)
+        self._copies = Copies(self, Retention(far, keep, None), bytes_per_second, tell)
 
     # Both
 

@@ -1,0 +1,297 @@
+"""The browser for checkpoints in a terminal, in Textual."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import Footer, Input, Static, Tree
+from textual.widgets.tree import TreeNode
+
+from .._core.outline import Node, outline
+from .._core.readable import count, nbytes, safe, safe_lines
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from .._tools.diff import diff
+from .._tools.listing import Listing
+from ..errors import TreeringError
+from .leaf import describe_node, leaf_lines
+
+_MOST_CHILDREN = 1000  # of a node in the tree; more are shown in groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A node of a tree on the screen: that of a checkpoint, or a step that is opened when it is unfolded."""
+
+    ckpt: Checkpoint | None
+    node: Node | None
+    step: int | None = None
+    run: str = ""
+
+
+class CheckpointTree(Tree[Place]):
+    """The tree of a checkpoint, or of a run's steps, unfolded where it is looked at."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "cursor_down", "Down", show=False),
+        Binding("k", "cursor_up", "Up", show=False),
+        Binding("g", "scroll_home", "First", show=False),
+        Binding("G", "scroll_end", "Last", show=False),
+        Binding("ctrl+d", "page_down", "Page down", show=False),
+        Binding("ctrl+u", "page_up", "Page up", show=False),
+        Binding("l", "unfold", "Unfold", show=False),
+        Binding("h", "fold", "Fold", show=False),
+    ]
+
+    def __init__(self, source: Checkpoint | Listing):
+        super().__init__(Text(safe(source.path), style="bold"))
+        self.source = source
+        self.guide_depth = 2
+
+    def on_mount(self) -> None:
+        if isinstance(self.source, Listing):
+            for row in reversed(self.source.rows):
+                notes = "" if row.state == "good" else f"  {row.state}"
+                place = Place(None, None, row.step, self.source.path)
+                self.root.add(Text(f"step {row.step}{notes}"), place, allow_expand=row.state == "good")
+        else:
+            self.root.data = Place(self.source, _grouped(outline(self.source._entries, collapse=False)))
+            self._fill(self.root)
+        self.root.expand()
+
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Place]) -> None:
+        self._fill(event.node)
+
+    def _fill(self, node: TreeNode[Place]) -> None:
+        """Adds what is below a node, once."""
+        place = node.data
+        if place is None or node.children:
+            return
+        if place.step is not None and place.ckpt is None:
+            try:
+                ckpt = open_checkpoint(place.run, step=place.step)
+            except (TreeringError, OSError) as error:
+                self.notify(safe(error), severity="error", markup=False)
+                return
+            place = node.data = Place(ckpt, _grouped(outline(ckpt._entries, collapse=False)), place.step)
+        assert place.ckpt is not None and place.node is not None
+        for child in place.node.children:
+            about = describe_node(place.ckpt, child)
+            label = Text.assemble(safe(child.name), "  ", (about, "dim"))
+            node.add(label, Place(place.ckpt, child), allow_expand=bool(child.children))
+
+    def action_unfold(self) -> None:
+        if self.cursor_node and self.cursor_node.allow_expand:
+            self.cursor_node.expand()
+
+    def action_fold(self) -> None:
+        node = self.cursor_node
+        if node and (not node.is_expanded or not node.allow_expand):
+            node = node.parent
+        if node:
+            node.collapse()
+            self.move_cursor(node)
+
+    def reveal(self, path: str) -> bool:
+        """Unfolds all above a leaf or container, and moves there. Returns whether it is in the tree."""
+        node = self._top()
+        if node is None:
+            return False
+        while True:
+            self._fill(node)
+            node.expand()
+            below = next((child for child in node.children if _leads_to(child, path)), None)
+            if below is None:
+                return False
+            assert below.data is not None and below.data.node is not None
+            if below.data.node.path == path and not _is_group(below.data.node):
+                self.call_after_refresh(self.move_cursor, below)
+                return True
+            node = below
+
+    def _top(self) -> TreeNode[Place] | None:
+        """The node of the checkpoint that the cursor is in."""
+        node = self.cursor_node or self.root
+        while node.parent is not None and (node.data is None or node.data.step is None):
+            node = node.parent
+        return node if node.data is not None else None
+
+    @property
+    def current(self) -> Checkpoint | None:
+        """The checkpoint that the cursor is in."""
+        node = self.cursor_node
+        return node.data.ckpt if node and node.data else None
+
+
+def _leads_to(child: TreeNode[Place], path: str) -> bool:
+    node = child.data.node if child.data else None
+    if node is None:
+        return False
+    if _is_group(node):
+        return any(one.path == path or path.startswith(one.path + "/") for one in node.children)
+    return node.path == path or path.startswith(node.path + "/")
+
+
+def _is_group(node: Node) -> bool:
+    return node.path == "" and bool(node.children)
+
+
+def _grouped(node: Node) -> Node:
+    """The tree with containers of very many children cut into groups, so that none takes long to unfold."""
+    for _, one in [(0, node), *node.walk()]:
+        if len(one.children) > _MOST_CHILDREN:
+            one.children = [_group(part) for part in _parts(one.children)]
+    return node
+
+
+def _parts(children: Sequence[Node]) -> Iterable[Sequence[Node]]:
+    return (children[start : start + _MOST_CHILDREN] for start in range(0, len(children), _MOST_CHILDREN))
+
+
+def _group(children: Sequence[Node]) -> Node:
+    group = Node(f"{children[0].name} … {children[-1].name}", "", children=list(children))
+    group.leaves = sum(child.leaves for child in children)
+    group.nbytes = sum(child.nbytes for child in children)
+    return group
+
+
+class Browser(App[None]):
+    """One checkpoint or run, or two side by side."""
+
+    TITLE = "treering"
+    CSS = """
+    CheckpointTree { width: 1fr; }
+    #detail { width: 1fr; border-left: solid $primary; padding: 0 1; }
+    #search { display: none; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "search", "Search"),
+        Binding("n", "next(1)", "Next"),
+        Binding("N", "next(-1)", "Previous"),
+        Binding("s", "statistics", "Statistics"),
+        Binding("d", "difference", "Difference"),
+        Binding("tab", "focus_next", "Other side", show=False),
+        Binding("q", "quit", "Quit"),
+    ]
+
+    def __init__(self, sources: Sequence[Checkpoint | Listing]):
+        super().__init__()
+        self._sources = sources
+        self._found: list[str] = []
+        self._at = -1
+
+    def compose(self) -> ComposeResult:
+        with Horizontal():
+            for source in self._sources:
+                yield CheckpointTree(source)
+            with VerticalScroll(id="detail", can_focus=False):
+                yield Static("enter or s: values and statistics of a leaf", id="text", markup=False)
+        yield Input(placeholder="part of a path", id="search")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query(CheckpointTree).first().focus()
+
+    @property
+    def side(self) -> CheckpointTree:
+        """The tree that has the focus, or had it last."""
+        return self.focused if isinstance(self.focused, CheckpointTree) else self.query(CheckpointTree).first()
+
+    def _say(self, text: str) -> None:
+        self.query_one("#text", Static).update(Text(safe_lines(text)))
+
+    # Leaves
+
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Place]) -> None:
+        place = event.node.data
+        if place is None or place.node is None or place.ckpt is None:
+            return
+        node, ckpt = place.node, place.ckpt
+        size = f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}"
+        self._say("\n".join([node.path or ckpt.path, size if node.entry is None else describe_node(ckpt, node)]))
+
+    def on_tree_node_selected(self, event: Tree.NodeSelected[Place]) -> None:
+        if event.node.data and event.node.data.node and event.node.data.node.entry is not None:
+            self.action_statistics()
+
+    def action_statistics(self) -> None:
+        """Reads the leaf under the cursor, in a thread."""
+        node = self.side.cursor_node
+        place = node.data if node else None
+        if place is None or place.node is None or place.ckpt is None or place.node.entry is None:
+            return
+        ckpt, path = place.ckpt, place.node.path
+        self._say(f"{path}\nreading …")
+        self.run_worker(lambda: self._read(ckpt, path), thread=True, exclusive=True)
+
+    def _read(self, ckpt: Checkpoint, path: str) -> None:
+        try:
+            text = "\n".join(leaf_lines(ckpt, path))
+        except (TreeringError, OSError) as error:
+            text = str(error)
+        self.call_from_thread(self._say, text)
+
+    def action_difference(self) -> None:
+        """Compares the leaf, or the part, under the cursor with that on the other side."""
+        trees = list(self.query(CheckpointTree))
+        node = self.side.cursor_node
+        if len(trees) < 2 or node is None or node.data is None or node.data.node is None:
+            self.notify("expected two checkpoints: treering browse A B")
+            return
+        path = node.data.node.path
+        sides = [tree.current for tree in trees]
+        if sides[0] is None or sides[1] is None:
+            self.notify("choose a step on both sides")
+            return
+        self._say(f"{path}\ncomparing …")
+        self.run_worker(lambda: self._compare(sides, path), thread=True, exclusive=True)
+
+    def _compare(self, sides: Sequence[Checkpoint | None], path: str) -> None:
+        try:
+            a, b = (_part(side, path) for side in sides if side is not None)
+            found = diff(a, b)
+            lines = [path, str(found), *(f"{one}: {change!r}" for one, change in found.values.items())]
+        except (TreeringError, KeyError, OSError) as error:
+            lines = [path, str(error)]
+        self.call_from_thread(self._say, "\n".join(lines))
+
+    # Search
+
+    def action_search(self) -> None:
+        search = self.query_one("#search", Input)
+        search.display = True
+        search.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.input.display = False
+        tree = self.query(CheckpointTree).first()
+        tree.focus()
+        ckpt = tree.current or (tree.source if isinstance(tree.source, Checkpoint) else None)
+        text = event.value.casefold()
+        self._found = [path for path in ckpt or () if text in path.casefold()]
+        self._at = -1
+        if not self._found:
+            self.notify(f"no path has {safe(event.value)!r}" if ckpt else "unfold a step first", markup=False)
+        self.action_next(1)
+
+    def action_next(self, by: int) -> None:
+        """Goes to the next place that was found, on both sides."""
+        if self._found:
+            self._at = (self._at + by) % len(self._found)
+            for tree in self.query(CheckpointTree):
+                tree.reveal(self._found[self._at])
+
+    def on_key(self, event: Any) -> None:
+        search = self.query_one("#search", Input)
+        if event.key == "escape" and search.display:
+            search.display = False
+            self.query(CheckpointTree).first().focus()
+
+
+def _part(ckpt: Checkpoint, path: str) -> Any:
+    """What lies at a path, as something that can be compared."""
+    return {"": ckpt[path]} if path in ckpt else ckpt.at(path)

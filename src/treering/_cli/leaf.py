@@ -1,0 +1,93 @@
+"""One leaf, or a container, as lines of text: what it is, its values, its statistics."""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .._core.readable import count, nbytes, number, safe
+from .._core.readable import sharding as sharding_text
+
+if TYPE_CHECKING:
+    from .._core.lazy import LazyArray
+    from .._core.outline import Node
+    from .._restore.checkpoint import Checkpoint
+    from .._tools.stats import Stats
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_BINS = 40
+_EDGE = 3  # items at both ends of an axis that are shown
+
+
+def describe_node(ckpt: "Checkpoint", node: "Node") -> str:
+    """What is said of a node beside its name: dtype, shape, size, sharding; of a container how much is in it."""
+    from .._core.describe import describe, shorten
+    from .._core.entries import NO_ARRAY, ArrayEntry
+
+    entry = node.entry
+    if entry is None:
+        return f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}"
+    if not isinstance(entry, ArrayEntry):
+        value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
+        return f"{describe(entry)}{value}"
+    sharding = ckpt._reader.sharding(entry)
+    spec = "" if sharding is None else f"  {sharding_text(sharding)}"
+    return f"{safe(describe(entry))}  {nbytes(node.nbytes)}{spec}"
+
+
+def statistics(leaf: Any) -> "Stats | None":
+    """The statistics of a leaf with quantiles and a histogram; None for what has no numbers."""
+    from .._core.lazy import LazyArray
+    from .._tools.stats import has_stats, stats
+
+    return stats(leaf, bins=_BINS) if isinstance(leaf, LazyArray) and has_stats(leaf) else None
+
+
+def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
+    """All about a leaf. Reads it."""
+    from .._core.describe import describe, shorten
+    from .._core.lazy import LazyArray
+
+    leaf = ckpt[path]
+    if not isinstance(leaf, LazyArray):
+        yield safe(shorten(leaf) if isinstance(leaf, int) else repr(leaf))
+        return
+    sharding = ckpt._reader.sharding(leaf.entry)
+    spec = [sharding_text(sharding)] if sharding else []
+    yield safe(path)
+    yield "  ".join([safe(describe(leaf.entry)), nbytes(leaf.nbytes), *spec])
+    yield ""
+    yield from _values(leaf)
+    if found := statistics(leaf):
+        yield ""
+        yield from _statistics_lines(found)
+
+
+def _values(leaf: "LazyArray") -> Iterator[str]:
+    """The corners of an array as NumPy prints them; no more of it is read."""
+    import numpy as np
+
+    # A small array with the same corners prints alike: of more than seven items NumPy shows three at both ends.
+    small = np.zeros([min(size, 2 * _EDGE + 1) for size in leaf.shape], leaf.dtype)
+    ends = [[(0, size)] if size <= 2 * _EDGE + 1 else [(0, _EDGE), (size - _EDGE, size)] for size in leaf.shape]
+    for box in itertools.product(*ends):
+        place = tuple(slice(a, b) if a == 0 else slice(-_EDGE, None) for a, b in box)
+        small[place] = np.asarray(leaf.part(box))
+    with np.printoptions(threshold=0, edgeitems=_EDGE, linewidth=100, precision=5):
+        yield from (safe(line) for line in str(small).split("\n"))
+
+
+def _statistics_lines(found: "Stats") -> Iterator[str]:
+    odd = [f"{found.nan:,} NaN"] * bool(found.nan) + [f"{found.inf:,} infinite"] * bool(found.inf)
+    yield ", ".join([count(found.size, "value"), *odd, f"{found.zeros:,} zeros"])
+    if found.low is None or found.high is None:
+        return
+    names = ("min", "max", "mean", "std", "norm")
+    numbers = (found.low, found.high, found.mean, found.std, found.norm)
+    yield "  ".join(f"{name} {number(value or 0.0)}" for name, value in zip(names, numbers, strict=True))
+    if found.histogram:
+        of = "" if found.sample >= found.size - found.nan - found.inf else f" of a sample of {found.sample:,}"
+        yield "  ".join(f"{100 * q:g}% {number(value)}" for q, value in found.quantiles.items()) + of
+        yield ""
+        most = max(found.histogram)
+        bars = "".join(_BARS[-(-(len(_BARS) - 1) * n // most)] for n in found.histogram)
+        yield f"{number(found.low)} {bars} {number(found.high)}"
