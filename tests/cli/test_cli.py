@@ -585,7 +585,7 @@ def test_completions_are_printed_for_every_shell() -> None:
 
 
 def test_every_command_takes_json_or_prints_nothing() -> None:
-    silent = {"pin", "unpin", "rewind", "completion"}
+    silent = {"pin", "unpin", "rewind", "completion", "browse"}
     for name, command in cli.commands.items():
         assert name in silent or any("--json" in option.opts for option in command.params), name
         assert command.help

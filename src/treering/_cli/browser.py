@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from rich.markup import escape
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -75,7 +76,7 @@ class CheckpointTree(Tree[Place]):
             try:
                 ckpt = open_checkpoint(place.run, step=place.step)
             except (TreeringError, OSError) as error:
-                self.notify(safe(error), severity="error", markup=False)
+                self.notify(escape(safe(error)), severity="error")
                 return
             place = node.data = Place(ckpt, _grouped(outline(ckpt._entries, collapse=False)), place.step)
         assert place.ckpt is not None and place.node is not None
@@ -275,7 +276,7 @@ class Browser(App[None]):
         self._found = [path for path in ckpt or () if text in path.casefold()]
         self._at = -1
         if not self._found:
-            self.notify(f"no path has {safe(event.value)!r}" if ckpt else "unfold a step first", markup=False)
+            self.notify(escape(f"no path has {safe(event.value)!r}") if ckpt else "unfold a step first")
         self.action_next(1)
 
     def action_next(self, by: int) -> None:

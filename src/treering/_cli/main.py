@@ -1,11 +1,12 @@
 """The command itself: its subcommands, its exit codes, and errors without tracebacks."""
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from click.shell_completion import get_completion_class
@@ -59,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     _prepare_streams()
-    _log_to_stderr(debug)
     try:
-        return _invoke(arguments)
+        with _log_on_stderr(debug):
+            return _invoke(arguments)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails
         return 128 + _SIGPIPE
@@ -113,9 +114,17 @@ class _OnStderr(logging.Handler):
         say(f"{record.levelname.lower()}: {safe(record.getMessage())}", err=True)
 
 
-def _log_to_stderr(debug: bool) -> None:
-    log = logging.getLogger("treering")
-    if not any(isinstance(handler, _OnStderr) for handler in log.handlers):
-        log.addHandler(_OnStderr())
-        log.propagate = False
+@contextlib.contextmanager
+def _log_on_stderr(debug: bool) -> Iterator[None]:
+    """Shows the log of the library within a `with` block."""
+    log, handler = logging.getLogger("treering"), _OnStderr()
+    before = log.propagate, log.level
+    log.addHandler(handler)
+    log.propagate = False
     log.setLevel(logging.DEBUG if debug else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before[0]
+        log.setLevel(before[1])
