@@ -204,7 +204,8 @@ def test_threads_that_claim_one_run_never_write_it_together(tmp_path: pathlib.Pa
 def test_a_loop_that_was_run_again_hears_of_preemption(tmp_path: pathlib.Path) -> None:
     """The first one's handler, which the second calls, must not end the process."""
     code = f"""
-import os, signal, treering as tr
+import gc, os, signal, treering as tr
+gc.disable()  # or it would depend on when that runs
 run = {str(tmp_path)!r}
 ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)
 ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)

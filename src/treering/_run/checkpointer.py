@@ -131,12 +131,22 @@ class Checkpointer:
         self._failures = Failures(on_error)
         self._under_way = UnderWay(self._failures)
         self._two_places = local is not None
-        far = self._directory_at(self._root, prefix, tensorboard)
+        under_way = self._under_way
+        places: list[Directory | TwoPlaces] = []
+
+        def busy() -> bool:  # without `self`: a Checkpointer that is let go of gives SIGTERM back at once
+            return under_way.busy() or any(one.busy for one in places)
+
+        def directory_at(root: str) -> Directory:
+            return Directory(Steps(stores.of(root), root, prefix, tensorboard), busy)
+
+        far = directory_at(self._root)
         if local is None:
             self._directory: Directory | TwoPlaces = far
         else:
-            near = self._directory_at(stores.absolute(local), prefix, tensorboard)
+            near = directory_at(stores.absolute(local))
             self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell)
+        places.append(self._directory)
         self._retention = Retention(self._directory, keep if local is None else keep_local, on_save)
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None
@@ -533,12 +543,6 @@ class Checkpointer:
         self._last.forget()
 
     # Helpers
-
-    def _directory_at(self, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None) -> Directory:
-        return Directory(Steps(stores.of(root), root, prefix, tensorboard), self._busy)
-
-    def _busy(self) -> bool:
-        return self._under_way.busy() or self._directory.busy
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
         """Calls `do` in process 0 when every save is over."""
