@@ -1,0 +1,41 @@
+"""A run as a page: report."""
+
+import click
+
+from .._core.readable import nbytes, safe
+from .output import PATH, as_json, say, say_json
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option("--output", "-o", type=click.Path(), default="report.html", show_default=True, help="The file to write.")
+@click.option(
+    "--steps", type=click.IntRange(0), default=20, show_default=True, help="Read the arrays of so many steps."
+)
+@click.option("--leaves", multiple=True, metavar="GLOB", help="Only the statistics of these leaves.")
+@click.option("--compare", type=int, nargs=2, metavar="A B", help="Compare two steps; by default the two latest.")
+@as_json
+def report(
+    run: str, output: str, steps: int, leaves: tuple[str, ...], compare: tuple[int, int] | None, json_: bool
+) -> None:
+    """Write a page about a RUN that opens in any browser, without a network: timeline, sizes, statistics, differences.
+
+    The arrays of --steps steps are read, evenly over the run; --steps 0 reads none. A report that is there is replaced.
+    """
+    from .. import stores
+    from .._tools import report as tools
+
+    place = stores.absolute(output)
+    store = stores.of(place)
+    tools.check_replaceable(store, place)
+    found = tools.gather(run, steps=steps, compare=compare or (), globs=leaves, progress=not json_)
+    data = tools.page(found).encode()
+    with store.new_file(place, overwrite=True) as file:
+        file.write(data)
+    if json_:
+        say_json({"path": place, "nbytes": len(data), "read": found["read"], "notes": found["notes"]})
+        return
+    say(f"{safe(place)}: {nbytes(len(data))}")
+
+
+COMMANDS = (report,)

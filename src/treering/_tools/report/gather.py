@@ -1,0 +1,264 @@
+"""What a report says of a run, as plain data."""
+
+import base64
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..._core.describe import describe
+from ..._core.entries import ArrayEntry
+from ..._core.lazy import LazyArray
+from ..._core.outline import Node, outline
+from ..._core.readable import count, nbytes, safe
+from ..._processes.progress_bar import bar
+from ..._restore.checkpoint import Checkpoint
+from ..._run.open import open_checkpoint
+from ...errors import MismatchError, NotFoundError, TreeringError
+from ...stores.read_errors import raise_if_momentary
+from ..diff import ValueChange, diff
+from ..listing import Listing, Row, list_run
+from ..stats import Stats, has_stats, stats
+
+_log = logging.getLogger("treering")
+
+_BINS = 24
+_MOST_HISTOGRAMS = 32  # steps of a leaf with a histogram
+_MOST_LEAVES = 2000  # with statistics
+_MOST_CHANGES = 2000  # leaves of the comparison
+_SMALLEST = 1e-4  # of all bytes: what is smaller has no rectangle of its own
+_DIGITS = 5
+_NUMBERS = ("norm", "mean", "std", "low", "high")
+_COUNTS = ("nan", "inf", "zeros")
+
+
+def gather(
+    path: str | os.PathLike[str],
+    *,
+    steps: int = 20,
+    compare: Sequence[int] = (),
+    globs: Sequence[str] = (),
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Looks at a run, and returns what its report says, as values that JSON has.
+
+    steps: the arrays of so many steps are read, the first, the latest and others evenly between them; 0 reads none.
+    compare: the two steps that are compared value by value; the two latest by default, if any arrays are read.
+    globs: the leaves with statistics; all by default, but no more than the 2,000 largest, which the report says.
+    progress: shows a bar, in a terminal.
+
+    What could not be read is named in the report and in the log. Raises `NotFoundError` where there is no run or no
+    good step, and `MismatchError` where `compare` names others.
+    """
+    listing = list_run(path)
+    good = [row for row in listing.rows if row.state == "good"]
+    if not good:
+        raise NotFoundError(f"{listing.path}: expected a run with a good step, found {len(listing.rows)} others")
+    pair = _pair(listing, good, compare, read=steps > 0)
+    notes: list[str] = []
+    latest = _opened(good[-1], notes)
+    chosen = [good[n] for n in _evenly(len(good), steps)]
+    found = _Leaves(notes)
+    if chosen:
+        found.read([(row.step, _opened(row, notes)) for row in chosen], globs, progress)
+    return {
+        "run": safe(os.path.basename(listing.path) or listing.path),
+        "path": safe(listing.path),
+        "finished": listing.finished,
+        "setAside": [safe(os.path.basename(one)) for one in listing.set_aside],
+        "steps": [_step(row, listing) for row in listing.rows],
+        "tree": _tree(latest) if latest else None,
+        "treeStep": good[-1].step,
+        "read": [row.step for row in chosen],
+        "leaves": found.rows,
+        "diff": _difference(pair, notes) if pair else None,
+        "notes": [safe(note) for note in notes],
+    }
+
+
+def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bool) -> tuple[Row, Row] | None:
+    """The two steps to compare."""
+    if not compare:
+        return (good[-2], good[-1]) if read and len(good) > 1 else None
+    by_step = {row.step: row for row in good}
+    for step in compare:
+        if step not in by_step:
+            known = ", ".join(map(str, list(by_step)[-10:]))
+            raise MismatchError(f"{listing.path}: expected two good steps to compare, found {step}; there are {known}")
+    first, second = (by_step[step] for step in compare)
+    return first, second
+
+
+def _evenly(many: int, most: int) -> list[int]:
+    """At most so many of the numbers below `many`, evenly, the last and (of more than one) the first among them."""
+    if most >= many:
+        return list(range(many))
+    if most <= 1:
+        return [many - 1] * most
+    return [round(n * (many - 1) / (most - 1)) for n in range(most)]
+
+
+def _opened(row: Row, notes: list[str]) -> Checkpoint | None:
+    try:
+        return open_checkpoint(row.path)
+    except TreeringError as error:
+        raise_if_momentary(error)
+        _note(notes, f"step {row.step} is left out: {error}")
+        return None
+
+
+def _note(notes: list[str], text: str) -> None:
+    _log.warning("%s", text)
+    notes.append(text)
+
+
+def _step(row: Row, listing: Listing) -> dict[str, Any]:
+    about = {
+        "step": row.step,
+        "state": row.state,
+        "format": row.format,
+        "created": row.created,
+        "nbytes": row.nbytes,
+        "metrics": {safe(name): _number(value) for name, value in row.metrics.items()},
+    }
+    marks = {"pinned": row.pinned, "link": row.link, "latest": row.step == listing.latest}
+    return {**about, "marks": [name for name, is_so in marks.items() if is_so]}
+
+
+def _number(value: float | None) -> float | str | None:
+    """A number with as many digits as a chart needs; what JSON lacks as text."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
+
+
+def _tree(ckpt: Checkpoint) -> dict[str, Any]:
+    """The tree by size. What is too small to be seen is one part of what is around it."""
+    root = outline(ckpt._entries, about=ckpt._reader.sharding)
+    total = sum(node.nbytes for node in root.children)
+
+    def part(node: Node, times: int) -> dict[str, Any]:
+        """A node, of which there are so many in what is shown as one."""
+        name = safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
+        size, leaves = times * node.nbytes, times * node.leaves
+        about: dict[str, Any] = {"name": name, "path": safe(node.path), "nbytes": size, "leaves": leaves}
+        if isinstance(node.entry, ArrayEntry):
+            about |= {"what": safe(describe(node.entry)), "dtype": node.entry.dtype}
+        times *= node.alike
+        least = _SMALLEST * total
+        small = [child for child in node.children if 0 < times * child.nbytes <= least]
+        parts = [part(child, times) for child in node.children if times * child.nbytes > least]
+        if small:
+            leaves, size = (times * sum(getattr(child, of) for child in small) for of in ("leaves", "nbytes"))
+            parts.append({"name": f"{len(small):,} smaller", "path": "", "nbytes": size, "leaves": leaves})
+        return {**about, "parts": parts} if parts else about
+
+    root.leaves, root.nbytes = len(ckpt), total
+    return part(root, 1)
+
+
+class _Leaves:
+    """The statistics of the leaves, step by step; `rows` has one for each leaf that any of the steps has."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._notes = notes
+
+    def read(self, steps: Sequence[tuple[int, Checkpoint | None]], globs: Sequence[str], progress: bool) -> None:
+        """Reads the arrays of these steps, one after another."""
+        arrays = [(step, _arrays(ckpt, globs) if ckpt else {}) for step, ckpt in steps]
+        sizes: dict[str, int] = {}
+        for _, found in arrays:
+            for path, array in found.items():
+                sizes[path] = max(sizes.get(path, 0), array.nbytes)
+        if globs and not sizes:
+            raise MismatchError(f"expected arrays named {', '.join(globs)}, found none with numbers")
+        kept = set(sorted(sizes, key=lambda path: -sizes[path])[:_MOST_LEAVES])
+        if len(kept) < len(sizes):
+            left = len(sizes) - len(kept)
+            size = nbytes(sum(size for path, size in sizes.items() if path not in kept))
+            _note(self._notes, f"the {left:,} smallest arrays ({size}) have no statistics here; --leaves GLOB chooses")
+        places = {path: n for n, path in enumerate(path for path in sizes if path in kept)}
+        self.rows = [_empty(path, len(steps)) for path in places]
+        total = sum(array.nbytes for _, found in arrays for path, array in found.items() if path in places)
+        histograms = set(_evenly(len(steps), _MOST_HISTOGRAMS))
+        with bar("reading", total, progress) as moved:
+            for n, (step, found) in enumerate(arrays):
+                failed: list[TreeringError] = []
+                for path, array in found.items():
+                    if path in places:
+                        try:
+                            _fill(self.rows[places[path]], n, array, n in histograms)
+                        except TreeringError as error:
+                            raise_if_momentary(error)
+                            failed.append(error)
+                        moved(array.nbytes)
+                if failed:
+                    what = count(len(failed), "array is", "arrays are")
+                    _note(self._notes, f"step {step}: {what} left out, for they cannot be read: {failed[0]}")
+
+
+def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> None:
+    """Reads an array, and puts what is found into the row of its leaf, in the place of the `n`th step."""
+    found = stats(array, bins=_BINS if histogram else 0)
+    row |= {"what": safe(describe(array.entry)), "nbytes": array.nbytes, "size": found.size}
+    for name in _NUMBERS:
+        row[name][n] = _number(getattr(found, name))
+    for name in _COUNTS:
+        if many := getattr(found, name):
+            row.setdefault(name, [0] * len(row["norm"]))[n] = many
+    if found.histogram:
+        row["bins"][str(n)] = _bars(found)
+
+
+def _arrays(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LazyArray]:
+    """The arrays of numbers by path."""
+    selected = ckpt.select(globs) if globs else ckpt
+    leaves = {path: selected[path] for path in selected}
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, LazyArray) and has_stats(leaf)}
+
+
+def _empty(path: str, steps: int) -> dict[str, Any]:
+    """A leaf without any statistics yet: of each step None."""
+    numbers: dict[str, Any] = {name: [None] * steps for name in _NUMBERS}
+    return {"path": safe(path), "what": "", "nbytes": 0, "size": 0, **numbers, "bins": {}}
+
+
+def _bars(found: Stats) -> str:
+    """A histogram as text: a byte for each bin, of which 255 is the fullest; what is not empty is not 0."""
+    most = max(found.histogram)
+    return base64.b64encode(bytes(-(-255 * many // most) for many in found.histogram)).decode()
+
+
+def _difference(pair: tuple[Row, Row], notes: list[str]) -> dict[str, Any] | None:
+    """The leaves that differ between two steps."""
+    a, b = pair
+    try:
+        found = diff(a.path, b.path)
+    except TreeringError as error:
+        raise_if_momentary(error)
+        _note(notes, f"steps {a.step} and {b.step} are not compared: {error}")
+        return None
+    changed = [_change(path, what, found.values.get(path)) for path, what in found.changed.items()]
+    if len(changed) > _MOST_CHANGES:
+        _note(
+            notes,
+            f"{len(changed):,} leaves differ between {a.step} and {b.step}; the first {_MOST_CHANGES:,} are listed",
+        )
+    sides = {"a": a.step, "b": b.step, "equal": found.equal, "differing": len(changed)}
+    only = {"onlyA": _listed(found.only_a), "onlyB": _listed(found.only_b)}
+    return {**sides, **only, "changed": changed[:_MOST_CHANGES]}
+
+
+def _listed(paths: Iterable[str]) -> list[str]:
+    return [safe(path) for path in paths]
+
+
+def _change(path: str, what: str, change: ValueChange | None) -> dict[str, Any]:
+    about: dict[str, Any] = {"path": safe(path), "what": safe(what)}
+    if change is None:
+        return about
+    numbers = {"largest": change.largest, "relative": change.relative, "cosine": change.cosine}
+    share = change.differing / max(change.size, 1)
+    return {**about, "share": _number(share), **{name: _number(value) for name, value in numbers.items()}}

@@ -1,0 +1,78 @@
+"""The page of a report: one file with its data, style and script in it, which asks for nothing else."""
+
+import base64
+import datetime
+import hashlib
+import html
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..._version import __version__
+from ...errors import ExistsError
+from ...stores.store import Store
+from ...stores.whole_files import opened
+
+_MARK = '<meta name="generator" content="Treering report">'
+_MARK_WITHIN = 200  # bytes
+
+_HEAD = f"""<!doctype html>
+<html lang="en">
+<head>
+{_MARK}
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src '{{hash}}'">
+<title>{{title}}</title>
+<style>
+{{style}}</style>
+</head>
+<body>
+<main id="report"></main>
+<noscript><p>This page draws its charts with JavaScript, which is off. The steps:</p>{{table}}</noscript>
+<script type="application/json" id="data">{{data}}</script>
+<script>{{script}}</script>
+</body>
+</html>
+"""
+
+
+def check_replaceable(store: Store, path: str) -> None:
+    """Raises `ExistsError` where something lies at a path that is no report."""
+    found = store.stat(path)
+    if found is None:
+        return
+    if found.is_file:
+        with opened(store, path) as blob:
+            if _MARK.encode() in blob.read_up_to(_MARK_WITHIN):
+                return
+    raise ExistsError(f"{path}: expected a free path or an earlier report, found something else; choose another path")
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page for what `gather` has found. Nothing that a file says is markup or code in it.
+
+    All of the data is one JSON text, which the script shows as text; no other script runs (Content-Security-Policy).
+    """
+    files = importlib.resources.files(__name__.rpartition(".")[0])
+    script = "\n" + (files / "page.js").read_text("utf-8")
+    style = (files / "page.css").read_text("utf-8")
+    made = datetime.datetime.now(datetime.UTC).timestamp()
+    data = json.dumps({**report, "made": made, "version": __version__}, separators=(",", ":"), allow_nan=False)
+    return _HEAD.format(
+        hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=html.escape(f"{report['run']} · Treering report"),
+        style=style,
+        table=_table(report),
+        data=data.replace("<", "\\u003c"),  # or a name could end the element
+        script=script,
+    )
+
+
+def _table(report: Mapping[str, Any]) -> str:
+    """The steps as a table, for those who run no scripts."""
+    rows = [(row["step"], row["state"], row["nbytes"], row["metrics"]) for row in report["steps"]]
+    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

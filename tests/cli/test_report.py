@@ -1,0 +1,203 @@
+"""The report of a run: its data, and its page in a real browser where there is one."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+
+HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ALONE = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(64, 32)).astype("float32")
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(1, 9):
+            layers = [{"w": w * step, "b": np.full(16, step, "float32")} for _ in range(3)]
+            tree = {"layers": layers, "new": w} if step == 8 else {"layers": layers, HOSTILE: w, "lr": 0.1}
+            if step == 7:
+                layers[1]["w"] = np.where(w > 2, np.nan, w)
+            ckpts.save(10 * step, tree, metrics={"loss": 1 / step, "<b>": float("nan")})
+    return tmp_path / "run"
+
+
+class _Data(html.parser.HTMLParser):
+    """The data of a page, and all elements in it."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self._inside, self._text = False, ""
+        self.feed(page)
+        self.data = json.loads(self._text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._inside = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self._text += data
+
+
+def _report(treering: Any, run: pathlib.Path, *options: object) -> dict[str, Any]:
+    page = run.parent / "report.html"
+    found = treering("report", run, "-o", page, *options)
+    assert found.code == 0, found.err
+    return _Data(page.read_text("utf-8")).data
+
+
+def test_the_data_are_those_of_the_run(run: pathlib.Path, treering: Any) -> None:
+    data = _report(treering, run)
+    assert [row["step"] for row in data["steps"]] == data["read"] == list(range(10, 90, 10))
+    assert data["steps"][1]["metrics"] == {"loss": 0.5, "<b>": "nan"} and data["steps"][-1]["marks"] == ["latest"]
+    leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
+    layers = {f"layers/{n}/{name}" for n in range(3) for name in "wb"}
+    assert set(leaves) == {*layers, HOSTILE.replace("/", "~1"), "new"}
+    norms = [float(np.linalg.norm(tr.open(run, step=step)["layers/0/w"])) for step in data["read"]]
+    np.testing.assert_allclose(leaves["layers/0/w"]["norm"], norms, rtol=1e-4)
+    assert leaves["new"]["norm"][:-1] == [None] * 7 and leaves["new"]["norm"][-1]
+    assert leaves["layers/1/w"]["nan"][6] > 0 and leaves["layers/1/w"]["nan"][7] == 0
+    bins = np.frombuffer(base64.b64decode(leaves["layers/0/w"]["bins"]["0"]), np.uint8)
+    low, high = (leaves["layers/0/w"][edge][0] for edge in ("low", "high"))
+    counts, _ = np.histogram(np.asarray(tr.open(run, step=10)["layers/0/w"]), len(bins), (low, high))
+    assert np.abs(bins / 255 - counts / counts.max()).max() < 0.05
+    assert data["tree"]["nbytes"] == sum(part["nbytes"] for part in data["tree"]["parts"])
+    assert (data["diff"]["a"], data["diff"]["b"], data["diff"]["onlyB"]) == (70, 80, ["new"])
+    assert {row["path"] for row in data["diff"]["changed"]} == layers
+
+
+def test_steps_leaves_and_the_two_that_are_compared_are_chosen(run: pathlib.Path, treering: Any) -> None:
+    data = _report(treering, run, "--steps", 3, "--leaves", "layers/*/b", "--compare", 10, 30)
+    assert data["read"][0] == 10 and data["read"][-1] == 80 and len(data["read"]) == 3
+    assert [leaf["path"] for leaf in data["leaves"]] == [f"layers/{n}/b" for n in range(3)]
+    assert (data["diff"]["a"], data["diff"]["b"]) == (10, 30)
+    nothing = _report(treering, run, "--steps", 0)
+    assert nothing["read"] == nothing["leaves"] == [] and nothing["diff"] is None
+    assert _report(treering, run, "--steps", 1)["read"] == [80]
+    found = treering("report", run, "-o", run.parent / "report.html", "--steps", 2, "--json").json
+    assert found["read"] == [10, 80] and found["nbytes"] == (run.parent / "report.html").stat().st_size
+
+
+def test_layers_that_are_alike_count_with_all_their_bytes(run: pathlib.Path, treering: Any) -> None:
+    def leaves(part: dict[str, Any]) -> int:
+        return sum(map(leaves, part["parts"])) if "parts" in part else part["nbytes"]
+
+    tree = _report(treering, run)["tree"]
+    assert leaves(tree) == tree["nbytes"] == sum(np.asarray(leaf).nbytes for leaf in tr.open(run).values())
+
+
+def test_what_is_damaged_is_named_in_the_page_and_on_stderr(run: pathlib.Path, treering: Any) -> None:
+    (arrays,) = (run / "step-00000030").glob("*.safetensors")
+    data = bytearray(arrays.read_bytes())
+    data[-1] ^= 1
+    arrays.write_bytes(data)
+    found = treering("report", run, "-o", run.parent / "report.html")
+    notes = _Data((run.parent / "report.html").read_text("utf-8")).data["notes"]
+    assert found.code == 0 and "step 30" in found.err
+    assert len(notes) == 1 and "step 30: 7 arrays are left out" in notes[0]
+
+
+def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
+    page = run.parent / "report.html"
+    page.write_text("my own page")
+    found = treering("report", run, "-o", page)
+    assert found.code == 3 and "an earlier report" in found.err and page.read_text() == "my own page"
+    page.unlink()
+    for options, words in [
+        (["--compare", "10", "11"], "found 11"),
+        (["--leaves", "nothing/**"], "nothing/**"),
+        (["--steps", "-1"], "--steps"),
+    ]:
+        found = treering("report", run, "-o", page, *options)
+        assert found.code in (2, 3) and words in found.err and not page.exists(), found.err
+    assert treering("report", run.parent / "none", "-o", page).code == 3 and not page.exists()
+
+
+def test_the_page_asks_for_nothing_and_names_are_no_markup(run: pathlib.Path, treering: Any) -> None:
+    _report(treering, run)
+    page = (run.parent / "report.html").read_text("utf-8")
+    tags = _Data(page).tags
+    assert tags.count("script") == 2 and not {"img", "link", "iframe"} & set(tags)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+
+
+DRIVER = """
+const texts = (query) => [...document.querySelectorAll(query)].map((one) => one.textContent);
+const found = {charts: texts("#timeline .card b"), paths: texts("#leaves td.path")};
+const filter = document.getElementById("filter");
+filter.value = "layers *b";
+filter.dispatchEvent(new Event("input"));
+found.filtered = texts("#leaves td.path");
+document.querySelector("#leaves tr.leaf").click();
+found.detail = texts("#leaves .inside .card b");
+found.bars = document.querySelectorAll("#leaves .inside rect").length;
+document.querySelector("#leaves tr.leaf").click();
+found.closed = document.querySelectorAll("#leaves .inside").length;
+filter.value = "";
+filter.dispatchEvent(new Event("input"));
+document.querySelectorAll("#leaves th button")[4].click(); // by norm, the largest first
+found.sorted = texts("#leaves td.path");
+const before = document.querySelectorAll("#treemap button").length;
+document.querySelector('#treemap button[data-path="layers"]').click();
+found.map = [before, document.querySelectorAll("#treemap button").length, texts(".crumbs button")];
+document.querySelectorAll(".crumbs button")[0].click();
+found.back = document.querySelectorAll("#treemap button").length;
+const first = document.getElementById("compare-a");
+first.value = "1";
+first.dispatchEvent(new Event("change"));
+found.compared = texts("#compared tbody tr:first-child td");
+found.summary = texts("#diff-summary");
+found.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+found.title = document.title;
+const out = document.createElement("pre");
+out.id = "found";
+out.textContent = JSON.stringify(found);
+document.body.append(out);
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="expected Chromium on the PATH, found none")
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path, width: int) -> None:
+    _report(treering, run)
+    page = (run.parent / "report.html").read_text("utf-8")
+    script = f"window.addEventListener('load', () => setTimeout(() => {{{DRIVER}}}, 300));"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = page.replace("script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-")  # or the page would refuse it
+    (tmp_path / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"), "utf-8")
+    assert BROWSER
+    options = [f"--{name}" for name in ALONE]
+    options += [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", "--virtual-time-budget=5000"]
+    command = [BROWSER, *options, "--dump-dom", f"file://{tmp_path / 'driven.html'}"]
+    dumped = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)}
+    )
+    match = re.search(r'<pre id="found">(.*?)</pre>', dumped.stdout, re.DOTALL)
+    assert match, dumped.stderr[-2000:]
+    found = json.loads(html.unescape(match[1]))
+    assert found["charts"] == ["loss", "<b>", "size", "time since the step before"]
+    assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
+    assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
+    assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")
+    before, inside, crumbs = found["map"]
+    assert inside < before == found["back"] and crumbs == ["all", "layers"]
+    assert found["compared"][3] == "300 %" and "are equal" in found["summary"][0]
+    assert not found["wide"] and "hacked" not in found["title"]
