@@ -179,7 +179,7 @@ document.body.append(out);
 def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path, width: int) -> None:
     _report(treering, run)
     page = (run.parent / "report.html").read_text("utf-8")
-    script = f"window.addEventListener('load', () => setTimeout(() => {{{DRIVER}}}, 300));"
+    script = f"window.addEventListener('load', () => {{{DRIVER}}});"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = page.replace("script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-")  # or the page would refuse it
     (tmp_path / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"), "utf-8")

@@ -298,7 +298,9 @@
       else rectangles({ parts: [top] }, 0, 0, width, height, 0);
     }
     let width = 0;
-    new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; draw(); } }).observe(map);
+    const fit = () => { if (map.clientWidth !== width) { width = map.clientWidth; draw(); } };
+    new ResizeObserver(fit).observe(map);
+    placed.push(fit);
     const legend = order.filter(Boolean).map((dtype) => el("span", {},
       el("i", { style: `background:${COLOURS[order.indexOf(dtype) % COLOURS.length]}` }), `${dtype} ${bytes(dtypes.get(dtype))}`));
     return [el("h2", {}, `What is saved, by size (step ${data.treeStep})`),
@@ -393,5 +395,7 @@
     return parts.length ? [el("h2", {}, "Two steps compared"), ...parts] : [];
   }
 
+  const placed = []; // what can be drawn when its place on the page is known
   root.append(...title(), ...timeline(), ...treemap(), ...leaves(), ...comparison());
+  placed.forEach((draw) => draw());
 })();
