@@ -77,3 +77,26 @@ def test_the_guide_names_everything_public() -> None:
         names += [option.name for option in options if option.kind is option.KEYWORD_ONLY]
     unnamed = [name for name in dict.fromkeys(names) if not re.search(rf"\b{name}\b", guide)]
     assert unnamed == ["__version__"]
+
+
+def test_every_error_names_its_section_of_the_troubleshooting() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = {heading.lower() for heading in re.findall(r"^#+ (\w+)$", page, re.MULTILINE)}
+    kinds = [kind for kind in vars(tr.errors).values() if inspect.isclass(kind) and issubclass(kind, Exception)]
+    assert len(kinds) == 9
+    for kind in kinds:
+        assert kind.entry in headings
+        assert kind("a message").__notes__ == [f"More about it: docs/troubleshooting.md#{kind.entry}"]
+        assert str(kind("a message")) == "a message"
+
+
+def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
+    """What a heading quotes stands in the code, with … for what is put in; adjacent texts are one there."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that go on in the next line
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [
+        part.strip() for heading in re.findall(r"^### `(.*)`$", page, re.MULTILINE) for part in heading.split("…")
+    ]
+    assert len(quoted) > 30
+    assert [part for part in quoted if part not in source] == []

@@ -15,21 +15,31 @@ more (a bad sector, a checksum of the file system's own) is a `CorruptError`. Ot
 reading (permission denied, too many open files) are Python's own, with the path.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class TreeringError(Exception):
-    """The base of every error raised on purpose."""
+    """The base of every error raised on purpose. `entry` is the heading of docs/troubleshooting.md about its kind."""
+
+    entry: ClassVar[str] = "troubleshooting"
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.add_note(f"More about it: docs/troubleshooting.md#{self.entry}")
 
 
 class NotFoundError(TreeringError, FileNotFoundError):
     """There is no checkpoint, step or leaf of that name."""
+
+    entry = "notfounderror"
 
     __str__ = Exception.__str__
 
 
 class ExistsError(TreeringError, FileExistsError):
     """A save would replace something; nothing was written."""
+
+    entry = "existserror"
 
     __str__ = Exception.__str__
 
@@ -53,28 +63,40 @@ class MismatchError(TreeringError, ValueError):
     `differences` has each by itself.
     """
 
+    entry = "mismatcherror"
+
     differences: tuple[Difference, ...] = ()
 
 
 class CorruptError(TreeringError):
     """The bytes on the disk are not those that were saved, or cannot be read. Nothing was returned."""
 
+    entry = "corrupterror"
+
 
 class UnsafeError(CorruptError):
     """A file whose claims could only be meant to do harm (sizes beyond the file, names outside its folder)."""
+
+    entry = "unsafeerror"
 
 
 class UnsupportedError(TreeringError, TypeError):
     """A leaf, dtype, format or format version that this release cannot save or read."""
 
+    entry = "unsupportederror"
+
 
 class SaveError(TreeringError, OSError):
     """A save failed. An earlier checkpoint at the path is untouched and nothing is left behind."""
+
+    entry = "saveerror"
 
     __str__ = Exception.__str__
 
 
 class PeerError(TreeringError, ConnectionError):
     """Another process of the job is gone, or did not make the collective call that this one made."""
+
+    entry = "peererror"
 
     __str__ = Exception.__str__

@@ -184,8 +184,9 @@ def test_a_leaf_that_no_argument_resolves_names_the_rule_that_does(tmp_path: pat
 @pytest.mark.parametrize("like", [np.full((2, 3), 5.0), jnp.full((7,), 5.0)])
 def test_an_array_of_another_shape_can_be_the_templates(tmp_path: pathlib.Path, like: Any) -> None:
     tr.save(tmp_path / "c", {"x": np.ones((2, 2)), "y": 1})
-    with pytest.raises(MismatchError, match=r"tr.rules.drop\('x'\) with missing=\['x'\] takes the template's$"):
+    with pytest.raises(MismatchError) as caught:
         tr.restore(tmp_path / "c", {"x": like, "y": 2})
+    assert str(caught.value).endswith("tr.rules.drop('x') with missing=['x'] takes the template's")
     found = tr.restore(tmp_path / "c", {"x": like, "y": 2}, rules=[tr.rules.drop("x")], missing=["x"])
     assert (found["x"] == 5).all() and found["y"] == 1
 
