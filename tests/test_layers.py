@@ -5,7 +5,7 @@ import pathlib
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
 LAYERS = [  # from top to bottom
-    {"testing"},
+    {"testing", "keras"},
     {"__main__"},
     {"_cli"},
     {"__init__"},

@@ -1,10 +1,12 @@
 """The documentation site, of `docs` and the pages beside it: `make docs`."""
 
+import os
 import pathlib
 import re
 import sys
 from typing import Any
 
+os.environ["KERAS_BACKEND"] = "jax"
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "src"))
 
 import treering as tr
