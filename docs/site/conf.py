@@ -60,7 +60,9 @@ def _as_restructured_text(app: Any, what: str, name: str, thing: object, options
 
 
 def _linked(match: re.Match[str]) -> str:
-    code = f":py:obj:`.{match[1].removeprefix('treering.')}`" if _is_ours(match[1]) else f"``{match[1]}``"
+    name = match[1]
+    target = name if name.startswith("treering.") else f".{name}"
+    code = f":py:obj:`{name} <{target}>`" if _is_ours(name) else f"``{name}``"
     return code + "\\ " if match.string[match.end() : match.end() + 1].isalnum() else code
 
 
