@@ -856,3 +856,51 @@ def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
     whatever(path)
+
+
+def _accepted_by_hugging_face(file: Path) -> bool:
+    """The check of the loaders of huggingface_hub and transformers: metadata, if any, names a library they know."""
+    with safetensors.safe_open(file, framework="np") as opened:
+        metadata = opened.metadata()
+    return metadata is None or metadata.get("format") in ("pt", "mlx")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {},
+        {"step": 7},
+        {"step": 7, "metrics": {"loss": 0.5}, "metadata": {"a": [1]}},
+        {"step": 7, "metadata": {"a": "b"}},
+        {"metadata": {"format": "pt"}},
+        {"step": 7, "metadata": {"format": "pt"}},
+        {"step": 7, "metadata": {"format": "pt", "a": "b"}},
+        {"metadata": [1, 2]},
+    ],
+)
+def test_loaders_of_hugging_face_take_the_file_and_nothing_is_added_to_the_metadata(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    tr.save(tmp_path / "x.safetensors", {"a": np.ones(3, "float32")}, **beside)
+    assert _accepted_by_hugging_face(tmp_path / "x.safetensors")
+    ckpt = tr.open(tmp_path / "x.safetensors")
+    assert {"step": ckpt.step, "metadata": ckpt.metadata} == {"step": None, "metadata": None} | {
+        key: value for key, value in beside.items() if key != "metrics"
+    }
+    tr.save(
+        tmp_path / "folder",
+        {"a": np.ones(900), "b": np.ones(900)},
+        format="safetensors",
+        max_shard_size="8KB",
+        **beside,
+    )
+    files = list((tmp_path / "folder").glob("*.safetensors"))
+    assert len(files) == 2 and all(map(_accepted_by_hugging_face, files))
+    assert tr.open(tmp_path / "folder").metadata == beside.get("metadata")
+
+
+def test_text_metadata_is_written_as_it_is(tmp_path: Path) -> None:
+    tr.save(tmp_path / "x.safetensors", {"a": np.ones(3)}, metadata={"format": "flax", "x": "y"}, step=3)
+    with safetensors.safe_open(tmp_path / "x.safetensors", framework="np") as opened:
+        assert opened.metadata().items() >= {"format": "flax", "x": "y"}.items()
+    assert tr.open(tmp_path / "x.safetensors").metadata == {"format": "flax", "x": "y"}

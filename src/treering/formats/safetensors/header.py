@@ -47,8 +47,8 @@ class Header(NamedTuple):
 
 
 def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], align: int) -> bytes:
-    """Length and header, padded so that the tensors begin at a multiple of `align`. Metadata comes first."""
-    text = msgspec.json.encode({"__metadata__": metadata, **tensors})
+    """Length and header, padded so that the tensors begin at a multiple of `align`. Metadata, if any, comes first."""
+    text = msgspec.json.encode({"__metadata__": metadata, **tensors} if metadata else tensors)
     padded = -(-(8 + len(text)) // align) * align - 8
     if padded > MAX_HEADER:
         raise ValueError(f"a header of {padded} bytes")

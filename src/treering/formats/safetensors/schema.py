@@ -9,6 +9,9 @@ import msgspec
 from ..._core.values import decode_float
 
 OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
+# Loaders of Hugging Face's refuse a file with metadata that does not name the library of its arrays, or names none
+# that they know: {"format": "pt"} is what they take without a conversion.
+FORMAT = {"format": "pt"}
 
 
 def path_of(key: str) -> str:
@@ -23,11 +26,15 @@ def key_of(path: str) -> str:
 
 
 class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The information that a checkpoint records beside its tree."""
+    """The information that a checkpoint records beside its tree.
+
+    `format` repeats the text of that name where the writer put that there, so that it is no metadata.
+    """
 
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
     metrics: dict[str, float | str] = {}
     metadata: Any = None
+    format: str | None = None
 
 
 def read_sidecar(text: Mapping[str, str]) -> Sidecar:
@@ -39,6 +46,8 @@ def read_sidecar(text: Mapping[str, str]) -> Sidecar:
             decode_float(value)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return Sidecar(metadata=dict(text))
+    if beside.format is not None and rest.get("format") == beside.format:
+        del rest["format"]
     if rest and beside.metadata is None:
         beside.metadata = rest
     return beside

@@ -16,7 +16,7 @@ from ..._processes.assignment import alignment
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
 from .header import Tensor, encode_header
-from .schema import OWN, Sidecar, key_of
+from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
@@ -101,7 +101,12 @@ def _metadata(contents: Source) -> dict[str, str]:
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
     own = Sidecar(contents.step, metrics, metadata)
-    return text if own == Sidecar() else {**text, OWN: msgspec.json.encode(own).decode()}
+    if own == Sidecar():
+        return text
+    if "format" not in text:
+        text |= FORMAT
+        own.format = FORMAT["format"]
+    return {**text, OWN: msgspec.json.encode(own).decode()}
 
 
 def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
