@@ -112,3 +112,25 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     ]
     assert len(quoted) > 30
     assert [part for part in quoted if part not in source] == []
+
+
+def test_every_page_is_in_the_site_and_in_the_list_for_language_models() -> None:
+    site, listed = (ROOT / "docs" / "index.md").read_text(), (ROOT / "docs" / "llms.txt").read_text()
+    for page in PAGES:
+        place = page.relative_to(ROOT).with_suffix("")
+        if place.name not in ("index", "README"):
+            assert re.search(rf"^(\.\./)?{place.name}$", site, re.MULTILINE), place
+            assert f"({place}.html)" in listed, place
+
+
+def test_the_api_page_has_everything_public() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    whole = {name for name in tr.__all__ if inspect.ismodule(getattr(tr, name))}
+    assert [name for name in whole if f"automodule:: treering.{name}\n" not in page] == []
+    names = [name for name in [*tr.__all__, "open"] if name not in whole and not name.startswith("__")]
+    assert [name for name in names if not re.search(rf":: treering\.{name}(\(\))?$", page, re.MULTILINE)] == []
+    for module in (tr.formats, tr.rules):
+        members = re.search(rf"automodule:: {module.__name__}\n   :members:(.*)", page)
+        assert members and (
+            not members[1] or set(module.__all__) - {"Box", "Entry", "Skeleton"} <= set(re.findall(r"\w+", members[1]))
+        )
