@@ -16,6 +16,7 @@ from . import (
     objects,
     opening,
     operations,
+    picture,
     planning,
     processes,
     reading,
@@ -66,6 +67,8 @@ def main() -> None:
     print(text)
     if arguments.write:
         put(arguments.write, text)
+        if not arguments.only and os.path.samefile(arguments.write, picture.PAGE):
+            picture.draw()
 
 
 def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:

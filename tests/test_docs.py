@@ -134,3 +134,18 @@ def test_the_api_page_has_everything_public() -> None:
         assert members and (
             not members[1] or set(module.__all__) - {"Box", "Entry", "Skeleton"} <= set(re.findall(r"\w+", members[1]))
         )
+
+
+def test_the_picture_of_the_benchmarks_is_that_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import picture
+
+    assert picture.PICTURE.read_text("utf-8") == picture.drawn(picture.PAGE.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.name)
+def test_pictures_fetch_nothing_and_are_shown(picture: pathlib.Path) -> None:
+    assert any(f"pictures/{picture.name})" in page.read_text() for page in PAGES)
+    if picture.suffix == ".svg":
+        named = set(re.findall(r'https?://[^\s"]+', picture.read_text("utf-8")))
+        assert named <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}  # neither is fetched
