@@ -92,6 +92,9 @@ def test_each_epoch_is_saved_under_its_name(tmp_path: pathlib.Path) -> None:
     assert _equal(model, other)
     with pytest.raises(tr.errors.MismatchError, match="does not fit"):
         tk.load(_model(width=5), tmp_path / names[2])
+    uncompiled = keras.Sequential([keras.Input((2,)), *_model().layers])
+    tk.load(uncompiled, tmp_path / names[2])  # for inference
+    np.testing.assert_array_equal(uncompiled(X), model(X))
 
 
 def test_the_best_is_kept_and_the_weights_alone_are_saved(tmp_path: pathlib.Path) -> None:
@@ -108,54 +111,120 @@ def test_the_best_is_kept_and_the_weights_alone_are_saved(tmp_path: pathlib.Path
     _fit(model, 4, Worse(), best, note)
     ckpt = tr.open(tmp_path / "best.safetensors")
     assert ckpt.format == "safetensors" and not any("optimizer" in path for path in ckpt)
+    assert ckpt.step == 2 and ckpt.metrics["val_loss"] == 1.0
     other = _model()
     tk.load(other, tmp_path / "best.safetensors")
     for mine, saved in zip(other.weights, states[1], strict=True):
         np.testing.assert_array_equal(np.array(mine.value), saved)
 
 
+class Block(keras.layers.Layer):
+    """A layer as Keras' guides write them: with weights that have no names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+
+    def build(self, shape: Any) -> None:
+        self.w = self.add_weight(shape=(3, 3))
+        self.b = self.add_weight(shape=(3,))
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x) @ self.w + self.b
+
+
+def _blocks(optimizer: Any = "adam", *, frozen: int | None = None) -> Any:
+    keras.utils.set_random_seed(3)
+    layers = [Block(), Block(), keras.layers.Dense(3, name="head_7"), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    if frozen is not None:
+        model.layers[frozen].trainable = False
+    model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
 def test_names_are_those_of_the_model_and_not_of_the_process() -> None:
-    class MyBlock(keras.layers.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = keras.layers.Dense(3), keras.layers.Dense(2)
-
-        def call(self, x: Any) -> Any:
-            return self.b(self.a(x))
-
-    def built() -> Any:
-        model = keras.Sequential([keras.Input((2,)), MyBlock(), MyBlock(), keras.layers.Dense(1, name="head_7")])
-        model.compile(optimizer="adam", loss="mse")
-        return model
-
-    keras.layers.Dense(1), built()
-    paths = [list(tk._variables(built(), False)) for _ in range(2)]
-    assert paths[0] == paths[1] and len(paths[0]) > 20
+    paths = [[path for path, _ in tk._variables(_blocks(), False)] for _ in range(2)]
+    assert paths[0] == paths[1] and len(set(paths[0])) == len(paths[0]) > 20
     assert {
-        "trainable_variables/sequential/my_block/dense/kernel",
-        "trainable_variables/sequential/my_block_1/dense_3/bias",
-        "trainable_variables/sequential/head_7/kernel",
-        "optimizer_variables/adam/sequential_my_block_1_dense_3_bias_momentum",
-        "optimizer_variables/adam/sequential_head_7_kernel_velocity",
+        "variables/block[1]/dense[0]/bias",
+        "variables/block[0]/variable[1]",
+        "variables/head_7/kernel",
+        "variables/dense[0]/kernel",
+        "optimizer/adam/block[1]/dense[0]/bias/momentum",
+        "optimizer/adam/head_7/kernel/velocity",
+        "optimizer/adam/learning_rate",
     } <= set(paths[0])
 
 
-def test_two_variables_of_one_name_are_refused() -> None:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
-    model.layers[0].bias._path = model.layers[0].kernel.path  # of Keras' own classes none does it
-    with pytest.raises(tr.errors.UnsupportedError, match="two variables of one name"):
-        tk.state(model)
+def test_names_do_not_depend_on_what_is_trainable(tmp_path: pathlib.Path) -> None:
+    saved, other = _blocks(frozen=3), _blocks(frozen=0)
+    for layer in saved.layers:
+        layer.set_weights([np.full(one.shape, n, "float32") for n, one in enumerate(layer.weights)])
+    tr.save(tmp_path / "c", tk.state(saved, weights_only=True))
+    tk.load(other, tmp_path / "c")
+    for mine, theirs in zip(other.weights, saved.weights, strict=True):
+        np.testing.assert_array_equal(np.array(mine.value), np.array(theirs.value))
+    tr.save(tmp_path / "d", tk.state(saved))
+    with pytest.raises(tr.errors.MismatchError, match="optimizer"):  # whose moments are of other layers
+        tk.load(other, tmp_path / "d")
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Nadam", "Adafactor", "SGD", "RMSprop", "Lion", "Ftrl"])
+def test_a_model_that_is_built_again_takes_what_was_saved(tmp_path: pathlib.Path, optimizer: str) -> None:
+    def built() -> Any:
+        return _blocks(getattr(keras.optimizers, optimizer)(learning_rate=0.01))
+
+    model, again = built(), built()
+    x = np.ones((16, 3), "float32")
+    model.fit(x, x, batch_size=4, epochs=2, verbose=0)
+    tr.save(tmp_path / "c", tk.state(model))
+    tk.load(again, tmp_path / "c")
+    for each in (model, again):
+        each.fit(x, x, batch_size=4, epochs=1, verbose=0, shuffle=False)
+    assert _equal(model, again)
+
+
+def test_moments_without_names_do_not_fit_another_choice_of_what_is_trained(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", tk.state(_blocks("adafactor", frozen=0)))
+    with pytest.raises(tr.errors.MismatchError):
+        tk.load(_blocks("adafactor", frozen=1), tmp_path / "c")
+
+
+def test_layers_of_one_name_and_copies_in_a_wrapper_keep_apart(tmp_path: pathlib.Path) -> None:
+    def built() -> Any:
+        keras.utils.set_random_seed(1)
+        inside = keras.layers.Bidirectional(keras.layers.LSTM(2))
+        model = keras.Sequential([keras.Input((4, 3)), inside, keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        return model
+
+    first, second = built(), built()
+    tr.save(tmp_path / "c", tk.state(first))
+    second.set_weights([0 * np.array(one.value) for one in second.weights])
+    tk.load(second, tmp_path / "c")
+    assert _equal(first, second)
 
 
 def test_more_is_better_for_accuracies_and_a_threshold_counts(tmp_path: pathlib.Path) -> None:
     class Given(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            logs["val_accuracy"] = [0.2, 0.6, 0.5, 0.7][epoch]
+            logs |= {name: [0.2, 0.6, 0.5, 0.7][epoch] for name in ("val_cosine_similarity", "val_mae", "val_psnr")}
+            logs |= {"phase": "warm", "nothing": None, "many": [1, 2]}  # which are no metrics
 
-    options: dict[str, Any] = {"monitor": "val_accuracy", "save_best_only": True}
-    _fit(_model(), 4, Given(), tk.ModelCheckpoint(tmp_path / "a{epoch}", **options, initial_value_threshold=0.3))
-    _fit(_model(), 4, Given(), tk.ModelCheckpoint(tmp_path / "b{epoch}", **options, mode="min"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a2", "a4", "b1"]
+    def fit(name: str, monitor: str, **options: Any) -> None:
+        model = _model()
+        model.compile("adam", "mse", metrics=[keras.metrics.CosineSimilarity(name="cosine_similarity"), "mae"])
+        best = tk.ModelCheckpoint(tmp_path / (name + "{epoch}"), monitor, save_best_only=True, **options)
+        _fit(model, 4, Given(), best)
+
+    fit("a", "val_cosine_similarity", initial_value_threshold=0.3)
+    fit("b", "val_cosine_similarity", mode="min")
+    fit("c", "val_mae")
+    with pytest.raises(tr.errors.MismatchError, match="pass mode="):  # as Keras asks for it
+        fit("d", "val_psnr")
+    fit("e", "val_psnr", mode="max")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a2", "a4", "b1", "c1", "e1", "e2", "e4"]
 
 
 def test_every_so_many_batches(tmp_path: pathlib.Path) -> None:
@@ -163,10 +232,27 @@ def test_every_so_many_batches(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-3", "2-2", "3-1", "3-4"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras' own, of its HDF5 files
+def test_batches_count_where_a_call_makes_several(tmp_path: pathlib.Path) -> None:
+    for name, kind in (("mine", tk.ModelCheckpoint), ("keras", keras.callbacks.ModelCheckpoint)):
+        (tmp_path / name).mkdir()
+        model = _model()
+        model.compile("adam", "mse", steps_per_execution=2)
+        path = tmp_path / name / ("{epoch}-{batch}" + (".keras" if name == "keras" else ""))
+        _fit(model, 3, kind(path, save_freq=4))
+    mine, theirs = (sorted(path.stem for path in (tmp_path / name).iterdir()) for name in ("mine", "keras"))
+    assert mine == theirs and len(mine) == 3
+
+
 @pytest.mark.parametrize("callback", [tk.ModelCheckpoint, tk.BackupAndRestore])
 def test_bad_arguments(tmp_path: pathlib.Path, callback: Any) -> None:
     with pytest.raises(tr.errors.MismatchError, match="save_freq=0"):
         callback(tmp_path / "x", save_freq=0)
+    callback(tmp_path / "x", save_freq=np.int64(3)), callback(tmp_path / "x", save_freq=False)
+    with pytest.raises(tr.errors.MismatchError, match="suffix of Keras"):
+        tk.ModelCheckpoint(tmp_path / "best.keras")
+    with pytest.raises(tr.errors.MismatchError, match="backup_dir"):
+        tk.BackupAndRestore("")
     with pytest.raises(tr.errors.MismatchError, match="nothing_of_that_name"):
         _fit(_model(), 1, tk.ModelCheckpoint(tmp_path / "{nothing_of_that_name}"))
 
