@@ -209,8 +209,9 @@ print("ready", flush=True); sys.stdin.read(1)
         assert first.stdout and first.stdout.readline() == "ready\n"
         ckpts = tr.Checkpointer(tmp_path)
         assert ckpts.steps == [1] and ckpts.restore()["x"] == 1, "readers need no lock"
-        with pytest.raises(ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"):
-            ckpts.save(2, {"x": 2})
+        for step, on_exists in [(2, "error"), (1, "error"), (1, "skip"), (1, "overwrite")]:  # 1 is the other job's
+            with pytest.raises(ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"):
+                ckpts.save(step, {"x": 2}, on_exists=on_exists)
         first.kill()
         first.wait()
         assert (tmp_path / "writer.lock").exists()

@@ -99,7 +99,11 @@ class Directory:
         removal.delete(self._store, path)
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
-        """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`."""
+        """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`.
+
+        A step that is there may be another job's, which saves ahead of this one: that job is named then, whatever is to
+        be done about the step.
+        """
         committed = self.steps.committed()
         if (back_to := self.back_to) is not None:
             self.check_own_after(back_to)
@@ -107,6 +111,7 @@ class Directory:
         path = committed.get(step) or self.own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
+            self.acquire()
             overwrite = overwrite or (step in committed and self.steps.is_damaged(step, path))
             if overwrite and pins.pinned(self._store, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
