@@ -31,7 +31,8 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
             tree = {"layers": layers, "new": w} if step == 8 else {"layers": layers, HOSTILE: w, "lr": 0.1}
             if step == 7:
                 layers[1]["w"] = np.where(w > 2, np.nan, w)
-            ckpts.save(10 * step, tree, metrics={"loss": 1 / step, "<b>": float("nan")})
+            metrics = {"loss": 1 / step if step < 8 else float("nan"), "<b>": float("nan")}
+            ckpts.save(10 * step, tree, metrics=metrics | ({"constructor": 1.0} if step > 3 else {}))
     return tmp_path / "run"
 
 
@@ -71,10 +72,12 @@ def test_the_data_are_those_of_the_run(run: pathlib.Path, treering: Any) -> None
     leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
     layers = {f"layers/{n}/{name}" for n in range(3) for name in "wb"}
     assert set(leaves) == {*layers, HOSTILE.replace("/", "~1"), "new"}
+    assert leaves["new"]["there"] == [0] * 7 + [1] and "nan" not in leaves["new"]
     norms = [float(np.linalg.norm(tr.open(run, step=step)["layers/0/w"])) for step in data["read"]]
     np.testing.assert_allclose(leaves["layers/0/w"]["norm"], norms, rtol=1e-4)
     assert leaves["new"]["norm"][:-1] == [None] * 7 and leaves["new"]["norm"][-1]
     assert leaves["layers/1/w"]["nan"][6] > 0 and leaves["layers/1/w"]["nan"][7] == 0
+    assert leaves[HOSTILE.replace("/", "~1")]["mean"][7] is None
     bins = np.frombuffer(base64.b64decode(leaves["layers/0/w"]["bins"]["0"]), np.uint8)
     low, high = (leaves["layers/0/w"][edge][0] for edge in ("low", "high"))
     counts, _ = np.histogram(np.asarray(tr.open(run, step=10)["layers/0/w"]), len(bins), (low, high))
@@ -92,6 +95,7 @@ def test_steps_leaves_and_the_two_that_are_compared_are_chosen(run: pathlib.Path
     nothing = _report(treering, run, "--steps", 0)
     assert nothing["read"] == nothing["leaves"] == [] and nothing["diff"] is None
     assert _report(treering, run, "--steps", 1)["read"] == [80]
+    assert [leaf["path"] for leaf in _report(treering, run, "--leaves", "new")["leaves"]] == ["new"]
     found = treering("report", run, "-o", run.parent / "report.html", "--steps", 2, "--json").json
     assert found["read"] == [10, 80] and found["nbytes"] == (run.parent / "report.html").stat().st_size
 
@@ -113,6 +117,8 @@ def test_what_is_damaged_is_named_in_the_page_and_on_stderr(run: pathlib.Path, t
     notes = _Data((run.parent / "report.html").read_text("utf-8")).data["notes"]
     assert found.code == 0 and "step 30" in found.err
     assert len(notes) == 1 and "step 30: 7 arrays are left out" in notes[0]
+    (run / "step-00000030" / "treering.json").write_bytes(b"{}")
+    assert treering("report", run, "-o", run.parent / "report.html", "--json").json["notes"] == ["step 30 is damaged"]
 
 
 def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
@@ -121,8 +127,11 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
     found = treering("report", run, "-o", page)
     assert found.code == 3 and "an earlier report" in found.err and page.read_text() == "my own page"
     page.unlink()
+    found = treering("report", run, "-o", run / "step-00000010" / "report.html")  # which deleting the step would leave
+    assert found.code == 3 and "found the checkpoint" in found.err
     for options, words in [
         (["--compare", "10", "11"], "found 11"),
+        (["--compare", "10", "10"], "found 10 twice"),
         (["--leaves", "nothing/**"], "nothing/**"),
         (["--steps", "-1"], "--steps"),
     ]:
@@ -142,6 +151,7 @@ def test_the_page_asks_for_nothing_and_names_are_no_markup(run: pathlib.Path, tr
 DRIVER = """
 const texts = (query) => [...document.querySelectorAll(query)].map((one) => one.textContent);
 const found = {charts: texts("#timeline .card b"), paths: texts("#leaves td.path")};
+found.readouts = texts("#timeline .card header span");
 const filter = document.getElementById("filter");
 filter.value = "layers *b";
 filter.dispatchEvent(new Event("input"));
@@ -193,7 +203,8 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
     match = re.search(r'<pre id="found">(.*?)</pre>', dumped.stdout, re.DOTALL)
     assert match, dumped.stderr[-2000:]
     found = json.loads(html.unescape(match[1]))
-    assert found["charts"] == ["loss", "<b>", "size", "time since the step before"]
+    assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
+    assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # the newest, finite or not
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
     assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")

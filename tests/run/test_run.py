@@ -210,7 +210,9 @@ print("ready", flush=True); sys.stdin.read(1)
         ckpts = tr.Checkpointer(tmp_path)
         assert ckpts.steps == [1] and ckpts.restore()["x"] == 1, "readers need no lock"
         for step, on_exists in [(2, "error"), (1, "error"), (1, "skip"), (1, "overwrite")]:  # 1 is the other job's
-            with pytest.raises(ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"):
+            with pytest.raises(
+                ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"
+            ):
                 ckpts.save(step, {"x": 2}, on_exists=on_exists)
         first.kill()
         first.wait()

@@ -4,12 +4,14 @@ import base64
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ... import stores
 from ..._core.describe import describe
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
+from ..._core.leaf_paths import matches
 from ..._core.outline import Node, outline
 from ..._core.readable import count, nbytes, safe
 from ..._processes.progress_bar import bar
@@ -56,7 +58,7 @@ def gather(
     if not good:
         raise NotFoundError(f"{listing.path}: expected a run with a good step, found {len(listing.rows)} others")
     pair = _pair(listing, good, compare, read=steps > 0)
-    notes: list[str] = []
+    notes = [f"step {row.step} is {row.state}" for row in listing.rows if row.state not in ("good", "unfinished")]
     latest = _opened(good[-1], notes)
     chosen = [good[n] for n in _evenly(len(good), steps)]
     found = _Leaves(notes)
@@ -73,7 +75,7 @@ def gather(
         "read": [row.step for row in chosen],
         "leaves": found.rows,
         "diff": _difference(pair, notes) if pair else None,
-        "notes": [safe(note) for note in notes],
+        "notes": [safe(note.split("\n")[0]) for note in notes],
     }
 
 
@@ -87,6 +89,8 @@ def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bo
             known = ", ".join(map(str, list(by_step)[-10:]))
             raise MismatchError(f"{listing.path}: expected two good steps to compare, found {step}; there are {known}")
     first, second = (by_step[step] for step in compare)
+    if first is second:
+        raise MismatchError(f"{listing.path}: expected two steps to compare, found {first.step} twice")
     return first, second
 
 
@@ -104,7 +108,8 @@ def _opened(row: Row, notes: list[str]) -> Checkpoint | None:
         return open_checkpoint(row.path)
     except TreeringError as error:
         raise_if_momentary(error)
-        _note(notes, f"step {row.step} is left out: {error}")
+        gone = stores.of(row.path).stat(row.path) is None
+        _note(notes, f"step {row.step} is left out: {'it was deleted meanwhile' if gone else error}")
         return None
 
 
@@ -120,10 +125,18 @@ def _step(row: Row, listing: Listing) -> dict[str, Any]:
         "format": row.format,
         "created": row.created,
         "nbytes": row.nbytes,
-        "metrics": {safe(name): _number(value) for name, value in row.metrics.items()},
+        "metrics": _shown(row.metrics),
     }
     marks = {"pinned": row.pinned, "link": row.link, "latest": row.step == listing.latest}
     return {**about, "marks": [name for name, is_so in marks.items() if is_so]}
+
+
+def _shown(metrics: Mapping[str, float]) -> dict[str, float | str | None]:
+    """Metrics by names that can be shown; two that would look alike keep apart."""
+    found: dict[str, float | str | None] = {}
+    for name, value in metrics.items():
+        found[safe(name) if safe(name) not in found else repr(name)] = _number(value)
+    return found
 
 
 def _number(value: float | None) -> float | str | None:
@@ -178,7 +191,10 @@ class _Leaves:
         if len(kept) < len(sizes):
             left = len(sizes) - len(kept)
             size = nbytes(sum(size for path, size in sizes.items() if path not in kept))
-            _note(self._notes, f"the {left:,} smallest arrays ({size}) have no statistics here; --leaves GLOB chooses")
+            _note(
+                self._notes,
+                f"the {left:,} smallest arrays ({size}) have no statistics here; --leaves GLOB chooses others",
+            )
         places = {path: n for n, path in enumerate(path for path in sizes if path in kept)}
         self.rows = [_empty(path, len(steps)) for path in places]
         total = sum(array.nbytes for _, found in arrays for path, array in found.items() if path in places)
@@ -197,32 +213,35 @@ class _Leaves:
                 if failed:
                     what = count(len(failed), "array is", "arrays are")
                     _note(self._notes, f"step {step}: {what} left out, for they cannot be read: {failed[0]}")
+        for row in self.rows:
+            for name in _COUNTS:
+                if not any(row[name]):
+                    del row[name]  # which most leaves never have
 
 
 def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> None:
     """Reads an array, and puts what is found into the row of its leaf, in the place of the `n`th step."""
     found = stats(array, bins=_BINS if histogram else 0)
     row |= {"what": safe(describe(array.entry)), "nbytes": array.nbytes, "size": found.size}
+    row["there"][n] = 1
     for name in _NUMBERS:
         row[name][n] = _number(getattr(found, name))
     for name in _COUNTS:
-        if many := getattr(found, name):
-            row.setdefault(name, [0] * len(row["norm"]))[n] = many
+        row[name][n] = getattr(found, name)
     if found.histogram:
         row["bins"][str(n)] = _bars(found)
 
 
 def _arrays(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LazyArray]:
     """The arrays of numbers by path."""
-    selected = ckpt.select(globs) if globs else ckpt
-    leaves = {path: selected[path] for path in selected}
+    leaves = {path: ckpt[path] for path in ckpt if not globs or matches(path, globs)}
     return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, LazyArray) and has_stats(leaf)}
 
 
 def _empty(path: str, steps: int) -> dict[str, Any]:
     """A leaf without any statistics yet: of each step None."""
-    numbers: dict[str, Any] = {name: [None] * steps for name in _NUMBERS}
-    return {"path": safe(path), "what": "", "nbytes": 0, "size": 0, **numbers, "bins": {}}
+    numbers: dict[str, Any] = {name: [None] * steps for name in (*_NUMBERS, *_COUNTS)}
+    return {"path": safe(path), "what": "", "nbytes": 0, "size": 0, "there": [0] * steps, **numbers, "bins": {}}
 
 
 def _bars(found: Stats) -> str:

@@ -2,6 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("report");
+  const STATES = ["damaged", "unsupported", "unfinished", "closed"];
   const ROWS = 200; // of a table that are drawn at a time
   const COLOURS = ["#8ab6d6", "#e3b778", "#9cc69b", "#d99a9a", "#b8a5d3", "#c9c27a", "#8fc7c2", "#d3a5c4"];
 
@@ -59,14 +60,24 @@
     };
   }
 
+  // The stretches of finite values: a curve is not drawn across what is not.
+  function runs(points) {
+    const found = [[]];
+    for (const point of points) {
+      if (finite(point[1])) found[found.length - 1].push(point);
+      else found.push([]);
+    }
+    return found.filter((run) => run.length);
+  }
+
   // A curve over steps, with the value at the pointer beside its title; `band` has the range around it.
   function chart(title, points, { format = number, band = null, zero = false } = {}) {
-    const shown = points.filter((point) => finite(point[1]));
+    const known = points.filter((point) => point[1] !== null), shown = known.filter((point) => finite(point[1]));
     const readout = el("span", { class: "faint" });
     const card = el("div", { class: "card chart" }, el("header", {}, el("b", {}, title), readout));
-    if (!shown.length) return add(card, {}, [el("p", {}, "no finite value")]);
+    if (!shown.length) return add(card, {}, [el("p", { class: "note" }, known.length ? "no finite value" : "no value")]);
     const limits = [...(band ? band.flat().filter(finite) : []), ...(zero ? [0] : [])];
-    const at = scales(shown.map((p) => p[0]), [...shown.map((p) => p[1]), ...limits]);
+    const at = scales(known.map((p) => p[0]), [...shown.map((p) => p[1]), ...limits]);
     const dot = svg("circle", { class: "dot", r: 3 });
     const point = (p) => `${at.x(p[0]).toFixed(1)},${at.y(p[1]).toFixed(1)}`;
     const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title },
@@ -77,22 +88,25 @@
       drawing.append(svg("polygon", { class: "band", points: edge.map(point).join(" ") }));
     }
     drawing.append(
-      svg("polyline", { class: "curve", points: shown.map(point).join(" ") }),
+      ...runs(known).map((run) => svg("polyline", { class: "curve", points: run.map(point).join(" ") })),
+      ...known.filter((p) => !finite(p[1])).map((p) => svg("circle", { class: "dot bad", r: 2.5, cx: at.x(p[0]), cy: HEIGHT - BOTTOM })),
       svg("text", { x: LEFT, y: 10 }, format(at.high)),
       svg("text", { x: LEFT, y: HEIGHT - 3 }, `step ${at.first}`),
       svg("text", { x: WIDTH - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, at.last > at.first ? String(at.last) : ""),
       svg("text", { x: WIDTH - RIGHT, y: 10, "text-anchor": "end" }, `low ${format(at.low)}`), dot);
     const show = (p) => {
       dot.setAttribute("cx", at.x(p[0]));
-      dot.setAttribute("cy", at.y(p[1]));
-      readout.textContent = `${p[0]}: ${format(p[1])}`;
+      dot.setAttribute("cy", finite(p[1]) ? at.y(p[1]) : HEIGHT - BOTTOM);
+      dot.setAttribute("class", finite(p[1]) ? "dot" : "dot bad");
+      readout.textContent = `${p[0]}: ${finite(p[1]) ? format(p[1]) : p[1]}`;
+      readout.className = finite(p[1]) ? "faint" : "bad";
     };
     drawing.addEventListener("pointermove", (event) => {
       const box = drawing.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * WIDTH;
-      show(shown.reduce((best, p) => (Math.abs(at.x(p[0]) - x) < Math.abs(at.x(best[0]) - x) ? p : best)));
+      show(known.reduce((best, p) => (Math.abs(at.x(p[0]) - x) < Math.abs(at.x(best[0]) - x) ? p : best)));
     });
-    show(shown[shown.length - 1]);
+    show(known[known.length - 1]);
     return add(card, {}, [drawing]);
   }
 
@@ -190,7 +204,9 @@
   function title() {
     const good = data.steps.filter((row) => row.state === "good");
     const times = good.map((row) => row.created).filter(finite);
-    const parts = [`${data.steps.length} steps`, bytes(data.steps.reduce((sum, row) => sum + (row.nbytes || 0), 0))];
+    const plural = (count, one, more) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
+    const parts = [plural(good.length, "good step", "good steps"), ...STATES.filter((state) => data.steps.some((row) => row.state === state))
+      .map((state) => `${data.steps.filter((row) => row.state === state).length} ${state}`), bytes(data.steps.reduce((sum, row) => sum + (row.nbytes || 0), 0))];
     if (times.length > 1) parts.push(`over ${duration(Math.max(...times) - Math.min(...times))}`);
     if (data.finished) parts.push("finished");
     if (data.setAside.length) parts.push(`set aside by a rewind: ${data.setAside.join(", ")}`);
@@ -199,10 +215,12 @@
       ...data.notes.map((note) => el("p", { class: "note" }, note))];
   }
 
+  const metric = (row, name) => (Object.hasOwn(row.metrics, name) ? row.metrics[name] : null);
+
   function timeline() {
     const good = data.steps.filter((row) => row.state === "good");
     const names = [...new Set(good.flatMap((row) => Object.keys(row.metrics)))];
-    const charts = names.map((name) => chart(name, good.map((row) => [row.step, row.metrics[name]])));
+    const charts = names.map((name) => chart(name, good.map((row) => [row.step, metric(row, name)]).filter((p) => p[1] !== null)));
     charts.push(chart("size", good.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true }));
     const gaps = good.slice(1).map((row, n) => [row.step, row.created - good[n].created])
       .filter((p, n) => good[n].created && good[n + 1].created);
@@ -211,8 +229,8 @@
       { title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
       { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
       { title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
-      ...names.map((name) => ({ title: name, value: (row) => (name in row.metrics ? row.metrics[name] : null),
-        cell: (row) => number(row.metrics[name]) })),
+      ...names.map((name) => ({ title: name, value: (row) => metric(row, name), cell: (row) => number(metric(row, name)),
+        class: (row) => (typeof metric(row, name) === "string" ? "bad" : "") })),
       { title: "notes", value: (row) => row.state, class: (row) => (row.state === "good" ? "" : "bad"),
         cell: (row) => [...(row.state === "good" ? [] : [row.state]), ...(row.format === "treering" ? [] : [row.format]),
           ...row.marks].join(", ") },
@@ -308,7 +326,7 @@
       el("div", { class: "legend" }, legend)];
   }
 
-  const last = (values) => { for (let n = values.length - 1; n >= 0; n--) if (values[n] !== null) return values[n]; return null; };
+  const last = (values) => values[values.length - 1];
   const zip = (values) => values.map((value, n) => [data.read[n], value]);
 
   function detail(leaf) {
@@ -325,16 +343,17 @@
 
   function leaves() {
     if (!data.leaves.length) return [];
-    const odd = (leaf) => (leaf.nan ? last(leaf.nan) : 0) + (leaf.inf ? last(leaf.inf) : 0);
+    const odd = (leaf) => ["nan", "inf"].reduce((sum, name) => sum + ((leaf[name] && last(leaf[name])) || 0), 0);
+    const ever = (leaf) => Boolean(leaf.nan || leaf.inf);
     const columns = [path,
-      { title: "what", value: (leaf) => leaf.what, cell: (leaf) => leaf.what },
+      { title: "what", value: (leaf) => leaf.what, cell: (leaf) => leaf.what + (last(leaf.there) ? "" : ", not in the last") },
       { title: "size", value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
       { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(leaf.norm) },
       { title: "norm", value: (leaf) => last(leaf.norm), cell: (leaf) => number(last(leaf.norm)) },
       { title: "mean", value: (leaf) => last(leaf.mean), cell: (leaf) => number(last(leaf.mean)) },
       { title: "deviation", value: (leaf) => last(leaf.std), cell: (leaf) => number(last(leaf.std)) },
-      { title: "zeros", value: (leaf) => (leaf.zeros ? last(leaf.zeros) : 0), cell: (leaf) => (leaf.zeros ? percent(last(leaf.zeros) / leaf.size) : "") },
-      { title: "NaN, infinite", value: odd, class: (leaf) => (odd(leaf) ? "bad" : ""), cell: (leaf) => (odd(leaf) ? number(odd(leaf)) : "") },
+      { title: "zeros", value: (leaf) => (leaf.zeros ? last(leaf.zeros) : 0), cell: (leaf) => (leaf.zeros && last(leaf.zeros) !== null ? percent(last(leaf.zeros) / leaf.size) : "") },
+      { title: "NaN, infinite", value: odd, class: (leaf) => (ever(leaf) ? "bad" : ""), cell: (leaf) => (odd(leaf) ? number(odd(leaf)) : ever(leaf) ? "earlier" : "") },
     ];
     const shown = table(columns, data.leaves, { name: "leaves", open: detail });
     const count = el("span", { class: "faint", id: "leaf-count" });
@@ -347,7 +366,7 @@
       } });
     tell(data.leaves);
     const read = data.read.length === 1 ? `step ${data.read[0]}` : `${data.read.length} steps, ${data.read[0]} to ${data.read[data.read.length - 1]}`;
-    return [el("h2", {}, "The leaves over time"), el("p", {}, `Read at ${read}; numbers are of the last. A click on a leaf shows its curves and histograms.`),
+    return [el("h2", {}, "The leaves over time"), el("p", {}, `Read at ${read}; numbers are those of the last. A click on a leaf shows its curves and histograms.`),
       el("div", { class: "controls" }, filter, count), shown.node];
   }
 
@@ -386,7 +405,7 @@
         { title: "cosine", value: (row) => row.cosine ?? null, cell: (row) => number(row.cosine) },
       ];
       parts.push(el("h2", {}, `Value by value: step ${found.a} and step ${found.b}`),
-        el("p", { id: "diff-summary" }, `${found.equal.toLocaleString("en")} leaves are equal, ${found.differing.toLocaleString("en")} differ, `
+        el("p", { id: "diff-summary" }, `Of the leaves ${found.equal.toLocaleString("en")} are equal, ${found.differing.toLocaleString("en")} differ, `
           + `${found.onlyA.length} are only in ${found.a}, ${found.onlyB.length} only in ${found.b}.`),
         ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length).map(([side, step]) =>
           el("details", {}, el("summary", {}, `only in ${step}`), found[side].slice(0, ROWS).map((one) => el("p", { class: "path" }, one)))));

@@ -6,9 +6,11 @@ import hashlib
 import html
 import importlib.resources
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from ... import formats
 from ..._version import __version__
 from ...errors import ExistsError
 from ...stores.store import Store
@@ -40,7 +42,12 @@ _HEAD = f"""<!doctype html>
 
 
 def check_replaceable(store: Store, path: str) -> None:
-    """Raises `ExistsError` where something lies at a path that is no report."""
+    """Raises `ExistsError` where something lies at a path that is no report, or the path is within a checkpoint."""
+    folder = os.path.dirname(path)
+    if formats.is_known(store, folder):
+        raise ExistsError(
+            f"{path}: expected a place for the report, found the checkpoint {folder}; choose another path"
+        )
     found = store.stat(path)
     if found is None:
         return
