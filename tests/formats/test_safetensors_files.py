@@ -876,6 +876,7 @@ def _accepted_by_hugging_face(file: Path) -> bool:
         {"step": 7, "metadata": {"format": "pt"}},
         {"step": 7, "metadata": {"format": "pt", "a": "b"}},
         {"metadata": [1, 2]},
+        {"metadata": {"a": "b"}},
     ],
 )
 def test_loaders_of_hugging_face_take_the_file_and_nothing_is_added_to_the_metadata(
@@ -904,3 +905,12 @@ def test_text_metadata_is_written_as_it_is(tmp_path: Path) -> None:
     with safetensors.safe_open(tmp_path / "x.safetensors", framework="np") as opened:
         assert opened.metadata().items() >= {"format": "flax", "x": "y"}.items()
     assert tr.open(tmp_path / "x.safetensors").metadata == {"format": "flax", "x": "y"}
+
+
+def test_text_that_another_program_adds_is_metadata_too(tmp_path: Path) -> None:
+    for metadata, expected in [({"a": 1}, {"a": 1, "license": "mit"}), (None, {"license": "mit"})]:
+        tr.save(tmp_path / "x.safetensors", {"a": np.ones(3)}, metadata=metadata, step=3, overwrite=True)
+        with safetensors.safe_open(tmp_path / "x.safetensors", framework="np") as opened:
+            text = {**opened.metadata(), "license": "mit"}
+            safetensors.numpy.save_file({"a": opened.get_tensor("a")}, tmp_path / "y.safetensors", metadata=text)
+        assert tr.open(tmp_path / "y.safetensors").metadata == expected

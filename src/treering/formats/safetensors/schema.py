@@ -1,5 +1,6 @@
 """Keys as paths, and the text that Treering writes into `__metadata__`."""
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -7,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from ..._core.values import decode_float
+
+_log = logging.getLogger("treering")
 
 OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
 # Loaders of Hugging Face's refuse a file with metadata that does not name the library of its arrays, or names none
@@ -50,4 +53,8 @@ def read_sidecar(text: Mapping[str, str]) -> Sidecar:
         del rest["format"]
     if rest and beside.metadata is None:
         beside.metadata = rest
+    elif rest and isinstance(beside.metadata, dict):  # what another program has added
+        beside.metadata = {**rest, **beside.metadata}
+    elif rest:
+        _log.warning("text in `__metadata__` beside metadata that is no dict is left out: %s", ", ".join(sorted(rest)))
     return beside

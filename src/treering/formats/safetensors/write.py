@@ -101,12 +101,12 @@ def _metadata(contents: Source) -> dict[str, str]:
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
     own = Sidecar(contents.step, metrics, metadata)
-    if own == Sidecar():
-        return text
+    if own == Sidecar() and not text:
+        return {}
     if "format" not in text:
         text |= FORMAT
         own.format = FORMAT["format"]
-    return {**text, OWN: msgspec.json.encode(own).decode()}
+    return text if own == Sidecar() else {**text, OWN: msgspec.json.encode(own).decode()}
 
 
 def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
