@@ -107,9 +107,9 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that go on in the next line
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    quoted = [
-        part.strip() for heading in re.findall(r"^### `(.*)`$", page, re.MULTILINE) for part in heading.split("…")
-    ]
+    headings = re.findall(r"^### (.*`.*)$", page, re.MULTILINE)
+    messages = [message for heading in headings for message in re.findall("`([^`]*)`", heading)]
+    quoted = [part.strip() for message in messages for part in message.split("…")]
     assert len(quoted) > 30
     assert [part for part in quoted if part not in source] == []
 

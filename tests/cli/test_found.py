@@ -273,3 +273,23 @@ def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeyp
             assert tr.verify(tmp_path / "c", subset=(number, 4)).ok
         read.append(seen)
     assert min(read) > 16000 and sum(read) == 64 * 1024 + 24
+
+
+def test_what_a_newcomer_tripped_over(tmp_path: pathlib.Path, treering: Any, run: pathlib.Path) -> None:
+    assert treering("diff", run, "--steps", 1, 2).code == 1
+    assert treering("diff", run, "--steps", 1, 1).code == 0
+    assert treering("diff", run).code == 2
+    tr.save(tmp_path / "m.safetensors", {"head": {"kernel": np.ones(3)}, "other": np.ones(2)})
+    assert "expected a run, found one checkpoint" in treering("ls", tmp_path / "m.safetensors").err
+    nowhere = treering("show", tmp_path / "none").err
+    assert nowhere.endswith("More about it: docs/troubleshooting.md#notfounderror\n")
+    with pytest.raises(tr.errors.NotFoundError, match=r"nothing lies at 'params'; there are \w+, \w+"):
+        tr.open(tmp_path / "m.safetensors").at("params")
+    with pytest.raises(tr.errors.MismatchError, match=r"no leaf is 'head' itself; 'head/\*\*' matches head/kernel"):
+        tr.restore(tmp_path / "m.safetensors", rules=[tr.rules.drop("head")])
+
+
+def test_a_run_that_begins_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "treering"), tr.Checkpointer(tmp_path / "mistyped") as ckpts:
+        ckpts.restore_or_init(lambda: {"x": 1})
+    assert f"{tmp_path / 'mistyped'}: there is no step, so the run begins with init()" in caplog.text

@@ -62,3 +62,26 @@ def test_imaginary_parts_count(dtype: str) -> None:
     a, b = np.array([1, 3j]).astype(dtype_), np.array([1, -3j]).astype(dtype_)
     (change,) = tr.diff({"x": a}, {"x": b}).values.values()
     assert (change.differing, change.largest, change.relative, change.cosine) == (1, 6, 2, pytest.approx(-0.8))
+
+
+class _Loader:
+    """A loader of one's own."""
+
+    def __init__(self, position: int) -> None:
+        self.position, self.order = position, np.arange(1000)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"order": self.order, "nested": [{"position": self.position}]}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise NotImplementedError
+
+
+def test_the_first_difference_of_two_iterators_is_said(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "a", {"data": _Loader(928)})
+    found = tr.diff(tmp_path / "a", {"data": _Loader(929)})
+    assert found.changed == {"data": "iterator[0]['nested'][0]['position']: 928 → 929"}
+    other = _Loader(928)
+    other.order = other.order[::-1]
+    assert "['order']: 1000 of 1000 values differ" in tr.diff(tmp_path / "a", {"data": other}).changed["data"]
+    assert not tr.diff(tmp_path / "a", {"data": _Loader(928)})

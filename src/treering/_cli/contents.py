@@ -172,10 +172,10 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, json_: bool
 
 @click.command()
 @click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
-@click.option("--steps", type=int, nargs=2, metavar="N M", help="The steps of A and of B, which are runs.")
+@click.argument("b", type=PATH, required=False)
+@click.option("--steps", type=int, nargs=2, metavar="N M", help="The steps of A and of B, or two of A.")
 @as_json
-def diff(a: str, b: str, steps: tuple[int, int] | None, json_: bool) -> int:
+def diff(a: str, b: str | None, steps: tuple[int, int] | None, json_: bool) -> int:
     """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 when they differ.
 
     Of arrays whose values differ: how many, the largest difference, that difference relative to the largest value,
@@ -183,7 +183,9 @@ def diff(a: str, b: str, steps: tuple[int, int] | None, json_: bool) -> int:
     """
     from .._tools.diff import diff as compare
 
-    found = compare(_open(a, steps[0]), _open(b, steps[1])) if steps else compare(a, b)
+    if b is None and steps is None:
+        raise click.UsageError("expected two checkpoints, or --steps N M of one run")
+    found = compare(_open(a, steps[0]), _open(b or a, steps[1])) if steps else compare(a, b)
     if json_:
         say_json(dataclasses.asdict(found))
         return int(bool(found))

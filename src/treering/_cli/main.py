@@ -76,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:
         _say_error(debug, str(error) if isinstance(error, TreeringError | OSError) else repr(error))
+        for note in getattr(error, "__notes__", ()) if isinstance(error, TreeringError) else ():
+            say(click.style(safe(note), dim=True), err=True)
         return FAILED
     except Exception as error:
         _say_error(debug, f"this should not happen, and is worth a report with what --debug prints: {error!r}")

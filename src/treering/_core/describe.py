@@ -27,7 +27,10 @@ def describe(entry: Entry) -> str:
 
 def shorten(value: Any) -> str:
     """A value for people to read: not more than 60 characters, and no number that Python refuses to print."""
-    return f"({value.bit_length()} bits)" if type(value) is int and abs(value) >> 200 else f"{value!r:.60}"
+    if type(value) is int and abs(value) >> 200:
+        return f"({value.bit_length()} bits)"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:

@@ -152,7 +152,11 @@ def _joined(given: Any, glob: str) -> Any:
     """A list of globs with one more; a value that allows everything stays."""
     if glob == "ignore":
         return glob
-    return given if not glob or given in ("template", "ignore") else (*(() if given == "error" else given), glob)
+    return (
+        given
+        if not glob or given in ("template", "ignore")
+        else tuple(dict.fromkeys((*(() if given == "error" else given), glob)))
+    )
 
 
 def _wider(differences: Sequence[Difference], policy: "Policy") -> Iterator[_Cause]:

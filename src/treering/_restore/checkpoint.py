@@ -108,7 +108,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
                 return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
             near = closest(path, [*places, *self._entries])
-            hint = f"; closest: {near}" if near else ""
+            top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._entries))
+            hint = f"; closest: {near}" if near else f"; there are {few(top)}" if any(top) else ""
             if self._reader.positional:
                 hint = (
                     "; its leaves have only numbers; restore into a template of the whole and take the part of it, or "

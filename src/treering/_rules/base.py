@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._core.entries import ArrayEntry, check_whole, fits, is_lost_tree, lost
-from .._core.leaf_paths import all_meant, canonical
+from .._core.leaf_paths import all_meant, canonical, few
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
 
@@ -67,6 +67,12 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
     if not found and not optional:
         shown = ", ".join(list(leaves)[:5]) + (", …" if len(leaves) > 5 else "")
         escapes = " (in a key, / is written ~1 and ~ is written ~0)" if any("~" in path for path in leaves) else ""
+        meant = re.search(r"'([^'*?]+)'", text)
+        below = [path for path in leaves if meant and path.startswith(f"{meant[1]}/")]
+        if meant and below:
+            raise MismatchError(
+                f"{text}: no leaf is {meant[1]!r} itself; {meant[1] + '/**'!r} matches {few(tuple(below))}"
+            )
         raise MismatchError(
             f"{text}: matches none of the {len(leaves)} leaves ({shown}){escapes}; pass optional=True if it may"
         )

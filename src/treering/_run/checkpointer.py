@@ -498,6 +498,7 @@ class Checkpointer:
             tree = self.restore(initial.abstract(init), fallback=fallback, sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
+        _log.info("%s: there is no step, so the run begins with init()", self._root)
         resume.check(options)  # in the first job, not only when there is something to restore
         if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
             state = init()

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes, html
-from .._core.describe import describe
+from .._core import dtypes, html, states
+from .._core.describe import describe, shorten
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.readable import count
 from .._core.tracebacks import at_the_caller
@@ -127,6 +127,8 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
 def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
         same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
+        if not same and isinstance(a, ValueEntry) and isinstance(b, ValueEntry) and a.type == b.type == "iterator":
+            return f"iterator{_first_apart(a.decode(), b.decode(), '')}"
         return None if same else f"{_text(a, x)} → {_text(b, y)}"
     if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
         return f"{describe(a)} → {describe(b)}"
@@ -134,6 +136,28 @@ def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     for part in _slices(a):
         apart.add(_bits(x, part), _bits(y, part))
     return apart.change()
+
+
+def _first_apart(a: Any, b: Any, where: str) -> str:
+    """The first difference of two states of iterators, and where in them it is."""
+    if type(a) is type(b) and isinstance(a, dict):
+        keys = [key for key in a if key not in b or not _alike(a[key], b[key])] + [key for key in b if key not in a]
+        if keys and keys[0] in a and keys[0] in b:
+            return _first_apart(a[keys[0]], b[keys[0]], f"{where}[{keys[0]!r}]")
+        return f"{where}: keys {shorten([*a])} → {shorten([*b])}"
+    if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
+        for n, (one, other) in enumerate(zip(a, b, strict=True)):
+            if not _alike(one, other):
+                return _first_apart(one, other, f"{where}[{n}]")
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and (a.shape, a.dtype) == (b.shape, b.dtype):
+        unequal = np.ascontiguousarray(a).view(f"V{a.itemsize}") != np.ascontiguousarray(b).view(f"V{b.itemsize}")
+        return f"{where}: {int(unequal.sum())} of {a.size} values differ"
+    return f"{where}: {shorten(a)} → {shorten(b)}"
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two parts of states are encoded alike."""
+    return states.encode_state(a, "", 0) == states.encode_state(b, "", 0)
 
 
 class _Apart:

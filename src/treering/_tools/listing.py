@@ -92,6 +92,8 @@ def check_run(store: Store, place: str) -> None:
         names = store.list(place)
         steps = any(_run.parse(name, _run.PREFIX) is not None for name in names)
         if not (steps or _run.FINISHED in names or _run.all_steps(store, place)):
+            if formats.is_known(store, place):
+                raise NotFoundError(f"{place}: expected a run, found one checkpoint")
             raise NotFoundError(f"{place}: expected a run, found {'no step in it' if names else 'an empty directory'}")
 
 
