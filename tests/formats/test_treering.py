@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import random
 import shutil
 from typing import Any
 
@@ -15,11 +16,13 @@ import safetensors.numpy
 import golden_trees
 import spec_reader
 import treering as tr
+from treering._core.skeleton import LEAF, Node, containers
 from treering._processes import assignment
 from treering._pytree import leaves as _leaves
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import layout, manifest
+from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 TREES = {"v1-everything": golden_trees.everything, "v1-sharded": golden_trees.sharded}
@@ -386,3 +389,27 @@ def test_a_key_of_an_unknown_implementation_is_refused_by_name(tmp_path: pathlib
     for use in (lambda: tr.restore(tmp_path / "c"), lambda: tr.open(tmp_path / "c").abstract()):
         with pytest.raises(UnsupportedError, match="as a mine key"):
             use()
+
+
+def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
+    """Containers of nothing but leaves, which are gone through at once, beside others, at any depth."""
+    draw = random.Random(0)
+
+    def tree(depth: int) -> list[Node | int]:
+        if depth > 4 or draw.random() < 0.4:
+            return [LEAF]
+        kind = draw.choice(["dict", "list", "tuple", "namedtuple", "object"])
+        count = draw.randrange(5)
+        parts = [[LEAF]] * count if draw.random() < 0.5 else [tree(depth + 1) for _ in range(count)]
+        keys = (
+            count if kind in ("list", "tuple") else [draw.choice(["k", "a/b", "~", ""]) + str(n) for n in range(count)]
+        )
+        return [Node(kind, "", keys), *(node for part in parts for node in part)]  # type: ignore[arg-type]
+
+    for _ in range(2000):
+        nodes = tree(0)
+        expected = [path for _, path, node in containers(nodes) if node == LEAF]
+        assert leaf_paths(nodes, len(expected)) == expected
+        if len(nodes) > 1:
+            with pytest.raises(ValueError, match="tree"):
+                leaf_paths(nodes[:-1], len(expected) - (nodes[-1] == LEAF))

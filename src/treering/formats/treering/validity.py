@@ -156,8 +156,11 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
     rest: list[list[str]] = [[""]]  # of each container around this place the children still to come, in reverse
     above: list[str] = []
     prefix: str | None = ""
-    room = len(tree)
-    for node in tree:
+    known: dict[tuple[str, ...], list[str]] = {}  # names by kind and keys: layers have the same
+    at = 0
+    while at < len(tree):
+        node = tree[at]
+        at += 1
         while rest and not rest[-1]:
             rest.pop()
             del above[-1:]
@@ -165,16 +168,22 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
         if not rest:
             raise ValueError("the tree has more nodes than places for them")
         name = rest[-1].pop()
-        room -= 1
+        if prefix is None and (node == LEAF or tree[at : at + 1] == [LEAF]):
+            prefix = "".join(f"{name}/" for name in above[1:])
         if isinstance(node, Node):
-            if node.count() > room:
+            if (count := node.count()) > len(tree) - at:
                 raise ValueError("a container of the tree has fewer children than it says")
-            rest.append(_names(node)[::-1])
+            names = _names(node, known)
+            if count and tree[at] == LEAF and tree[at : at + count] == [LEAF] * count:  # at once, what most are
+                inside = f"{prefix}{name}/" if above else ""
+                found += [inside + one for one in names]
+                at += count
+                continue
+            rest.append(names[::-1])
             above.append(name)
             prefix = None
         elif node == LEAF:
-            if prefix is None:
-                prefix = "".join(f"{name}/" for name in above[1:])
+            assert prefix is not None
             found.append(prefix + name)
         else:
             raise ValueError(f"the tree has a node {node!r:.40}")
@@ -185,8 +194,17 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
     return found
 
 
-def _names(node: Node) -> list[str]:
-    """The path components of a container's children."""
+def _names(node: Node, known: dict[tuple[str, ...], list[str]]) -> list[str]:
+    """The path components of a container's children; `known` has those of earlier ones whose keys are text."""
+    if isinstance(node.keys, list) and set(map(type, node.keys)) == {str}:
+        key = (node.kind, *node.keys)
+        if key not in known:
+            known[key] = _checked_names(node)
+        return known[key]
+    return _checked_names(node)
+
+
+def _checked_names(node: Node) -> list[str]:
     counted = isinstance(node.keys, int)
     if counted != (node.kind in ("list", "tuple", "positional")):
         raise ValueError(f"a {node.kind} cannot have the keys {node.keys!r:.100}")
