@@ -75,7 +75,7 @@ def gather(
         "read": [row.step for row in chosen],
         "leaves": found.rows,
         "diff": _difference(pair, notes) if pair else None,
-        "notes": [safe(note.split("\n")[0]) for note in notes],
+        "notes": [safe(note.split("\n")[0]) for note in dict.fromkeys(notes)],
     }
 
 
