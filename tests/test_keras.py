@@ -14,6 +14,7 @@ keras = pytest.importorskip("keras", reason="Keras is installed for `make test` 
 
 import treering as tr  # noqa: E402
 import treering.keras as tk  # noqa: E402
+from treering.keras.variables import variables  # noqa: E402
 
 pytestmark = pytest.mark.peers
 X = np.linspace(-1, 1, 64, dtype="float32").reshape(32, 2)
@@ -144,15 +145,15 @@ def _blocks(optimizer: Any = "adam", *, frozen: int | None = None) -> Any:
 
 
 def test_names_are_those_of_the_model_and_not_of_the_process() -> None:
-    paths = [[path for path, _ in tk._variables(_blocks(), False)] for _ in range(2)]
+    paths = [[path for path, _ in variables(_blocks())] for _ in range(2)]
     assert paths[0] == paths[1] and len(set(paths[0])) == len(paths[0]) > 20
     assert {
-        "variables/block[1]/dense[0]/bias",
-        "variables/block[0]/variable[1]",
+        "variables/block[1]/inner/bias",
+        "variables/block[0]/w",
         "variables/head_7/kernel",
         "variables/dense[0]/kernel",
-        "optimizer/adam/block[1]/dense[0]/bias/momentum",
-        "optimizer/adam/head_7/kernel/velocity",
+        "optimizer/adam/momentum/block[1]/inner/bias",
+        "optimizer/adam/velocity/head_7/kernel",
         "optimizer/adam/learning_rate",
     } <= set(paths[0])
 
@@ -183,6 +184,98 @@ def test_a_model_that_is_built_again_takes_what_was_saved(tmp_path: pathlib.Path
     for each in (model, again):
         each.fit(x, x, batch_size=4, epochs=1, verbose=0, shuffle=False)
     assert _equal(model, again)
+
+
+class Pair(keras.Model):
+    """A model whose parts are attributes, made in either order, with optimizers of its own."""
+
+    def __init__(self, *, turned: bool = False) -> None:
+        super().__init__()
+        for name in ("b", "a") if turned else ("a", "b"):
+            setattr(self, name, keras.layers.Dense(2))
+        self.more = [keras.layers.Dense(2), keras.layers.Dense(2)]
+        self.own_optimizer = keras.optimizers.SGD(0.25, momentum=0.5)
+
+    def call(self, x: Any) -> Any:
+        for one in (self.a, self.b, *self.more):
+            x = one(x)
+        return x
+
+
+def test_attributes_are_names_and_no_optimizer_is_left_out(tmp_path: pathlib.Path) -> None:
+    first, second, unbuilt = Pair(), Pair(turned=True), Pair()
+    for model in (first, second, unbuilt):
+        model.compile("adam", "mse")
+        with pytest.raises(tr.errors.MismatchError, match="expected a model that is built"):
+            tk.state(model)
+        if model is not unbuilt:
+            model(X)
+            model.own_optimizer.build(model.trainable_variables)
+    for n, variable in enumerate([*first.variables, *first.own_optimizer.variables]):
+        variable.assign(np.full(variable.shape, n))
+    tr.save(tmp_path / "c", tk.state(first))
+    tk.load(second, tmp_path / "c")
+    np.testing.assert_array_equal(first(X), second(X))
+    np.testing.assert_array_equal(first.b.kernel.value, second.b.kernel.value)
+    assert _equal(first, second)
+    paths = {path for path, _ in variables(second)}
+    assert {"variables/a/kernel", "variables/more/1/bias", "optimizers/own_optimizer/sgd/momentum/b/kernel"} <= paths
+
+
+def test_a_layer_that_was_frozen_after_training_began(tmp_path: pathlib.Path) -> None:
+    def built() -> Any:
+        model = _blocks()
+        model.optimizer.build(model.trainable_variables)
+        model.layers[0].trainable = False
+        return model
+
+    model, again = built(), built()
+    for n, variable in enumerate(model.optimizer.variables):
+        variable.assign(np.full(variable.shape, n))
+    tr.save(tmp_path / "c", tk.state(model))
+    tk.load(again, tmp_path / "c")
+    assert _equal(model, again)
+    assert not any("dense_" in path or "block_" in path for path in tr.open(tmp_path / "c"))
+
+
+def test_layers_compute_with_what_was_loaded(tmp_path: pathlib.Path) -> None:
+    def built(data: Any) -> Any:
+        inside = keras.layers.Normalization()
+        inside.adapt(data)
+        return keras.Sequential([keras.Input((2,)), inside, keras.layers.Dense(1)])
+
+    model, other = built(X), built(10 * X + 3)
+    tr.save(tmp_path / "c", tk.state(model))
+    tk.load(other, tmp_path / "c")
+    np.testing.assert_array_equal(model(X), other(X))
+
+
+def test_names_that_look_alike_keep_apart(tmp_path: pathlib.Path) -> None:
+    class Block_2(keras.layers.Dense):  # a name as Keras numbers them
+        pass
+
+    class Odd(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            for n, name in enumerate(("w", "w", "w[1]")):
+                self.add_weight(shape=(2,), name=name, initializer=keras.initializers.Constant(n))
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    def built() -> Any:
+        inside = [Odd(), Block_2(2), Block_2(2), keras.layers.Dense(2, name="iteration")]
+        model = keras.Sequential([keras.Input((2,)), *inside])
+        model.compile("adam", "mse")
+        return model
+
+    Block_2(1)
+    models = [built(), built()]
+    names = [[path for path, _ in variables(model)] for model in models]
+    assert names[0] == names[1] and len(set(names[0])) == len(names[0])
+    models[1].set_weights([0 * np.array(one.value) for one in models[1].weights])
+    tr.save(tmp_path / "c", tk.state(models[0]))
+    tk.load(models[1], tmp_path / "c")
+    assert [float(one.value[0]) for one in models[1].weights[:3]] == [0, 1, 2]
 
 
 def test_moments_without_names_do_not_fit_another_choice_of_what_is_trained(tmp_path: pathlib.Path) -> None:

@@ -1,149 +1,23 @@
-"""Callbacks of Keras 3: `ModelCheckpoint` and `BackupAndRestore`, with the arguments of those that Keras has.
-
->>> model.fit(x, y, epochs=10, callbacks=[treering.keras.BackupAndRestore("runs/keras")])
-
-What is saved is `state(model)`: the variables of the model and of its optimizer, the state of seeds among them; neither
-the architecture, which is the program's, nor metrics, which begin anew with each epoch. All of Treering works on it:
-`treering show`, `open`, `restore(at="variables")`. Needs ``pip install treering[keras]``.
-"""
+"""Callbacks that save a model while it trains, and go on where it was."""
 
 import logging
 import numbers
 import operator
 import os
-import re
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import keras
 
-from . import formats
-from ._run.checkpointer import Checkpointer
-from ._run.open import open_checkpoint
-from ._save.pending import PendingSave
-from ._save.save import save_async
-from .errors import MismatchError
-from .keep import last
-
-__all__ = ["BackupAndRestore", "ModelCheckpoint", "load", "state"]
+from .. import formats
+from .._run.checkpointer import Checkpointer
+from .._save.pending import PendingSave
+from .._save.save import save_async
+from ..errors import MismatchError
+from ..keep import last
+from .variables import assign, state
 
 _log = logging.getLogger("treering")
-_NUMBER = re.compile(r"_[0-9]+$")
-
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def state(model: keras.Model, *, weights_only: bool = False) -> dict[str, Any]:
-    """The variables of a model by name: to be saved, or a template.
-
-    A layer that has the name that Keras gives by itself (``dense_14``: a class, and how many of it the process has
-    made) is called by its class and its place in the model: ``dense[0]``. Other names stay. So a model that is built
-    again has the same names, whatever of it is trainable. With the JAX backend the leaves are `jax.Array`s, with others
-    NumPy arrays.
-    """
-    tree: dict[str, Any] = {}
-    for path, variable in _variables(model, weights_only):
-        *above, name = path.split("/")
-        inside = tree
-        for part in above:
-            inside = inside.setdefault(part, {})
-        on_device = keras.backend.backend() == "jax"
-        inside[name] = variable.value if on_device else keras.ops.convert_to_numpy(variable.value)
-    return tree
-
-
-def load(model: keras.Model, path: str | os.PathLike[str], **options: Any) -> None:
-    """Sets the variables of a model to those of a checkpoint, or of a run's latest good step.
-
-    Where the checkpoint or the model has no optimizer, the weights alone are set, which the log notes. `options` are
-    those of `treering.restore`. Raises what that raises, `MismatchError` for a model of another architecture among
-    them, and changes nothing then.
-    """
-    ckpt = open_checkpoint(path, step=options.pop("step", None))
-    saved, wanted = any(name.startswith("optimizer/") for name in ckpt), getattr(model, "optimizer", None) is not None
-    if saved != wanted:
-        _log.info("%s: the weights alone are set: the %s has no optimizer", path, "model" if saved else "checkpoint")
-    if saved and not wanted:
-        options.setdefault("extra", ["optimizer/**"])
-    weights_only = not (saved and wanted)
-    _set(model, ckpt.restore(state(model, weights_only=weights_only), **options), weights_only=weights_only)
-
-
-def _set(model: keras.Model, tree: dict[str, Any], *, weights_only: bool = False) -> None:
-    for path, variable in _variables(model, weights_only):
-        value: Any = tree
-        for part in path.split("/"):
-            value = value[part]
-        variable.assign(value)
-
-
-def _variables(model: keras.Model, weights_only: bool) -> Iterator[tuple[str, Any]]:
-    """The variables with their paths, in the order of the layers, which `trainable` does not change."""
-    names = _Names()
-    paths: dict[int, str] = {}
-    for path, variable in _of_layer(model, "", names, paths):
-        yield f"variables/{path}", variable
-    optimizer = None if weights_only else getattr(model, "optimizer", None)  # a model may not be compiled
-    if optimizer is None:
-        return
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    trained = {variable.path.replace("/", "_"): paths[id(variable)] for variable in model.trainable_variables}
-    which = f"{zlib.crc32(repr([*trained.values()]).encode()):08x}"
-    for variable in optimizer.variables:
-        scope, _, name = variable.path.partition("/")
-        above, name = f"{_NUMBER.sub('', scope)}/", name.strip("/")
-        of = max((one for one in trained if name.startswith(f"{one}_")), key=len, default=None)
-        if of is not None:
-            path = f"{above}{trained[of]}/{name.removeprefix(of + '_')}"
-        else:  # where nothing but its place says what it belongs to, it must not fit where others are trained
-            path = names.named(f"{above}{which}/" if variable.ndim else above, name, "variable")
-        yield "optimizer/" + names.unique(path), variable
-
-
-def _of_layer(layer: Any, above: str, names: "_Names", paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
-    """The variables of a layer and those in it, each once, as `keras.Layer.variables` orders them."""
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
-    for variable in [*own, *(generator.state for generator in layer._seed_generators)]:
-        if id(variable) not in paths:
-            paths[id(variable)] = path = names.unique(names.named(above, variable.name, "variable"))
-            yield path, variable
-    for one in layer._layers:
-        place = names.unique(names.named(above, one.name, _snake_case(type(one).__name__)))
-        yield from _of_layer(one, f"{place}/", names, paths)
-
-
-class _Names:
-    """Names that do not depend on what else the process has made."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def named(self, above: str, name: str, kind: str) -> str:
-        """The path of what has a name below `above`; if that is what Keras calls a `kind`, with its place instead."""
-        stem = _NUMBER.sub("", name)
-        if re.sub(r"^(forward|backward)_", "", stem) != kind:  # as `keras.layers.Bidirectional` calls its copies
-            return f"{above}{name}"
-        return f"{above}{stem}[{self._next(f'{above}{stem}[]')}]"
-
-    def unique(self, path: str) -> str:
-        """The path, with a number if it was asked for before: two layers may have one name."""
-        count = self._next(path)
-        return f"{path}[{count}]" if count else path
-
-    def _next(self, name: str) -> int:
-        self._counts[name] = self._counts.get(name, -1) + 1
-        return self._counts[name]
-
-
-def _snake_case(name: str) -> str:
-    """A class as Keras names its objects: ``MultiHeadAttention`` is ``multi_head_attention``."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
@@ -273,7 +147,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._ckpts.latest_step is None:
             return
         model = _model(self)
-        _set(model, self._ckpts.restore(state(model)))
+        assign(model, self._ckpts.restore(state(model)))
         self._step = self._ckpts.restored_step or 0
         self._epoch = self._ckpts.open(self._step).metadata["epoch"]
         model._initial_epoch = self._epoch  # as Keras' own callback tells `fit`

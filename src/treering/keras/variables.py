@@ -1,0 +1,178 @@
+"""The state of a model: its variables and those of its optimizers, by names that do not depend on the process."""
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from .._run.open import open_checkpoint
+from ..errors import MismatchError
+
+_log = logging.getLogger("treering")
+_NUMBER = re.compile(r"_[0-9]+$")
+
+
+def state(model: keras.Model, *, weights_only: bool = False) -> dict[str, Any]:
+    """The variables of a model by name: to be saved, or a template.
+
+    What is an attribute of a layer or model is called so: ``encoder``, ``blocks/0``. Elsewhere, as in a `Sequential`,
+    the name is that of the layer, but where Keras has given that by itself (``dense_14``: a class, and how many of it
+    the process has made) it is the class and the place: ``dense[0]``. So a model that is built again has the same
+    names, whatever of it is trainable. With the JAX backend the leaves are `jax.Array`s, with others NumPy arrays.
+    Raises `MismatchError` for a model that is not built yet.
+    """
+    tree: dict[str, Any] = {}
+    for path, variable in variables(model, weights_only=weights_only):
+        *above, name = path.split("/")
+        inside = tree
+        for part in above:
+            inside = inside.setdefault(part, {})
+        on_device = keras.backend.backend() == "jax"
+        inside[name] = variable.value if on_device else keras.ops.convert_to_numpy(variable.value)
+    return tree
+
+
+def load(model: keras.Model, path: str | os.PathLike[str], **options: Any) -> None:
+    """Sets the variables of a model to those of a checkpoint, or of a run's latest good step.
+
+    Where the checkpoint or the model has no optimizer, the weights alone are set, which the log notes. `options` are
+    those of `treering.restore`. Raises what that raises, `MismatchError` for a model of another architecture among
+    them, and changes nothing then.
+    """
+    ckpt = open_checkpoint(path, step=options.pop("step", None))
+    saved = any(name.startswith("optimizer") for name in ckpt)
+    wanted = getattr(model, "optimizer", None) is not None
+    if saved != wanted:
+        _log.info("%s: the weights alone are set: the %s has no optimizer", path, "model" if saved else "checkpoint")
+    if saved and not wanted:
+        options.setdefault("extra", ["optimizer/**", "optimizers/**"])
+    weights_only = not (saved and wanted)
+    assign(model, ckpt.restore(state(model, weights_only=weights_only), **options), weights_only=weights_only)
+
+
+def assign(model: keras.Model, tree: dict[str, Any], *, weights_only: bool = False) -> None:
+    for path, variable in variables(model, weights_only=weights_only):
+        value: Any = tree
+        for part in path.split("/"):
+            value = value[part]
+        variable.assign(value)
+    for layer in model._flatten_layers():
+        if hasattr(
+            layer, "finalize_state"
+        ):  # of `keras.layers.Normalization`, which computes with what follows from them
+            layer.finalize_state()
+
+
+def variables(model: keras.Model, *, weights_only: bool = False) -> Iterator[tuple[str, Any]]:
+    """The variables with their paths. Raises `MismatchError` for a model that has none yet."""
+    if not model.built:
+        raise MismatchError(
+            f"{model.name}: expected a model that is built, for this one has no variables; call it first"
+        )
+    names = _Names()
+    paths: dict[int, str] = {}
+    for path, variable in _of_layer(model, "", names, paths, set()):
+        yield f"variables/{path}", variable
+    compiled = getattr(model, "optimizer", None)  # a model may not be compiled
+    optimizers = {} if compiled is None else {"optimizer": compiled}
+    optimizers |= {
+        f"optimizers/{name}": one
+        for name, one in vars(model).items()
+        if isinstance(one, keras.Optimizer) and one is not compiled
+    }
+    for place, optimizer in {} if weights_only else optimizers.items():
+        if optimizer is compiled and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        for path, variable in _of_optimizer(optimizer, model, paths):
+            yield f"{place}/{path}", variable
+
+
+def _of_layer(
+    layer: Any, above: str, names: "_Names", paths: dict[int, str], seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """The variables of a layer and those in it, each once. What the program calls its parts goes over Keras' names."""
+    seen.add(id(layer))
+    attributes = dict(_attributes(layer))
+    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    for variable in [*own, *(generator.state for generator in layer._seed_generators)]:
+        if id(variable) not in paths:
+            name = str(variable.name)
+            if _is_automatic(name, "variable"):
+                name = attributes.get(id(variable), name)
+            paths[id(variable)] = path = names.unique(names.named(above, name, "variable"))
+            yield path, variable
+    for one in layer._layers:
+        if id(one) not in seen:
+            name, kind = attributes.get(id(one), str(one.name)), _snake_case(type(one).__name__)
+            place = names.unique(above + name if id(one) in attributes else names.named(above, name, kind))
+            yield from _of_layer(one, f"{place}/", names, paths, seen)
+
+
+def _attributes(layer: Any) -> Iterator[tuple[int, str]]:
+    """The parts of a layer by identity, as the program calls them: ``encoder``, ``blocks/0``, ``heads/left``."""
+    for name, value in sorted(vars(layer).items(), reverse=True):  # of two names for one thing the first counts
+        if name.startswith("_"):
+            continue
+        yield id(value), name
+        if isinstance(value, list | tuple):
+            yield from ((id(one), f"{name}/{n}") for n, one in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((id(one), f"{name}/{str(key).replace('/', '_')}") for key, one in value.items())
+
+
+def _of_optimizer(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
+    """The variables of an optimizer: by kind (``momentum``), and by the variable that they belong to."""
+    known = {variable.path.replace("/", "_"): paths.get(id(variable), variable.path) for variable in model.variables}
+    trained = getattr(optimizer, "_trainable_variables", model.trainable_variables)
+    which = f"{zlib.crc32(repr([paths.get(id(variable)) for variable in trained]).encode()):08x}"
+    names = _Names()
+    for variable in optimizer.variables:
+        scope, _, name = variable.path.partition("/")
+        above, name = f"{_NUMBER.sub('', scope)}/", name.strip("/")
+        of = max((one for one in known if name.startswith(f"{one}_")), key=len, default=None)
+        if of is not None:
+            path = f"{above}{name.removeprefix(of + '_')}/{known[of]}"
+        else:  # where nothing but its place says what it belongs to, it must not fit where others are trained
+            path = names.named(f"{above}{which}/" if variable.ndim else above, name, "variable")
+        yield names.unique(path), variable
+
+
+class _Names:
+    """Names that do not depend on what else the process has made."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._taken: set[str] = set()
+
+    def named(self, above: str, name: str, kind: str) -> str:
+        """The path of what has a name below `above`; if that is what Keras calls a `kind`, with its place instead."""
+        if not _is_automatic(name, kind):
+            return f"{above}{name}"
+        stem = f"{above}{name[: name.index(kind) + len(kind)]}"
+        self._places[stem] = place = self._places.get(stem, -1) + 1
+        return f"{stem}[{place}]"
+
+    def unique(self, path: str) -> str:
+        """The path, with a number if it is taken: two layers may have one name."""
+        free, n = path, 0
+        while free in self._taken:
+            n += 1
+            free = f"{path}[{n}]"
+        self._taken.add(free)
+        return free
+
+
+def _is_automatic(name: str, kind: str) -> bool:
+    """Whether a name is one that Keras gives to a `kind` by itself: ``dense``, ``dense_14``, ``backward_lstm``."""
+    return re.fullmatch(rf"(forward_|backward_)?{re.escape(kind)}(_[0-9]+)?", name) is not None
+
+
+def _snake_case(name: str) -> str:
+    """A class as Keras names its objects: ``MultiHeadAttention`` is ``multi_head_attention``."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
