@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -220,6 +221,42 @@ print("ready", flush=True); sys.stdin.read(1)
         ckpts.save(2, {"x": 2})
         ckpts.close()
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_a_save_that_is_skipped_or_refused_takes_no_run(tmp_path: pathlib.Path) -> None:
+    old, new = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
+    old.save(1, {"x": 1})
+    old.wait()
+    assert new.save(1, {"x": 1}, on_exists="skip") is None
+    with pytest.raises(ExistsError, match="step 1 is saved already"):
+        new.save(1, {"x": 1})
+    old.save(2, {"x": 2})  # it still has the run
+    old.close()
+    assert new.save(2, {"x": 2}, on_exists="skip") is None
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="expected root, who can become somebody who may not write")
+def test_a_run_that_may_only_be_read_is_skipped_as_well() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # those of pytest are its user's alone
+        save_steps(pathlib.Path(folder, "run"), [1])
+        os.chmod(folder, 0o755)
+        code = f"""
+import os, treering as tr
+with tr.Checkpointer({folder + "/other"!r}) as ckpts:  # which imports everything, from where others may not read
+    ckpts.save(1, {{"x": 1}})
+    ckpts.wait()
+    ckpts.save(1, {{"x": 1}}, on_exists="skip")
+os.setgid(65534); os.setuid(65534)
+ckpts = tr.Checkpointer({folder + "/run"!r})
+assert ckpts.save(1, {{"x": 1}}, on_exists="skip") is None
+try:
+    ckpts.save(1, {{"x": 1}})
+except tr.errors.ExistsError as error:
+    assert "saved already" in str(error)
+ckpts.close()
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp_path: pathlib.Path) -> None:

@@ -111,7 +111,7 @@ class Directory:
         path = committed.get(step) or self.own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
-            self.acquire()
+            self._lock.check_free()
             overwrite = overwrite or (step in committed and self.steps.is_damaged(step, path))
             if overwrite and pins.pinned(self._store, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")

@@ -12,6 +12,14 @@ def lost(run: str) -> MismatchError:
     return MismatchError(f"{run}: another Checkpointer of this process has taken this run over; save with that one")
 
 
+def held(run: str, holder: str, more: str = "") -> ExistsError:
+    """The error for one who finds that another process writes a run."""
+    return ExistsError(
+        f"{run}: {holder} writes this run; wait for it to end, or stop it, or choose another run (reading needs no "
+        f"Checkpointer: treering.open, treering.follow){more}"
+    )
+
+
 def busy(run: str) -> ExistsError:
     """The error for one who wants it while another saves."""
     return ExistsError(

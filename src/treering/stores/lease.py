@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._threads.alive import Alive
-from ..errors import ExistsError, SaveError, UnsupportedError
+from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import claims
 from .directories import make_dirs
 from .posix import Disk
@@ -72,6 +72,26 @@ class WriterLock:
             except OSError as error:
                 raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
 
+    def check_free(self) -> None:
+        """Raises an `ExistsError` that names another process which holds the lock. Takes nothing, from nobody."""
+        path = os.path.join(self._run, NAME)
+        with _taking:  # or a lock that is just taken in this process would look like another's
+            if any(one._holds(path) for one in _alive.all()):
+                return
+            try:
+                fd = self._disk.open(path)
+            except (OSError, CorruptError):  # there is none, or it is not for this user
+                return
+            try:
+                if self._disk.lock_shared(fd) is False:
+                    raise self._held_by_another(fd, path)
+            finally:
+                self._disk.close(fd)
+
+    def _held_by_another(self, fd: int, path: str) -> ExistsError:
+        more = f". If its host is dead, a server may keep the lock for ever (NFSv3 does): then remove {path}"
+        return claims.held(self._run, _holder(self._disk, fd), more)
+
     def _take_over(self) -> None:
         """Takes the lock away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
         path = os.path.join(self._run, NAME)
@@ -112,11 +132,7 @@ class WriterLock:
             try:
                 locked = self._disk.lock(fd)
                 if locked is False:
-                    raise ExistsError(
-                        f"{self._run}: {_holder(self._disk, fd)} writes this run; wait for it to end, or stop it, or "
-                        "choose another run (reading needs no Checkpointer: treering.open, treering.follow). If its "
-                        f"host is dead, a server may keep the lock for ever (NFSv3 does): then remove {path}"
-                    )
+                    raise self._held_by_another(fd, path)
                 if locked is None:
                     _log.warning(
                         "%s: another job may write this run at the same time, which would harm both: files cannot be "

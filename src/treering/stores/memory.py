@@ -314,6 +314,9 @@ class _MemoryLease:
                 holder.lost = True
             self._store.leases[self._run] = self
 
+    def check_free(self) -> None:
+        """Nothing to check: the store is this process' alone."""
+
     def release(self) -> None:
         with self._store.lock:
             if self._store.leases.get(self._run) is self:

@@ -164,6 +164,10 @@ class Lease(Protocol):
         """Takes it unless it is held. Raises `ExistsError` with the holder's name, `MismatchError` when it is lost."""
         ...
 
+    def check_free(self) -> None:
+        """Raises `ExistsError` with the name of another process that holds it, if that is known; takes nothing."""
+        ...
+
     def release(self) -> None:
         """Gives it up."""
         ...

@@ -47,6 +47,20 @@ class ObjectLease:
             self._take_over()
             self._wait_for_it()
 
+    def check_free(self) -> None:
+        """Raises an `ExistsError` for another process of this machine; of others that would take waiting."""
+        with _taking:
+            if any(one._beat is not None and one.run == self.run for one in _alive.all()):
+                return
+            try:
+                holder, found = heartbeat.read(self._bucket, self._key)
+            except FileNotFoundError:
+                return
+            if holder is None or not holder.is_known or not heartbeat.is_here(holder):
+                return
+            if heartbeat.lives(self._bucket, holder, found):
+                raise _held_by(self.run, holder)
+
     def _take_over(self) -> None:
         """Takes the lease away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
         for other in _alive.all():
@@ -80,11 +94,7 @@ class ObjectLease:
                     return
                 continue
             if heartbeat.is_here(holder) or (first and (first.token, first.beats) != (holder.token, holder.beats)):
-                raise ExistsError(
-                    f"{self.run}: process {holder.process} on {holder.host}, since {holder.since}, writes this run; "
-                    "wait for it to end, or stop it, or choose another run (reading needs no Checkpointer: "
-                    "treering.open, treering.follow)"
-                )
+                raise _held_by(self.run, holder)
             if first is None:
                 first = holder
                 _log.warning(
@@ -125,6 +135,10 @@ class ObjectLease:
                 f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; this "
                 "one saves nothing there any more; stop one of the two, and go on in a new process"
             )
+
+
+def _held_by(run: str, holder: About) -> ExistsError:
+    return claims.held(run, f"process {holder.process} on {holder.host}, since {holder.since},")
 
 
 def _drop(held: list[Heartbeat]) -> None:
