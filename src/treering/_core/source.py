@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .boxes import Box
+from .boxes import Box, whole
 from .entries import ArrayEntry, Entry
 from .leaf_paths import few
 from .skeleton import Skeleton
@@ -109,6 +109,15 @@ class Source(Protocol):
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         """Reads every byte, or a share of them, and yields all damage."""
         ...
+
+
+def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
+    """The pieces in which a part of an array lies on the disk: the number of the file, and the box of each.
+
+    Each is one run of bytes in C order. A source has no need to know: without a method `pieces` it is one piece.
+    """
+    own = getattr(source, "pieces", None)
+    return own(entry, box) if own else [(0, whole(entry.shape))]
 
 
 ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree

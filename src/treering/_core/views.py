@@ -10,7 +10,7 @@ from . import dtypes
 from .boxes import Box, box_shape, intersect, slices, whole
 from .entries import ArrayEntry, Entry, ValueEntry
 from .skeleton import Skeleton
-from .source import WHOLE, Problem, Share, Source
+from .source import WHOLE, Problem, Share, Source, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -246,6 +246,14 @@ class View:
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
                 arrays[n] = arrays[n].copy()
         return arrays
+
+    def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
+        """See `treering._core.source.pieces`; what is made of other leaves counts as one piece."""
+        leaf = self.leaves[entry.path]
+        if leaf.plan is None or not (leaf.plain or leaf.in_place):
+            return [(0, whole(entry.shape))]
+        ((below, _),) = leaf.plan_of(whole(entry.shape)).needs
+        return pieces(self._reader, below, box)
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         return self._reader.problems(share)

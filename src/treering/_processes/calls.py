@@ -38,6 +38,10 @@ class Call(Protocol):
         """Raises what process 0 failed with, if it has failed."""
         ...
 
+    def check_all(self) -> None:
+        """The same; in process 0, what any process failed with, or `PeerError` for one that has died."""
+        ...
+
     def cancel(self, reason: BaseException) -> None:
         """Ends the waiting of the thread that is in this call, which raises `reason`."""
         ...
@@ -64,6 +68,8 @@ class SingleProcess:
         return decide()
 
     def check(self) -> None: ...
+
+    def check_all(self) -> None: ...
 
     def cancel(self, reason: BaseException) -> None: ...
 

@@ -166,6 +166,17 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
     )
 
 
+class TogetherError(TreeringError):
+    """Carries a problem out of an attempt that all processes make together, past whoever would try again alone.
+
+    `decided`: whether the other processes know of it already. Without a problem all are to try again.
+    """
+
+    def __init__(self, problem: CorruptError | ReplacedError | None, *, decided: bool):
+        super().__init__(str(problem))
+        self.problem, self.decided = problem, decided
+
+
 def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
     """The result of an attempt that succeeded in every process, on the same checkpoint.
 
@@ -174,23 +185,65 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
     """
     for _ in range(_RESTORE_ATTEMPTS):
         result: Any = None
-        problem: TreeringError | None = None
+        problem: CorruptError | ReplacedError | None = None
         try:
             result = attempt()
         except (CorruptError, ReplacedError) as error:
             problem = error
-        message = [isinstance(problem, CorruptError), str(problem)] if problem else result[0]
-        found = call.gather_and_decide(message, _first_problem)
-        if found is None:
+        except TogetherError as error:
+            problem = error.problem
+            if error.decided and problem:
+                raise problem from None
+            if error.decided:
+                continue
+        if _agree(call, problem, "" if problem else result[0]):
             return result
-        if found:
-            process, damaged, text = found
-            kind = CorruptError if damaged else ReplacedError
-            raise problem if isinstance(problem, kind) else kind(f"process {process}: {text}")
     raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
 
 
+def decide(
+    call: Call, identity: str, state: dict[str, Any], choose: Callable[[Sequence[Any]], dict[str, Any] | None]
+) -> Any:
+    """What process 0 chooses, of the states of all, for the attempt that they make on the checkpoint of an identity.
+
+    Raises `TogetherError` when the attempt has failed in one of them, or they make it on different checkpoints.
+    """
+
+    def chosen(messages: Sequence[Any]) -> Any:
+        if problem := _first_problem(messages):
+            return problem
+        if len({message["identity"] for message in messages}) > 1:
+            return []
+        return choose(messages)
+
+    found = call.gather_and_decide({"identity": identity, **state}, chosen)
+    if isinstance(found, list):
+        raise TogetherError(_as_error(found) if found else None, decided=True)
+    return found
+
+
+def check_all_well(call: Call) -> None:
+    """Raises `TogetherError` when the attempt has failed in another process, which need not be waited for then."""
+    decide(call, "", {}, lambda states: None)
+
+
+def _agree(call: Call, problem: CorruptError | ReplacedError | None, identity: str) -> bool:
+    """Whether all processes have read the same checkpoint. Raises, in all of them, the problem that one of them has."""
+    message = [isinstance(problem, CorruptError), str(problem)] if problem else identity
+    found = call.gather_and_decide(
+        message, lambda messages: _first_problem(messages) or (None if len(set(messages)) == 1 else [])
+    )
+    if not found:
+        return found is None
+    raised = _as_error(found)
+    raise problem if isinstance(problem, type(raised)) else raised
+
+
 def _first_problem(messages: Sequence[Any]) -> list[Any] | None:
-    """The first process with a problem, and the problem; [] when processes read different checkpoints, else None."""
-    problem = next(([n, *message] for n, message in enumerate(messages) if isinstance(message, list)), None)
-    return problem or (None if len(set(messages)) == 1 else [])
+    """The first process with a problem, which its message is when it is a list, and the problem."""
+    return next(([n, *message] for n, message in enumerate(messages) if isinstance(message, list)), None)
+
+
+def _as_error(problem: list[Any]) -> CorruptError | ReplacedError:
+    process, damaged, text = problem
+    return (CorruptError if damaged else ReplacedError)(f"process {process}: {text}")

@@ -20,7 +20,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -72,6 +72,26 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     return MultiProcess(*job, what, timeout) if job else SingleProcess()
+
+
+@contextlib.contextmanager
+def ending(call: Call) -> Iterator[None]:
+    """Ends the call in every process when the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        call.close(error)
+        raise
+
+
+@contextlib.contextmanager
+def begun(what: str, doing: str) -> Iterator[Call]:
+    """A call of all processes within a block, which ends it; `doing` is what the others are told of this one."""
+    call = begin(what)
+    with ending(call):
+        call.doing(doing)
+        yield call
+        call.close()
 
 
 def several() -> bool:
@@ -160,6 +180,9 @@ class MultiProcess:
     def check(self) -> None:
         if self.index:
             self._check([0])
+
+    def check_all(self) -> None:
+        self._check([0] if self.index else list(range(1, self.count)))
 
     def cancel(self, reason: BaseException) -> None:
         self._cancelled = reason

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.boxes import box_shape
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
+_FIRST_PAUSE, _MAX_PAUSE = 0.0001, 0.25  # seconds between looks at a transfer
 _OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
 
 
@@ -57,6 +60,53 @@ def on_cpu(sharding: jax.sharding.Sharding) -> bool:
 @functools.lru_cache(maxsize=512)
 def _all_on_cpu(sharding: jax.sharding.Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def can_exchange() -> bool:
+    """Whether the devices of several processes can send one another anything: on CPUs JAX can be told not to."""
+    collectives = getattr(jax.config, "jax_cpu_collectives_implementation", None)
+    return jax.default_backend() != "cpu" or bool(collectives)
+
+
+def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[], None]) -> np.ndarray:
+    """Sends messages from device to device, and returns those that came: a row of words for each of the processes.
+
+    messages: uint32, shape (1, words) for one that all of them get, (number of processes, words) for one for each. They
+        move as integers, and nothing is computed with them: every bit arrives as it is.
+    processes: the indices of those that make this call, ascending, each with messages of this shape.
+    check: called a few times a second while this waits, where the backend lets it; may raise.
+
+    Raises `ValueError` or `RuntimeError` when one of the processes is gone.
+    """
+    mesh, send = _exchange(processes, len(messages) == 1)
+    shape = (len(processes), *messages.shape)
+    (own,) = (device for device in mesh.local_devices)
+    with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):  # or the caller's mesh would have to be it
+        there = NamedSharding(mesh, PartitionSpec("processes"))
+        sent = jax.make_array_from_single_device_arrays(shape, there, [jax.device_put(messages[None], own)])
+        came: Any = send(sent)
+        pause = _FIRST_PAUSE
+        while not came.is_ready():
+            time.sleep(pause)
+            pause *= 2
+            if pause > _MAX_PAUSE:
+                pause = _MAX_PAUSE
+                check()
+        (shard,) = came.addressable_shards
+        return np.asarray(shard.data).reshape(len(processes), -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _exchange(processes: tuple[int, ...], same: bool) -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """A mesh of one device of each process, and the function that brings rows to where they go."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = Mesh(np.array([first[process] for process in processes]), ("processes",))
+    if same:
+        return mesh, jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    there = NamedSharding(mesh, PartitionSpec("processes"))
+    return mesh, jax.jit(lambda rows: rows.swapaxes(0, 1), out_shardings=there)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import datetime
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .._core import dtypes
 from .._core import skeleton as _skeleton
@@ -17,6 +17,7 @@ from .._core.tracebacks import methods_at_the_caller
 from ..errors import NotFoundError
 
 if TYPE_CHECKING:
+    from .._processes.calls import Call
     from ..rules import Rule
     from .options import RestoreOptions
 
@@ -197,25 +198,51 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         mmap: bool | None = None,
         memory_limit: int | None = None,
         progress: bool = False,
+        read: Literal["each", "once"] | None = None,
     ) -> Any:
         """The tree, shaped like `like`. See `treering.restore`."""
+        options: RestoreOptions = {
+            "at": at,
+            "rules": rules,
+            "missing": missing,
+            "extra": extra,
+            "dtype": dtype,
+            "sharding": sharding,
+            "verify": verify,
+            "mmap": mmap,
+            "memory_limit": memory_limit,
+            "progress": progress,
+            "read": read,
+        }
+        if read != "once":
+            return self._restore(like, None, **options)
+        from .._processes import consistency, coordinator
+
+        with coordinator.begun(f"restore({self.path!r})", "restoring") as call:
+            attempt = lambda: (self._reader.identity, self._restore(like, call, **options))  # noqa: E731
+            return consistency.on_all_processes(call, attempt)[1]
+
+    def _restore(
+        self,
+        like: Any,
+        call: "Call | None",
+        *,
+        at: str = "",
+        rules: "Sequence[Rule]" = (),
+        missing: str | Iterable[str] = "error",
+        extra: str | Iterable[str] = "error",
+        dtype: Any = None,
+        **options: Any,
+    ) -> Any:
+        """The tree; with a `call`, every process of the job makes it."""
         from . import match
         from . import restore as _restore
 
         view = self.at(at).apply(rules) if rules else self.at(at)
         name = self.path + (f", at {view._part}" if view._part else "")
+        policy = match.Policy(missing, extra, dtype, at, bool(rules))
         return _restore.restore(
-            view._reader,
-            view._entries,
-            view._skeleton,
-            like,
-            match.Policy(missing, extra, dtype, at, bool(rules)),
-            name=name,
-            sharding=sharding,
-            verify=verify,
-            mmap=mmap,
-            memory_limit=memory_limit,
-            progress=progress,
+            view._reader, view._entries, view._skeleton, like, policy, name=name, call=call, **options
         )
 
     def _repr_html_(self) -> str:

@@ -1,7 +1,7 @@
 """The keyword arguments of restoring, as type checkers see them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ..rules import Rule
 
@@ -18,6 +18,7 @@ class ReadOptions(TypedDict, total=False):
     mmap: bool | None
     memory_limit: int | None
     progress: bool
+    read: Literal["each", "once"] | None
 
 
 class RestoreOptions(ReadOptions, total=False):

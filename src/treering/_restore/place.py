@@ -20,6 +20,7 @@ from .._pytree.walk import flatten
 from ..errors import MismatchError
 
 Where = Sharding | None  # None: the default device, uncommitted
+IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
 _UNCOMMITTED = object()
 
 

@@ -18,20 +18,21 @@ from .._core.leaf_paths import below, few
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
 from .._processes import progress_bar as _progress
+from .._processes.calls import Call
 from .._pytree import box_levels, devices, flax, iterators, walk
 from .._pytree.leaves import is_function
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
-from . import match, positional
+from . import match, positional, together
 from . import place as _place
 from .match import Policy
 from .place import Where
 from .targets import Target, fits
+from .together import ReadTogether
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
-_IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
 
 
 class _Plan(NamedTuple):
@@ -55,17 +56,22 @@ def restore(
     policy: Policy,
     *,
     name: str,
-    sharding: Any,
-    verify: bool,
-    mmap: bool | None,
-    memory_limit: int | None,
-    progress: bool,
+    call: Call | None,
+    sharding: Any = None,
+    verify: bool = True,
+    mmap: bool | None = None,
+    memory_limit: int | None = None,
+    progress: bool = False,
+    read: str | None = None,
 ) -> Any:
     """The tree of `entries` in the shape of `like`, or as nested containers when that is None.
 
-    In this order: match the leaves, read and place them, unflatten.
+    In this order: match the leaves, read and place them, unflatten. With a `call`, all processes of the job do this
+    together.
     """
     begun = time.perf_counter()
+    if read not in (None, "each", "once"):
+        raise MismatchError(f"read={read!r}: expected 'each' or 'once'")
     if isinstance(sharding, str) and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
     with gc_paused():
@@ -74,7 +80,7 @@ def restore(
             if like is None
             else _plan_by_template(source, entries, skeleton, like, policy, name, sharding)
         )
-    values = _values(plan.source, plan.paths, plan.targets, plan.places, verify, mmap, memory_limit, progress)
+    values = _values(plan, verify, mmap, memory_limit, progress, read, call)
     values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)
     with gc_paused():
         tree = plan.build(values)
@@ -188,31 +194,36 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
 
 
 def _shaped(target: Target) -> Any:
-    if target.make not in _IN_JAX:
+    if target.make not in _place.IN_JAX:
         return None
     shape = target.entry.shape if target.entry else ()
     return jax.ShapeDtypeStruct(shape[:-1] if target.make == "key" else shape, target.dtype)
 
 
 def _values(
-    reader: Source,
-    paths: Sequence[str],
-    targets: Sequence[Target],
-    places: Sequence[Where],
+    plan: _Plan,
     verify: bool,
     mmap: bool | None,
     limit: int | None,
     progress: bool,
+    read: str | None,
+    call: Call | None,
 ) -> list[Any]:
+    targets, places = plan.targets, plan.places
     values: list[Any] = [target.value for target in targets]
-    # Mapped arrays need no memory, so all of them are one group and one mapping, unless a progress bar is shown.
-    free = not progress and reader.can_mmap(mmap) and not any(map(_leaves_host, targets, places))
+    passing = any(map(_leaves_host, targets, places))
+    with gc_paused():
+        joint = together.shared(call, plan.source, targets, places, read, alike=[limit, progress, passing])
+    reader = joint or plan.source
+    # Mapped arrays need no memory, and what came from other processes is in the memory where it stays: so all of them
+    # are one group, and one mapping, unless a progress bar is shown.
+    free = not progress and not passing and (joint is not None or plan.source.can_mmap(mmap))
     with gc_paused():
         groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
     with _progress.bar("restoring", total, progress) as moved:
         for group in groups:
-            _group(reader, paths, targets, places, group, verify, mmap, values)
+            _group(reader, plan.paths, targets, places, group, verify, mmap, values)
             if progress:
                 moved(sum(_entry(targets[n]).nbytes for n in group))
     for n, target in enumerate(targets):
@@ -226,7 +237,7 @@ def _values(
 
 
 def _group(
-    reader: Source,
+    reader: Source | ReadTogether,
     paths: Sequence[str],
     targets: Sequence[Target],
     places: Sequence[Where],
@@ -244,7 +255,7 @@ def _group(
             if targets[n].make == "key":
                 places[n] = _place.of_key_data(wishes[n])
             entry, place = _entry(targets[n]), places[n]
-            if place is None or targets[n].make not in _IN_JAX or _place.on_one_device(place):
+            if place is None or targets[n].make not in _place.IN_JAX or _place.on_one_device(place):
                 wanted.append((entry, whole(entry.shape)))
                 counts.append(1)
             else:
@@ -258,7 +269,7 @@ def _group(
         items: list[_place.Item] = []
         for n, count in zip(group, counts, strict=True):
             target = targets[n]
-            if target.make in _IN_JAX:
+            if target.make in _place.IN_JAX:
                 own = [_cast(next(arrays), target, paths[n]) for _ in range(count)]
                 in_jax.append(n)
                 items.append(_place.Item(places[n], _entry(target).shape, target.dtype, target.weak, own))

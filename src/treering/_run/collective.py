@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from .._processes import coordinator
-from .._save import save
 from ..errors import SaveError, TreeringError
 
 
@@ -18,7 +17,7 @@ class Collective:
     def call(self, what: str) -> Iterator[coordinator.Call]:
         """Begins a call, and ends it when the block raises; otherwise the block ends it."""
         call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
-        with save.ending(call):
+        with coordinator.ending(call):
             call.doing("deciding")
             yield call
 

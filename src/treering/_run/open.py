@@ -1,9 +1,10 @@
 """Opens or restores the checkpoint at a path: a checkpoint itself, or a step of a run."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .. import stores
 from .._core.entries import check_whole
@@ -11,7 +12,7 @@ from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..stores.read_errors import reading
-from .latest_good import _places, latest_good, listed_again, use_current
+from .latest_good import Place, _places, latest_good, listed_again, use_current
 
 if TYPE_CHECKING:
     from .._restore.options import RestoreOptions
@@ -70,10 +71,12 @@ def restore(
     mmap: bool | None = None,
     memory_limit: int | None = None,
     progress: bool = False,
+    read: Literal["each", "once"] | None = None,
 ) -> Any:
     """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
 
-    In a job of several processes it is the latest step, good or not: only a `Checkpointer` can agree on another.
+    In a job of several processes that do not read together it is the latest step, good or not: a `Checkpointer` and
+    `read="once"` agree on another.
 
     >>> state = tr.restore("runs/gpt", like=state)
 
@@ -94,29 +97,61 @@ def restore(
     mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
+    read: with several processes, "once" has each of them read a share of what more than one needs and send it to the
+        others, from device to device; all must make the call. "each" has every process read what it needs. By default
+        processes do not wait for one another here; a `Checkpointer` reads once unless the run is on a local disk.
 
     Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
     place = stores.absolute(path)
 
+    options: RestoreOptions = {
+        "at": at,
+        "rules": rules,
+        "missing": missing,
+        "extra": extra,
+        "dtype": dtype,
+        "sharding": sharding,
+        "verify": verify,
+        "mmap": mmap,
+        "memory_limit": memory_limit,
+        "progress": progress,
+        "read": read,
+    }
+    if read == "once" and coordinator.several():
+        return _restore_together(place, step, like, options)
+
     def use(ckpt: Checkpoint) -> Any:
-        return ckpt.restore(
-            like,
-            at=at,
-            rules=rules,
-            missing=missing,
-            extra=extra,
-            dtype=dtype,
-            sharding=sharding,
-            verify=verify,
-            mmap=mmap,
-            memory_limit=memory_limit,
-            progress=progress,
-        )
+        return ckpt._restore(like, None, **options)
 
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
     return _use(place, step, use, fallback=fallback)
+
+
+def _restore_together(place: str, step: int | None, like: Any, options: "RestoreOptions") -> Any:
+    """Restores what process 0 finds in all processes of the job."""
+    from .._processes import consistency
+
+    store = stores.of(place)
+
+    def candidates() -> list[tuple[int, str]] | None:
+        with reading(place):
+            steps = _places(store, place, step)
+        return None if steps is None else [(one.step, one.path) for one in steps]
+
+    with coordinator.begun(f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring") as call:
+        on_all = functools.partial(consistency.on_all_processes, call)
+        use = lambda ckpt: (ckpt._reader.identity, ckpt._restore(like, call, **options))  # noqa: E731
+
+        def attempt() -> tuple[str, Any]:
+            found = call.broadcast(candidates)
+            if found is None:
+                return on_all(lambda: use_current(store, place, None, use))
+            steps = [Place(number, store, path) for number, path in found]
+            return latest_good(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
+
+        return (attempt() if step is not None else listed_again(attempt))[1]
 
 
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Unpack
 
 import jax
@@ -90,7 +90,7 @@ def save(
     what = _what(path, step)
     refuse_within(what)
     call = coordinator.begin(what, timeout=timeout, processes=processes)
-    with ending(call):
+    with coordinator.ending(call):
         requested = SaveOptions(
             format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
         )
@@ -132,7 +132,7 @@ def save_async(
     what = _what(path, step)
     refuse_within(what)
     call = coordinator.begin(what, timeout=timeout, processes=processes)
-    with ending(call):
+    with coordinator.ending(call):
         requested = SaveOptions(
             format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
         )
@@ -155,16 +155,6 @@ def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | Non
 
 def _what(path: str | os.PathLike[str], step: int | None) -> str:
     return f"save({stores.absolute(path)!r}{'' if step is None else f', step={step}'})"
-
-
-@contextlib.contextmanager
-def ending(call: Call) -> Iterator[None]:
-    """Ends the call in every process when the block raises."""
-    try:
-        yield
-    except BaseException as error:
-        call.close(error)
-        raise
 
 
 @devices.explicit()

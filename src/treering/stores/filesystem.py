@@ -39,6 +39,16 @@ class Filesystem:
     def glance(self, path: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def is_local(self, path: str) -> bool:
+        try:
+            fd = self.disk.open_dir(path) if os.path.isdir(path) else self.disk.open(path)
+        except OSError:
+            return False
+        try:
+            return self.disk.is_local(fd)
+        finally:
+            self.disk.close(fd)
+
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)
 

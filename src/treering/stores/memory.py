@@ -75,6 +75,9 @@ class MemoryStore:
     def glance(self, path: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def is_local(self, path: str) -> bool:
+        return True
+
     def is_link(self, path: str) -> bool:
         return False
 

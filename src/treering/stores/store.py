@@ -218,6 +218,10 @@ class Store(Protocol):
         """
         ...
 
+    def is_local(self, path: str) -> bool:
+        """Whether what is read there comes from this host: its disk or its memory. False where that is not known."""
+        ...
+
     def is_link(self, path: str) -> bool:
         """Whether a path is a link to another."""
         ...

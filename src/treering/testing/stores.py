@@ -83,6 +83,12 @@ class StoreConformance:
         with pytest.raises(CorruptError):
             store.open(f"{root}/a/b")
 
+    def test_it_says_where_bytes_are_read(self, store: Store, root: str) -> None:
+        with store.new_file(f"{root}/a/b", overwrite=False) as file:
+            file.write(b"data")
+        assert type(store.is_local(f"{root}/a")) is type(store.is_local(f"{root}/a/b")) is bool
+        assert store.is_local(f"{root}/a") == store.is_local(f"{root}/a/b")
+
     def test_parts_are_read_and_missing_ones_are_errors(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
         _put(store, f"{root}/x", bytes(range(200)))

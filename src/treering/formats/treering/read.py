@@ -153,6 +153,10 @@ class Reader:
                 arrays[n] = arrays[n].copy()
         return arrays
 
+    def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
+        """See `treering._core.source.pieces`."""
+        return [(number, piece) for number, piece, _ in self._pieces(self._resolve(entry), box)]
+
     def _read_by_turns(self, entry: ArrayEntry, box: Box, verify: bool) -> np.ndarray | None:
         """A box that lies in many objects, a few of which are in memory at a time; None for one that lies in few."""
         row = self._resolve(entry)

@@ -120,6 +120,9 @@ class ObjectStore:
             raise NotFoundError(f"{bucket.url}/{key}: expected a file, for web servers cannot be listed; found none")
         return seen.list(key) if seen else bucket.list(key)
 
+    def is_local(self, path: str) -> bool:
+        return False
+
     def is_link(self, path: str) -> bool:
         return False
 

@@ -1,0 +1,314 @@
+"""What several processes need is read once by the job, and arrives in each of them with every bit as it was."""
+
+import pathlib
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import Result, run_job
+from treering._processes.dealing import deal
+from treering._threads.ahead import ahead
+
+# A disk that is reached over a network, as far as anyone can tell, and counts what is read from it.
+DISK = """
+from treering.testing._doubles import CountingDisk
+class Far(CountingDisk):
+    def is_local(self, fd): return False
+disk = Far()
+stores.register(stores.Filesystem(disk))
+import ml_dtypes
+rng = np.random.default_rng(7)
+def bits(*shape, dtype="float32"):
+    '''Every bit pattern that a dtype has: NaNs with payloads and -0.0 among them.'''
+    dtype = np.dtype(dtype)
+    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+def on(mesh, spec, value):
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+"""
+TREE = """
+tree = {
+    "zero": np.float32(-0.0),
+    "half": bits(24, 40, dtype=ml_dtypes.bfloat16),
+    "eighth": bits(48, 8, dtype="float8_e4m3fn"),
+    "small": rng.integers(-8, 8, (24, 24)).astype(ml_dtypes.int4),
+    "flags": rng.integers(0, 2, (48,)).astype(bool),
+    "complex": bits(24, 3, dtype="complex64"),
+    "wide": bits(24, 24000),
+    "tall": bits(48000, 12),
+    "none": np.zeros((0, 3), np.float32),
+    "odd": bits(7, 11, 13),
+    "text": "as it is",
+    "count": 7,
+}
+def where(mesh, *axes):
+    '''Along these axes where they fit an array, else everywhere.'''
+    def sharding(path, shape, dtype):
+        sizes = [1 if axis is None else mesh.shape[axis] for axis in axes]
+        fits = len(shape) >= len(axes) and all(n % size == 0 for n, size in zip(shape, sizes)) and np.prod(shape)
+        return NamedSharding(mesh, P(*axes) if fits else P())
+    return sharding
+"""
+
+
+def run(tmp: pathlib.Path, body: str, **options: Any) -> list[Result]:
+    return run_job(tmp, DISK + TREE + textwrap.dedent(body), **options)
+
+
+def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
+    body = """
+    sharded = {name: put(value, P("x"), mesh(6)) if name in ("wide", "tall", "half") else value
+               for name, value in tree.items()}
+    sharded["key"] = jax.random.split(jax.random.key(5), 24)
+    sharded["zero"] = jnp.float32(-0.0)
+    tr.save(tmp / "sharded", sharded)
+    if INDEX == 0:
+        tr.save(tmp / "alone", {**tree, "key": jax.random.split(jax.random.key(5), 24)}, processes="this")
+        plain = {name: tree[name] for name in ("wide", "tall", "odd")}
+        tr.save(tmp / "file.safetensors", plain, processes="this")
+    sync("saved")
+    backwards = Mesh(devices[::-1].reshape(2, 3), ("x", "y"))
+    everywhere = {
+        "replicated": where(mesh(3, 2)),
+        "rows": where(mesh(6), "x"),
+        "columns": where(mesh(6), None, "x"),
+        "both": where(mesh(3, 2), "x", "y"),
+        "replicas": where(backwards, "y"),
+        "others": where(backwards, "x"),
+        "few": where(mesh(2, 2), "x", "y"),  # the last process has no part of it
+        "here": None,
+    }
+    wrong = []
+    def check(name, found):
+        for path, value in found.items():
+            if path == "key":
+                value, right = jax.random.key_data(value), jax.random.key_data(sharded["key"])
+            else:
+                right = tree[path]
+            if not isinstance(value, jax.Array):
+                good = value == right if isinstance(right, (int, str)) else value.tobytes() == alone[path].tobytes()
+            else:
+                good = same(value, right)
+            if not good:
+                wrong.append([name, path])
+    alone = tr.restore(tmp / "alone")
+    assert all(alone[name].tobytes() == tree[name].tobytes() for name in ("wide", "half", "odd"))
+    for saved in ("sharded", "alone", "file.safetensors"):
+        entries = tr.open(tmp / saved).abstract()
+        for name, sharding in everywhere.items():
+            for options in ({}, {"memory_limit": 1 << 20, "progress": True}):
+                check([saved, name], tr.restore(tmp / saved, entries, sharding=sharding, read="once", **options))
+        check([saved, "NumPy"], tr.open(tmp / saved).restore(read="once"))
+    rules = [tr.rules.transpose("wide", (1, 0)), tr.rules.cast("odd", "float16"), tr.rules.rename("half", "named")]
+    turned = tr.restore(tmp / "sharded", sharding=where(mesh(3, 2)), rules=rules, read="once")
+    if not same(turned["wide"], tree["wide"].T) or not same(turned["named"], tree["half"]):
+        wrong.append("rules")
+    report(wrong)
+    """
+    for result in run(tmp_path, body, processes=3):
+        assert result.report == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 8])
+def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> None:
+    body = """
+    rows, everywhere = NamedSharding(mesh(COUNT), P("x")), NamedSharding(mesh(COUNT), P())
+    sizes = [(1024, 4096), (1024,), (64, 64)] * (3 * COUNT)
+    tree = [np.full(size, n, np.float32) for n, size in enumerate(sizes)]
+    tr.save(tmp / "sharded", [put(value, P("x"), mesh(COUNT)) for value in tree])
+    if INDEX == 0:
+        tr.save(tmp / "alone", tree, processes="this")
+    sync("saved")
+    def read_by_system():
+        return int(open("/proc/self/io").readline().split()[1])
+    found = {}
+    for saved in ("sharded", "alone"):
+        for name, sharding in (("rows", rows), ("everywhere", everywhere)):
+            like = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding) for value in tree]
+            for read in ("each", "once"):
+                before, disk.nbytes = read_by_system(), 0
+                restored = tr.restore(tmp / saved, like, read=read)
+                found[f"{saved} {name} {read}"] = [disk.nbytes, read_by_system() - before]
+                assert all(map(same, restored, tree))
+                del restored
+    report([sum(value.nbytes for value in tree), found])
+    """
+    results = run(tmp_path, body, processes=count, devices=1, timeout=240)
+    needed = results[0].report[0]
+    read = {
+        name: [sum(result.report[1][name][n] for result in results) / needed for n in range(2)]
+        for name in results[0].report[1]
+    }
+    for name, (counted, by_system) in read.items():
+        assert counted <= by_system  # what the disk counts is what the system has seen, and headers
+        if name.endswith("once"):
+            assert by_system <= 1.05, read
+    assert read["alone everywhere each"][0] >= count, read  # or this test measures nothing
+
+
+def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) -> None:
+    body = """
+    value = bits(1024, 4096)
+    with tr.Checkpointer(tmp / "run") as ckpt:
+        ckpt.save(1, {"w": put(value)})
+    found = {}
+    for far in (True, False):
+        Far.is_local = (lambda self, fd: False) if far else (lambda self, fd: True)
+        for read in (None, "each", "once"):
+            with tr.Checkpointer(tmp / "run") as ckpt:
+                disk.nbytes = 0
+                restored = ckpt.restore({"w": put(value)}, read=read)
+                found[f"{far} {read}"] = [disk.nbytes / value.nbytes, same(restored["w"], value)]
+    report(found)
+    """
+    for result in run(tmp_path, body, processes=2):
+        assert all(good for _, good in result.report.values())
+        shares = {name: share for name, (share, _) in result.report.items()}
+        once = [shares["True None"], shares["True once"], shares["False once"]]
+        assert all(0.3 < share < 0.7 for share in once), shares
+        assert min(shares["True each"], shares["False None"], shares["False each"]) >= 1, shares
+
+
+def test_damage_that_one_process_reads_is_known_to_all(tmp_path: pathlib.Path) -> None:
+    """Its share of a step is damaged; all go back to the step before, and without one all raise that."""
+    body = """
+    value = bits(2048, 4096)
+    with tr.Checkpointer(tmp / "run") as ckpt:
+        ckpt.save(1, {"w": put(value)})
+        ckpt.save(2, {"w": put(value + 1)})
+    sync("saved")
+    def read(self, fd, buffer, offset):
+        found = CountingDisk.read(self, fd, buffer, offset)
+        if INDEX == 1 and os.path.basename(ckpt.path(2)) in os.readlink(f"/proc/self/fd/{fd}") and found > 1 << 19:
+            buffer[found // 2] ^= 1
+        return found
+    Far.read = read
+    like = {"w": put(value)}
+    with tr.Checkpointer(tmp / "run") as ckpt:
+        restored = ckpt.restore(like)
+        step = ckpt.restored_step
+    error = caught(tr.restore, tmp / "run", like, step=2, read="once")
+    back = tr.restore(tmp / "run", like, read="once")
+    report([step, same(restored["w"], value), same(back["w"], value), error, sorted(os.listdir(tmp / "run"))])
+    """
+    results = run(tmp_path, body, processes=3)
+    for result in results:
+        step, good, back, (kind, text), _ = result.report
+        assert (step, good, back, kind) == (1, True, True, "CorruptError"), result.report
+        assert "blocks are not what was saved" in text and ("process 1" in text or result is results[1])
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_read_anew(tmp_path: pathlib.Path) -> None:
+    body = """
+    value = bits(2048, 4096)
+    if INDEX == 0:
+        tr.save(tmp / "a", {"w": value}, processes="this")
+    sync("saved")
+    begun = []
+    def stat(self, path):
+        if INDEX == 1 and not begun:  # after process 1 has read the manifest
+            if path.endswith(".safetensors"):
+                begun.append(path)
+                tr.save(tmp / "a", {"w": value + 1}, processes="this", overwrite=True)
+        return CountingDisk.stat(self, path)
+    Far.stat = stat
+    found = tr.restore(tmp / "a", {"w": put(value)}, read="once")
+    report([same(found["w"], value), same(found["w"], value + 1), len(begun)])
+    """
+    results = run(tmp_path, body, processes=2)
+    assert results[1].report[2] == 1
+    assert [result.report[:2] for result in results] == [results[0].report[:2]] * 2
+    assert any(results[0].report[:2])
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_meanwhile_is_an_error_in_the_others(tmp_path: pathlib.Path) -> None:
+    """But for process 0, with which JAX ends the others."""
+    body = """
+    value = bits(4096, 4096)
+    if INDEX == 0:
+        tr.save(tmp / "a", {"w": value}, processes="this")
+    sync("saved")
+    def read(self, fd, buffer, offset):
+        if INDEX == 1 and offset > 1 << 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return CountingDisk.read(self, fd, buffer, offset)
+    Far.read = read
+    report(caught(tr.restore, tmp / "a", {"w": put(value)}, read="once"))
+    while INDEX == 0 and not (tmp / "report-2.json").exists():
+        time.sleep(0.1)
+    """
+    results = run(tmp_path, body, processes=3, recoverable=True, expect={1: -9})
+    assert [results[n].report[0] for n in (0, 2)] == ["PeerError"] * 2, results
+
+
+def test_processes_that_cannot_read_together_say_so_or_read_for_themselves(tmp_path: pathlib.Path) -> None:
+    body = """
+    value = bits(512, 4096)
+    tr.save(tmp / "a", {"w": put(value), "v": put(value[0])})
+    with tr.Checkpointer(tmp / "run") as ckpt:
+        ckpt.save(1, {"w": put(value), "v": put(value[0])})
+    other = {"w": put(value)} if INDEX == 1 else {"w": put(value), "v": put(value[0])}
+    differing = caught(tr.restore, tmp / "a", other, read="once", extra="ignore")
+    alone = tr.Checkpointer(tmp / "run").restore(other, extra="ignore")
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    unable = caught(tr.restore, tmp / "a", {"w": put(value), "v": put(value[0])}, read="once")
+    also_alone = tr.Checkpointer(tmp / "run").restore({"w": put(value), "v": put(value[0])})
+    nonsense = caught(tr.restore, tmp / "a", {"w": put(value)}, read="twice", extra="ignore")
+    report([differing, unable, nonsense, same(alone["w"], value), same(also_alone["w"], value)])
+    """
+    for result in run(tmp_path, body, processes=2):
+        differing, unable, nonsense, *good = result.report
+        assert differing[0] == "MismatchError" and "process 1 restores other leaves" in differing[1]
+        assert unable[0] == "UnsupportedError" and "jax_cpu_collectives_implementation" in unable[1]
+        assert nonsense[0] == "MismatchError" and "'each' or 'once'" in nonsense[1]
+        assert good == [True, True]
+
+
+@given(
+    st.lists(st.integers(0, 3 << 20), max_size=60), st.integers(1, 9), st.integers(1 << 18, 4 << 20), st.integers(0, 20)
+)
+def test_everything_is_dealt_once_in_equal_runs(nbytes: list[int], count: int, most: int, first: int) -> None:
+    rounds = deal(nbytes, count, most, first)
+    by_process: list[list[int]] = [[] for _ in range(count)]
+    for dealt in rounds:
+        assert len(dealt) == count and any(dealt)
+        for process, numbers in enumerate(dealt):
+            assert len(numbers) <= 1 or sum(nbytes[n] for n in numbers) <= most
+            by_process[process] += numbers
+    assert sorted(n for own in by_process for n in own) == list(range(len(nbytes)))
+    readers = [own for own in by_process if own]
+    assert all(own == list(range(own[0], own[-1] + 1)) for own in readers)  # one run of the disk
+    fair = sum(nbytes) / max(1, min(count, sum(nbytes) >> 20))
+    assert all(sum(nbytes[n] for n in own) <= fair + max(nbytes) for own in readers)
+
+
+def test_what_comes_next_is_done_ahead_but_no_more() -> None:
+    begun: list[int] = []
+
+    def job(n: int) -> int:
+        begun.append(n)
+        if n == 3:
+            raise ValueError("three")
+        return n
+
+    def jobs() -> list[Any]:
+        return [lambda n=n: job(n) for n in range(6)]
+
+    found = []
+    with pytest.raises(ValueError, match="three"):
+        for n in ahead(jobs()):
+            found.append(n)
+            assert len(begun) <= n + 2
+    assert found == [0, 1, 2] and begun == [0, 1, 2, 3]
+    begun.clear()
+    for n in ahead(jobs()):
+        if n == 1:
+            break
+    assert max(begun) <= 2
+    assert list(ahead([])) == []
+    assert np.array_equal(list(ahead(jobs()[:3])), [0, 1, 2])
