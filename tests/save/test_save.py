@@ -33,17 +33,7 @@ from treering._save import pipeline
 from treering.formats.treering import layout
 from treering.stores.posix import Disk
 from treering.testing import _doubles as doubles
-
-
-class HeldDisk(Disk):
-    """Writes nothing until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def create(self, path: str) -> int:
-        assert self.go.wait(30)
-        return super().create(path)
+from treering.testing._doubles import HeldDisk
 
 
 class FailingDisk(Disk):
@@ -133,7 +123,7 @@ def test_the_accelerator_path_copies_before_it_returns(
     # No accelerator here: CPU arrays are taken for device arrays, so that they are copied through pinned host memory.
     from treering._pytree import devices
 
-    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
     monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     disk = use_disk(HeldDisk())
     mesh = jax.make_mesh((8,), ("x",), devices=jax.devices())
@@ -888,7 +878,7 @@ def test_a_failed_save_lets_go_of_what_was_never_handed_over(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
 
-    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)  # so that each array needs room
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)  # so that each array needs room
     use_disk(FailingDisk("preallocate", errno.ENOSPC))
     state = [jnp.full(300, n) for n in range(8)]
     alive = [weakref.ref(array) for array in state]
@@ -949,7 +939,7 @@ def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: path
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU arrays are taken for device arrays: a mock, for the bytes of those must be copied."""
-    monkeypatch.setattr(leaves, "on_cpu", lambda sharding: False)
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
 
 
 @pytest.mark.slow

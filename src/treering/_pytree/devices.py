@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,24 +13,65 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.boxes import box_shape
 
+_log = logging.getLogger("treering")
+_HOST_KINDS = ("pinned_host", "unpinned_host")
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
 _FIRST_PAUSE, _MAX_PAUSE = 0.0001, 0.25  # seconds between looks at a transfer
 _OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
 
 
 def start_copies(arrays: list[Any]) -> Iterator[Any]:
-    """Begins all device-to-host copies at once, into pinned memory where the backend has it."""
+    """Begins all device-to-host copies at once, into pinned memory where the backend has it and grants it.
+
+    Yields them in order. None of them is the caller's own, with which its host copy would stay: see `fetched`.
+    """
+    originals = dict(enumerate(arrays))
     pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
     if pinned:
-        moved = jax.device_put([arrays[n] for n in pinned], list(pinned.values()))
-        for n, copy in zip(pinned, moved, strict=True):
-            arrays[n] = copy
+        try:
+            moved = _moved([arrays[n] for n in pinned], list(pinned.values()))
+        except RuntimeError as error:
+            _report_refusal(error)
+            pinned = {}
+        else:
+            for n, copy in zip(pinned, moved, strict=True):
+                arrays[n] = copy
     for n, array in enumerate(arrays):
         if isinstance(array, jax.Array) and n not in pinned:
-            array.copy_to_host_async()
+            arrays[n] = _alias(array)
+            arrays[n].copy_to_host_async()
+    numbers = iter(range(len(arrays)))
     arrays.reverse()
     while arrays:
-        yield arrays.pop()  # and let go of it: what was collected is not to be held twice
+        array, n = arrays.pop(), next(numbers)  # and let go of it: what was collected is not to be held twice
+        original = originals.pop(n)
+        if n in pinned:
+            try:
+                array.block_until_ready()
+            except RuntimeError as error:
+                _report_refusal(error)
+                array = _alias(original)
+        del original
+        yield array
+
+
+def _moved(arrays: list[Any], shardings: list[Any]) -> list[Any]:
+    return jax.device_put(arrays, shardings)
+
+
+def fetched(array: Any) -> np.ndarray:
+    """The values of an array on the host. JAX would keep a copy of them as long as the caller's object lives."""
+    return np.asarray(_alias(array) if isinstance(array, jax.Array) else array)
+
+
+def _alias(array: jax.Array) -> jax.Array:
+    """The same array as another object."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def _report_refusal(error: RuntimeError) -> None:
+    _log.warning("expected pinned host memory for copies from devices, which was refused; pageable is used: %s", error)
 
 
 def _pinned(sharding: Any) -> Any:
@@ -49,17 +91,17 @@ def part_of(array: jax.Array, box: Sequence[tuple[int, int]]) -> jax.Array:
         return jax.lax.dynamic_slice(array, [np.int64(start) for start, _ in box], box_shape(tuple(box)))
 
 
-def on_cpu(sharding: jax.sharding.Sharding) -> bool:
-    """Whether arrays of this sharding lie in the memory of the host."""
+def on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether arrays of this sharding lie in memory of the host, of a CPU device's or an accelerator's."""
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # which takes longer to look up than to ask
         (device,) = sharding.device_set
-        return device.platform == "cpu"
-    return _all_on_cpu(sharding)
+        return device.platform == "cpu" or sharding.memory_kind in _HOST_KINDS
+    return _all_on_host(sharding)
 
 
 @functools.lru_cache(maxsize=512)
-def _all_on_cpu(sharding: jax.sharding.Sharding) -> bool:
-    return all(device.platform == "cpu" for device in sharding.device_set)
+def _all_on_host(sharding: jax.sharding.Sharding) -> bool:
+    return sharding.memory_kind in _HOST_KINDS or all(device.platform == "cpu" for device in sharding.device_set)
 
 
 def can_exchange() -> bool:

@@ -20,7 +20,7 @@ from .._core.lazy import LazyArray
 from .._core.values import encode
 from ..errors import UnsupportedError
 from . import iterators
-from .devices import on_cpu
+from .devices import fetched, on_host
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -128,7 +128,7 @@ def host_bytes(shard: LocalShard, data: Any) -> np.ndarray[Any, np.dtype[np.uint
 
     `data` is the shard's array, or its copy on the host.
     """
-    array = np.asarray(data)
+    array = fetched(data) if data is shard.data else np.asarray(data)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(shard.data, np.ndarray):
         array = dtypes.cast(array, shard.dtype)
     return dtypes.whole_bytes(array).reshape(-1).view(np.uint8)
@@ -165,7 +165,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
-    copies = packed or aval.dtype != stored or not on_cpu(sharding)
+    copies = packed or aval.dtype != stored or not on_host(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
         found.shards.append(LocalShard(leaf, whole(aval.shape), array, stored, nbytes, copies))

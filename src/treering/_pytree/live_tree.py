@@ -96,7 +96,7 @@ class LiveTree:
             inner = [(a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True)]
             data = devices.part_of(data, inner)
         else:
-            data = _within(np.asarray(data), box, shard.box)
+            data = _within(devices.fetched(data), box, shard.box)
         return host_bytes(shard, data).view(shard.dtype).reshape(box_shape(box))
 
 

@@ -21,6 +21,7 @@ from .._processes import progress_bar as _progress
 from .._processes.calls import Call
 from .._pytree import box_levels, devices, flax, iterators, walk
 from .._pytree.leaves import is_function
+from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
 from . import match, positional, together
@@ -28,7 +29,6 @@ from . import place as _place
 from .match import Policy
 from .place import Where
 from .targets import Target, fits
-from .together import ReadTogether
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
@@ -218,14 +218,20 @@ def _values(
     # Mapped arrays need no memory, and what came from other processes is in the memory where it stays: so all of them
     # are one group, and one mapping, unless a progress bar is shown.
     free = not progress and not passing and (joint is not None or plan.source.can_mmap(mmap))
+    most = sys.maxsize if free else (_BUDGET if limit is None else limit) // (2 if passing and joint is None else 1)
     with gc_paused():
-        groups = list(_groups(targets, sys.maxsize if free else _BUDGET if limit is None else limit))
+        groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
+    jobs = [functools.partial(reader.read, group.wanted, verify=verify, mmap=mmap) for group in groups]
+    # While one group is on its way to the devices the next one is read, but never by what other processes wait for.
+    found = ahead(jobs) if passing and joint is None else (job() for job in jobs)
     with _progress.bar("restoring", total, progress) as moved:
         for group in groups:
-            _group(reader, plan.paths, targets, places, group, verify, mmap, values)
+            there = group.put(plan, next(found), values)
+            if passing:  # the memory that they pass through is free only then
+                jax.block_until_ready(there)
             if progress:
-                moved(sum(_entry(targets[n]).nbytes for n in group))
+                moved(sum(_entry(targets[n]).nbytes for n in group.numbers))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = dtypes.cast(np.array(target.value), target.dtype)
@@ -236,51 +242,51 @@ def _values(
     return values
 
 
-def _group(
-    reader: Source | ReadTogether,
-    paths: Sequence[str],
-    targets: Sequence[Target],
-    places: Sequence[Where],
-    group: list[int],
-    verify: bool,
-    mmap: bool | None,
-    values: list[Any],
-) -> None:
-    """Reads some leaves together, and puts them among the values."""
-    wishes, places = places, list(places)
-    with gc_paused():
-        wanted: list[tuple[ArrayEntry, Box]] = []
-        counts: list[int] = []  # of the boxes of each
-        for n in group:
-            if targets[n].make == "key":
-                places[n] = _place.of_key_data(wishes[n])
-            entry, place = _entry(targets[n]), places[n]
-            if place is None or targets[n].make not in _place.IN_JAX or _place.on_one_device(place):
-                wanted.append((entry, whole(entry.shape)))
-                counts.append(1)
+class _Group:
+    """Leaves that are read together, by their `numbers`: the boxes `wanted` of them, and where they go."""
+
+    def __init__(self, targets: Sequence[Target], places: Sequence[Where], numbers: list[int]):
+        self.numbers = numbers
+        self.wanted: list[tuple[ArrayEntry, Box]] = []
+        self._places: list[Where] = []
+        self._counts: list[int] = []  # of the boxes of each
+        for n in numbers:
+            target, place = targets[n], places[n]
+            if target.make == "key":
+                place = _place.of_key_data(place)
+            entry = _entry(target)
+            if place is None or target.make not in _place.IN_JAX or _place.on_one_device(place):
+                self.wanted.append((entry, whole(entry.shape)))
+                self._counts.append(1)
             else:
                 boxes = _place.boxes(place, entry.shape)
-                wanted += [(entry, box) for box in boxes]
-                counts.append(len(boxes))
-    found = reader.read(wanted, verify=verify, mmap=mmap)
-    with gc_paused():
-        arrays = iter(found)
-        in_jax: list[int] = []
-        items: list[_place.Item] = []
-        for n, count in zip(group, counts, strict=True):
-            target = targets[n]
-            if target.make in _place.IN_JAX:
-                own = [_cast(next(arrays), target, paths[n]) for _ in range(count)]
-                in_jax.append(n)
-                items.append(_place.Item(places[n], _entry(target).shape, target.dtype, target.weak, own))
-            else:
-                array = next(arrays)
-                if target.make != "numpy" or array.dtype is not target.dtype:
-                    array = _on_host(_cast(array, target, paths[n]), target)
-                values[n] = array
-        for n, array in zip(in_jax, _place.put(items), strict=True):
-            value = as_key(array, _entry(targets[n])) if targets[n].make == "key" else array
-            values[n] = value if places[n] is wishes[n] else jax.device_put(value, wishes[n])
+                self.wanted += [(entry, box) for box in boxes]
+                self._counts.append(len(boxes))
+            self._places.append(place)
+
+    def put(self, plan: _Plan, found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
+        """Puts what was read among the values; returns the arrays that may still be on their way to a device."""
+        with gc_paused():
+            arrays = iter(found)
+            in_jax: list[int] = []
+            items: list[_place.Item] = []
+            for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
+                target, path = plan.targets[n], plan.paths[n]
+                if target.make in _place.IN_JAX:
+                    own = [_cast(next(arrays), target, path) for _ in range(count)]
+                    in_jax.append(n)
+                    items.append(_place.Item(place, _entry(target).shape, target.dtype, target.weak, own))
+                else:
+                    array = next(arrays)
+                    if target.make != "numpy" or array.dtype is not target.dtype:
+                        array = _on_host(_cast(array, target, path), target)
+                    values[n] = array
+            made = _place.put(items)
+            for n, item, array in zip(in_jax, items, made, strict=True):
+                target = plan.targets[n]
+                value = as_key(array, _entry(target)) if target.make == "key" else array
+                values[n] = value if item.where is plan.places[n] else jax.device_put(value, plan.places[n])
+        return made
 
 
 def _entry(target: Target) -> ArrayEntry:

@@ -6,6 +6,7 @@ by box; what several processes cannot write together goes through a native check
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import formats, stores
+from .._core import readable
 from .._core.boxes import box_shape
 from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
@@ -21,7 +23,7 @@ from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
 from .._processes.consistency import check_consistent
-from .._pytree import box_levels, flax, leaves, walk
+from .._pytree import box_levels, flax, host_memory, leaves, walk
 from .._pytree.leaves import SLICE_BYTES, Catalogue, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
@@ -38,6 +40,7 @@ from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
 
 _PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
+_log = logging.getLogger("treering")
 _LEAST_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
 
 
@@ -65,6 +68,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
             detach=options.background,
             alone=not coordinator.several(),
         )
+        target = _with_ceiling(target, shards)
         if call.count == 1:
             _check_whole(catalogue, shards)
         if format.name == "treering" and not options.rules:
@@ -78,6 +82,22 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
             check_no_iterators(path, view)
         return _prepare_by_way_of_native(target, live, change)
     return _prepare_view(target, view, live)
+
+
+def _with_ceiling(target: Target, shards: Sequence[LocalShard]) -> Target:
+    """The same with a limit where the caller has set none and the copies would take too much of the host's memory."""
+    copies = sum(shard.nbytes for shard in shards if shard.copies)
+    limit = None if target.options.memory_limit is not None else host_memory.ceiling(copies)
+    if limit is None:
+        return target
+    _log.info(
+        "%s: the call waits until all but %s of its %s of copies are written: that is a quarter of the memory that is "
+        "available; memory_limit= sets another limit",
+        target.path,
+        readable.nbytes(limit),
+        readable.nbytes(copies),
+    )
+    return target._replace(options=target.options._replace(memory_limit=limit))
 
 
 def _writes_together(target: Target, view: View, live: LiveTree) -> bool:

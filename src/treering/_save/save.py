@@ -127,7 +127,8 @@ def save_async(
 
     Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the
     next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
-    call holds its caller up until all but that many bytes of copies are written.
+    call holds its caller up until all but that many bytes of copies are written; without one, only where the copies
+    would take more than a quarter of the memory that is available here (but 256 MiB in any case), which is logged.
     """
     what = _what(path, step)
     refuse_within(what)

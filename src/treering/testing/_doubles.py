@@ -42,6 +42,17 @@ class BottomlessDisk(QuickDisk):
     def preallocate(self, fd: int, size: int) -> None: ...
 
 
+class HeldDisk(Disk):
+    """Writes nothing until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def create(self, path: str) -> int:
+        assert self.go.wait(30)
+        return super().create(path)
+
+
 class CountingDisk(QuickDisk):
     """Counts the bytes that are read from files: `nbytes`."""
 

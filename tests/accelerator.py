@@ -1,0 +1,56 @@
+"""A double of an accelerator, for there is none here: CPU arrays count as a device's, and go through pinned memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import pytest
+
+from treering._pytree import devices, leaves
+from treering._restore import restore
+
+_REAL = devices._moved
+
+
+class Accelerator:
+    """Counts what is asked of pinned host memory, and refuses on request.
+
+    `refuses`: "at once" when copies are begun, "later" when they are waited for, as a backend does that allocates in
+    the background.
+    """
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.requests: list[int] = []  # bytes of each
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.requests)
+
+    def moved(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        """What `jax.device_put` does, with real pinned memory of the CPU backend."""
+        self.requests.append(sum(array.nbytes for array in arrays))
+        if self.refuses == "at once":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate pinned host memory")
+        copies = _REAL(list(arrays), list(shardings))
+        return [_Late(copy) for copy in copies] if self.refuses == "later" else copies
+
+
+class _Late:
+    """A copy whose memory turns out to be missing."""
+
+    def __init__(self, copy: Any):
+        self.nbytes = copy.nbytes
+
+    def block_until_ready(self) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate pinned host memory")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Accelerator:
+    """Takes CPU devices for accelerators until the test is over."""
+    double = Accelerator(refuses)
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
+    monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    monkeypatch.setattr(devices, "_moved", double.moved)
+    monkeypatch.setattr(restore, "_leaves_host", lambda target, place: target.make == "jax")
+    return double
