@@ -1,6 +1,7 @@
 """The run in a training loop: when to save, what to keep, where to go on."""
 
 import contextlib
+import datetime
 import logging
 import math
 import os
@@ -59,7 +60,10 @@ class Checkpointer:
         a run: until it is closed, or its process ends, another process's saves are refused with `ExistsError`. Within
         a process the newest that saves takes the run over from one that is idle, whose next save is refused then.
     save_every: a number of steps (saved are its multiples), a `timedelta`, both as ``(steps, timedelta)`` for whichever
-        comes first, or a function of the step.
+        comes first, or a function of the step. "auto": as often as loses least time, by what a save costs this loop and
+        how often it is to fail (Young, Daly); the interval is logged.
+    mtbf: the mean time between failures of the whole job, preemptions included, for "auto"; by default that of 50,000
+        device-hours.
     keep: which steps to keep, see `treering.keep`; None keeps all.
     metadata: configuration that goes into every checkpoint, see `treering.save`; and `save` for that of one step.
     prefix: what the names of the step directories begin with.
@@ -96,6 +100,7 @@ class Checkpointer:
         run: str | os.PathLike[str],
         *,
         save_every: SaveEvery = 1,
+        mtbf: datetime.timedelta | None = None,
         keep: Policy | None = None,
         metadata: Any = None,
         prefix: str = "step-",
@@ -125,13 +130,13 @@ class Checkpointer:
             raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are copied")
         coordinator.check_timeout(timeout)
         self._root = stores.absolute(run)
-        self._schedule = Schedule(save_every)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
         self._failures = Failures(on_error)
         self._under_way = UnderWay(self._failures)
         self._two_places = local is not None
         under_way = self._under_way
+        self._schedule = Schedule(save_every, mtbf, lambda: not under_way.all_over())
         places: list[Directory | TwoPlaces] = []
 
         def busy() -> bool:  # without `self`: a Checkpointer that is let go of gives SIGTERM back at once
@@ -147,7 +152,9 @@ class Checkpointer:
             near = directory_at(stores.absolute(local))
             self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell)
         places.append(self._directory)
-        self._retention = Retention(self._directory, keep if local is None else keep_local, on_save)
+        self._retention = Retention(
+            self._directory, keep if local is None else keep_local, on_save, self._schedule.committed
+        )
         self._collective = Collective(self._root, timeout)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
@@ -322,7 +329,7 @@ class Checkpointer:
                 raise
         self._directory.back_to = None
         self._under_way.add(pending)
-        self._schedule.saved()
+        self._schedule.begun()
         pending._warn_of_stall()
         self._preempted = self._preempted or preempted
         return pending

@@ -26,10 +26,14 @@ class Retention:
     """The `SaveHooks` of a run. No error after a commit fails the save."""
 
     def __init__(
-        self, directory: "Directory | TwoPlaces", keep: Policy | None, on_save: Callable[[SaveReport], object] | None
+        self,
+        directory: "Directory | TwoPlaces",
+        keep: Policy | None,
+        on_save: Callable[[SaveReport], object] | None = None,
+        committed: Callable[[SaveReport], None] = lambda report: None,
     ):
         self._directory, self._steps = directory, directory.steps
-        self._keep, self._on_save = keep, on_save
+        self._keep, self._on_save, self._committed = keep, on_save, committed
         self._problem: SaveError | None = None  # in leaving the run
         self._cleaned = False
         self._failed = False  # the last save, as far as it is not committed
@@ -78,6 +82,7 @@ class Retention:
         """After a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
         self._failed = False
         self._directory.committed(report.step, self.retain)
+        self._committed(report)
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
 

@@ -52,7 +52,7 @@ class TwoPlaces:
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep, None), bytes_per_second, tell)
+        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell)
 
     # Both
 

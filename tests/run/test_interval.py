@@ -1,0 +1,173 @@
+"""`save_every="auto"`: the interval that loses least time, by a simulated job and by a real one."""
+
+import datetime
+import logging
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering._run import schedule
+from treering._run.interval import Interval, optimum
+from treering._run.schedule import Schedule
+from treering._save.pending import SaveReport
+from treering.errors import MismatchError
+
+WORK = 400_000.0  # seconds of steps
+STEP = 1.0
+RESTART = 60.0
+
+
+class Job:
+    """A job in simulated time: steps, saves that stall it and slow it down, failures, and work that is done again."""
+
+    def __init__(self, seed: int, mtbf: float, stall: float, write: float, slower: float):
+        self.now = 0.0
+        self._random = np.random.default_rng(seed)
+        self._mtbf, self._stall, self._write, self._slower = mtbf, stall, write, slower
+
+    def run(self, make: Any) -> float:
+        """The seconds that all the work takes; `make` gives each attempt its schedule, and says whether a save runs."""
+        saved = done = 0.0
+        while done < WORK:
+            done = saved
+            failure = self.now + self._random.exponential(self._mtbf)
+            pending: list[tuple[float, float]] = []  # a save: when it is over, and of what
+            chosen = make(lambda pending=pending: bool(pending))
+            while done < WORK and self.now < failure:
+                self.now += STEP * (1 + self._slower) if pending else STEP
+                done += STEP
+                if pending and self.now >= pending[0][0]:
+                    ((_, saved),) = pending
+                    pending.clear()
+                    chosen.committed(SaveReport("run", 0, 1, self._stall, self._write + self._stall))
+                if chosen.due(0) and not pending:
+                    self.now += self._stall
+                    pending.append((self.now + self._write, done))
+                    chosen.begun()
+            if done < WORK:
+                self.now += RESTART
+        return self.now
+
+
+class Fixed:
+    """A schedule with a fixed interval."""
+
+    def __init__(self, job: Job, seconds: float):
+        self._job, self._seconds, self._since = job, seconds, job.now
+
+    def due(self, step: int) -> bool:
+        return self._job.now - self._since >= self._seconds
+
+    def begun(self) -> None:
+        self._since = self._job.now
+
+    def committed(self, report: SaveReport) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "stall", "write", "slower"),
+    [(20_000, 5, 20, 0.0), (5_000, 2, 60, 0.0), (40_000, 0.1, 30, 0.3), (3_000, 20, 20, 0.0), (100_000, 60, 120, 0.1)],
+)
+def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
+    monkeypatch: pytest.MonkeyPatch, mtbf: float, stall: float, write: float, slower: float
+) -> None:
+    seeds = range(6)
+
+    def average(run: Any) -> float:
+        return float(np.mean([run(Job(seed, mtbf, stall, write, slower)) for seed in seeds])) - WORK
+
+    def automatic(job: Job) -> float:
+        monkeypatch.setattr(schedule.time, "monotonic", lambda: job.now)
+        given = datetime.timedelta(seconds=mtbf)
+        return job.run(lambda busy: Schedule("auto", given, busy))
+
+    lost = average(automatic)
+    monkeypatch.undo()
+    cost = stall + slower / (1 + slower) * write
+    guess = np.sqrt(2 * cost * mtbf)
+    best = min(
+        average(lambda job, s=guess * factor: job.run(lambda busy: Fixed(job, s)))
+        for factor in np.geomspace(0.4, 2.5, 9)
+    )
+    assert WORK + lost <= 1.05 * (WORK + best), (lost, best)
+    assert lost <= 1.3 * best, (lost, best)  # of the loss alone, of few failures
+
+
+def test_the_estimate_is_that_of_daly() -> None:
+    for mtbf in (3_600, 86_400):
+        for cost in (0.1, 1, 60):
+            work = np.geomspace(cost / 10, mtbf, 20_000)
+            # Expected seconds for each second of work, of failures in Poisson's manner (Daly, equation 20, no restart).
+            expected = mtbf * (np.exp((work + cost) / mtbf) - 1) / work
+            chosen = optimum(cost, mtbf)
+            own = mtbf * (np.exp((chosen + cost) / mtbf) - 1) / chosen
+            assert own <= 1.0005 * expected.min()
+    assert optimum(10_000, 3_600) == 3_600
+
+
+def test_a_save_is_over_before_the_next_one_begins() -> None:
+    interval = Interval(datetime.timedelta(seconds=100))
+    interval.saved(SaveReport("run", 0, 1, 0.001, 50.0))
+    assert interval.seconds >= 49
+
+
+def test_without_a_mean_time_it_is_that_of_many_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    interval = Interval(None)
+    with caplog.at_level(logging.INFO, "treering"):
+        interval.saved(SaveReport("run", 0, 1, 0.05, 1.0))
+        interval.saved(SaveReport("run", 0, 1, 0.05, 1.0))
+    assert interval.seconds == pytest.approx(optimum(0.05, 50_000 * 3600 / 8))  # the tests have 8 devices
+    assert len(caplog.records) == 1 and "a save costs the loop 0.05 s" in caplog.text
+
+
+def test_a_real_loop_saves_at_once_and_then_as_often_as_it_should(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": np.zeros(1 << 16, np.float32)}
+    hour = datetime.timedelta(hours=1)
+    with (
+        caplog.at_level(logging.INFO, "treering"),
+        tr.Checkpointer(tmp_path / "a", save_every="auto", mtbf=hour) as ckpts,
+    ):
+        assert ckpts.save(1, state) is not None
+        ckpts.wait()
+        for step in range(2, 40):
+            time.sleep(0.001)
+            assert ckpts.save(step, state) is None, "a save of milliseconds is not worth making again within seconds"
+        assert ckpts.save(40, state, force=True) is not None
+    assert "saving every" in caplog.text and "every 1 hours" in caplog.text
+    often = datetime.timedelta(seconds=1e-3)
+    with tr.Checkpointer(tmp_path / "b", save_every="auto", mtbf=often) as ckpts:
+        for step in range(200):
+            time.sleep(0.002)
+            ckpts.save(step, state)
+    assert len(tr.steps(tmp_path / "b")) > 3
+
+
+def test_a_save_that_fails_does_not_end_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    with (
+        pytest.raises(tr.errors.SaveError),
+        tr.Checkpointer(tmp_path / "run", save_every="auto", on_error="log") as ckpts,
+    ):
+        for step in range(3):
+            ckpts.save(step, {"w": np.zeros(3)})
+            time.sleep(0.05)
+        (tmp_path / "run").unlink()
+        ckpts.save(3, {"w": np.zeros(3)})
+        ckpts.wait()
+        assert ckpts.steps == [3]
+        raise tr.errors.SaveError("the end")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"save_every": "often"}, {"mtbf": datetime.timedelta(1)}, {"save_every": "auto", "mtbf": datetime.timedelta(0)}],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path, options: Any) -> None:
+    with pytest.raises(MismatchError):
+        tr.Checkpointer(tmp_path / "run", **options)
