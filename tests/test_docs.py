@@ -4,6 +4,8 @@ import inspect
 import pathlib
 import re
 import shlex
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,6 +30,15 @@ QUIET = {  # other libraries ask for nothing outside of this machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "WANDB_ERROR_REPORTING": "false",
 }
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> Iterator[None]:
+    """Ray and others set some, and would have what later tests send."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)

@@ -187,7 +187,7 @@ WRONG: list[tuple[str, Callable[[pathlib.Path], object]]] = [
     ("timeout='30'", lambda at: tr.save(at / "d", {"x": 1}, timeout="30")),  # type: ignore[arg-type]
     ("timeout='30'", lambda at: tr.Checkpointer(at, timeout="30")),  # type: ignore[arg-type]
     ("when_busy='drop'", lambda at: tr.Checkpointer(at, when_busy="drop")),  # type: ignore[arg-type]
-    ("save_every='auto'", lambda at: tr.Checkpointer(at, save_every="auto")),  # type: ignore[arg-type]
+    ("save_every='sometimes'", lambda at: tr.Checkpointer(at, save_every="sometimes")),  # type: ignore[arg-type]
     ("keep='last'", lambda at: tr.Checkpointer(at, keep="last")),  # type: ignore[arg-type]
     ("on_exists='x'", lambda at: tr.Checkpointer(at).save(1, 1, on_exists="x")),  # type: ignore[arg-type]
     ("'min' or 'max'", lambda at: tr.Checkpointer(at).best_step("loss", "maximum")),  # type: ignore[arg-type]

@@ -257,7 +257,7 @@ def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) ->
         ({"save_every": (0, datetime.timedelta(1))}, "save_every="),
         ({"save_every": (datetime.timedelta(1), 10)}, "save_every="),
         ({"save_every": (10, 20)}, "save_every="),
-        ({"save_every": "auto"}, "save_every='auto'"),
+        ({"save_every": "sometimes"}, "save_every='sometimes'"),
         ({"keep": 3}, r"keep=3: expected a policy such as treering.keep.last\(3\)"),
         ({"prefix": "a/b"}, "prefix"),
         ({"prefix": "run2"}, "prefix"),
