@@ -67,8 +67,6 @@ def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
     tr.save(tmp / "sharded", sharded)
     if INDEX == 0:
         tr.save(tmp / "alone", {**tree, "key": jax.random.split(jax.random.key(5), 24)}, processes="this")
-        plain = {name: tree[name] for name in ("wide", "tall", "odd")}
-        tr.save(tmp / "file.safetensors", plain, processes="this")
     sync("saved")
     backwards = Mesh(devices[::-1].reshape(2, 3), ("x", "y"))
     everywhere = {
@@ -96,7 +94,7 @@ def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
                 wrong.append([name, path])
     alone = tr.restore(tmp / "alone")
     assert all(alone[name].tobytes() == tree[name].tobytes() for name in ("wide", "half", "odd"))
-    for saved in ("sharded", "alone", "file.safetensors"):
+    for saved in ("sharded", "alone"):
         entries = tr.open(tmp / saved).abstract()
         for name, sharding in everywhere.items():
             for options in ({}, {"memory_limit": 1 << 20, "progress": True}):
@@ -312,3 +310,150 @@ def test_what_comes_next_is_done_ahead_but_no_more() -> None:
     assert max(begun) <= 2
     assert list(ahead([])) == []
     assert np.array_equal(list(ahead(jobs()[:3])), [0, 1, 2])
+
+
+# What an attack has found
+
+
+def test_whatever_is_set_or_differs_nothing_wrong_comes_back(tmp_path: pathlib.Path) -> None:
+    body = """
+    value, other = bits(512, 512), bits(512, 512)
+    saved = {"p": {"w": value}, "ema": {"w": other}}
+    if INDEX == 0:
+        tr.save(tmp / "a", saved, processes="this")
+        tr.save(tmp / "a.safetensors", saved, processes="this")
+    sync("saved")
+    first = INDEX == 0
+    like = {"p": {"w": np.zeros_like(value)}, "ema": {"w": put(other)}}
+    def good(found):
+        return found["p"]["w"].tobytes() == value.tobytes() and same(found["ema"]["w"], other)
+    def restored(like=like, path=tmp / "a", **options):
+        return good(tr.restore(path, like, read="once", **options))
+    found = {}
+    with jax.disable_jit():
+        found["disable_jit"] = restored()
+    with jax.debug_nans(True), jax.transfer_guard("disallow"), jax.enable_x64(True):
+        found["settings"] = restored()
+    found["progress in one"] = restored(progress=first)
+    found["limit in one"] = restored(memory_limit=256 << 20 if first else None)
+    found["traced"] = caught(jax.eval_shape, restored)
+    found["verify in one"] = caught(restored, verify=first)
+    names = ("p/w", "ema/w") if first else ("ema/w", "p/w")
+    rules = [tr.rules.rename(names[0], "x"), tr.rules.rename(names[1], "y")]
+    both = {"x": np.zeros_like(value), "y": np.zeros_like(value)}
+    found["rules"] = caught(tr.restore, tmp / "a", both, read="once", rules=rules)
+    more = like if first else {**like, "z": np.zeros((0, 3), np.float32)}
+    found["nothing more"] = caught(tr.restore, tmp / "a", more, read="once", missing="template")
+    found["more"] = caught(tr.restore, tmp / "a", like if first else {"p": like["p"]}, read="once", extra="ignore")
+    found["foreign"] = caught(restored, path=tmp / "a.safetensors")
+    found["at last"] = restored()
+    report(found)
+    """
+    for result in run(tmp_path, body, processes=2):
+        found = result.report
+        right = ("disable_jit", "settings", "progress in one", "limit in one", "at last")
+        assert [found[name] for name in right] == [True] * len(right), found
+        assert found["traced"][0] == "UnsupportedError" and "traced" in found["traced"][1]
+        for name in ("verify in one", "rules", "more"):
+            assert found[name][0] == "MismatchError" and "process 1 restores other leaves" in found[name][1], found
+        assert found["nothing more"] is None
+        assert found["foreign"][0] == "UnsupportedError" and "the same checkpoint" in found["foreign"][1]
+
+
+@pytest.mark.parametrize("kind", ["memory", "interrupt", "changed", "copying"])
+def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib.Path, kind: str) -> None:
+    body = """
+    value = bits(2048, 4096)
+    if INDEX == 0:
+        tr.save(tmp / "a", {"w": value}, processes="this")
+    sync("saved")
+    from treering._pytree import devices
+    from treering._restore import together
+    tr.restore(tmp / "a", {"w": put(value)}, read="once")
+    rounds, exchange, take = [], devices.exchange, together._Exchange._take
+    def leaving(*args):
+        rounds.append(1)
+        if KIND == "interrupt" and len(rounds) == 3:
+            raise KeyboardInterrupt
+        came = exchange(*args).copy()
+        if KIND == "changed" and len(rounds) == 3:
+            came[2, 100] ^= 1
+        return came
+    def full(*args):
+        raise MemoryError("no room")
+    if INDEX == 1:
+        devices.exchange = leaving
+        if KIND == "memory":
+            together.adoptable = full
+        if KIND == "copying":
+            together._Exchange._take = full
+    begun = time.monotonic()
+    try:
+        tr.restore(tmp / "a", {"w": put(value)}, read="once")
+        error = None
+    except BaseException as caught:
+        error = [type(caught).__name__, str(caught)]
+    report([error, time.monotonic() - begun])
+    while INDEX != 2 and not (tmp / "report-2.json").exists() or not (tmp / "report-0.json").exists():
+        time.sleep(0.05)
+    """
+    results = run(tmp_path, body, processes=3, recoverable=True, KIND=kind)
+    own = {"memory": "MemoryError", "interrupt": "KeyboardInterrupt", "changed": "PeerError", "copying": "MemoryError"}
+    (error, _), *others = [results[n].report for n in (1, 0, 2)]
+    assert error[0] == own[kind], error
+    if kind == "changed":
+        assert "expected what process 2 has read" in error[1]
+    for error, seconds in others:
+        assert error[0] == "PeerError" and "process 1" in error[1] and seconds < 20, (error, seconds)
+
+
+def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathlib.Path) -> None:
+    body = """
+    value = bits(512, 512)
+    tr.save(tmp / "a", {"w": put(value, P("x"))})
+    tr.save(tmp / "b", {"w": put(value, P(None, "x"))})
+    sync("saved")
+    from treering._restore import together
+    from treering._run import latest_good
+    shared, opened, attempts = together.shared, latest_good.open_one, []
+    def replaced(*args, **options):  # after process 0 has opened it, and before process 1 does
+        attempts.append(1)
+        if INDEX == 0 and len(attempts) == 1:
+            os.rename(tmp / "a", tmp / "old")
+            os.rename(tmp / "b", tmp / "a")
+            (tmp / "moved").write_text("")
+        return shared(*args, **options)
+    def later(*args):
+        while not (tmp / "moved").exists():
+            time.sleep(0.05)
+        return opened(*args)
+    together.shared = replaced
+    if INDEX == 1:
+        latest_good.open_one = later
+    found = tr.restore(tmp / "a", {"x": put(value)}, rules=[tr.rules.rename("w", "x")], read="once")
+    report([same(found["x"], value), len(attempts)])
+    """
+    for result in run(tmp_path, body, processes=2):
+        assert result.report == [True, 2]
+
+
+@pytest.mark.slow
+def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path: pathlib.Path) -> None:
+    body = """
+    value, other = bits(512, 512), bits(512, 512)
+    if INDEX == 0:
+        tr.save(tmp / "a", {"part": value, "all": other}, processes="this")
+    sync("saved")
+    two = Mesh(np.array([device for device in devices if device.process_index < 2]), ("x",))
+    from treering._restore import together
+    message, waited = together._Exchange._message, []
+    def slow(self, dealt):
+        if self._members == (0, 1) and not waited:
+            waited.append(time.sleep(36))
+        return message(self, dealt)
+    together._Exchange._message = slow
+    found = tr.restore(tmp / "a", {"part": on(two, P(), value), "all": put(other)}, read="once")
+    report([same(found["part"], value), same(found["all"], other)])
+    """
+    for result in run(tmp_path, body, processes=3):
+        assert result.report == [True, True]

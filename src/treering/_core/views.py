@@ -176,8 +176,6 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
 class View:
     """A `treering.formats.Source` whose leaves are made of those of another source."""
 
-    identity = ""
-
     def __init__(
         self, reader: Source, leaves: Mapping[str, Leaf], skeleton: Skeleton | None = None, *, positional: bool = False
     ):
@@ -186,6 +184,7 @@ class View:
         self.ambiguous_dtypes = reader.ambiguous_dtypes & leaves.keys() if positional else frozenset[str]()
         self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
+        self.identity = reader.identity
         self.step: int | None = reader.step
         self.metrics: Mapping[str, float] = reader.metrics
         self.metadata: Any = reader.metadata

@@ -20,7 +20,7 @@ from .._pytree.on_demand import Supply
 from ..errors import CorruptError, MismatchError, TreeringError
 from ..stores.read_errors import ReplacedError
 from .assignment import Layout, layout_of, owner
-from .coordinator import Call
+from .calls import Call
 
 T = TypeVar("T")
 _MAX_DIFFERENCES = 20  # differences

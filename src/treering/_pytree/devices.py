@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.boxes import box_shape
+from .._threads.ahead import Job
 
 _log = logging.getLogger("treering")
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-_FIRST_PAUSE, _MAX_PAUSE = 0.0001, 0.25  # seconds between looks at a transfer
+_CHECK_SECONDS = 0.25  # between looks at the other processes while something is sent
 _OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
 
 
@@ -104,10 +104,16 @@ def _all_on_host(sharding: jax.sharding.Sharding) -> bool:
     return sharding.memory_kind in _HOST_KINDS or all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def can_exchange() -> bool:
-    """Whether the devices of several processes can send one another anything: on CPUs JAX can be told not to."""
+def can_exchange() -> str:
+    """Why the devices of several processes can send one another nothing now; "" where they can."""
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return "within a function that is traced nothing can be sent"
     collectives = getattr(jax.config, "jax_cpu_collectives_implementation", None)
-    return jax.default_backend() != "cpu" or bool(collectives)
+    if jax.default_backend() == "cpu" and not collectives:
+        return "the CPU devices of this job cannot send anything: jax_cpu_collectives_implementation is not set"
+    return ""
 
 
 def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[], None]) -> np.ndarray:
@@ -116,26 +122,41 @@ def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[
     messages: uint32, shape (1, words) for one that all of them get, (number of processes, words) for one for each. They
         move as integers, and nothing is computed with them: every bit arrives as it is.
     processes: the indices of those that make this call, ascending, each with messages of this shape.
-    check: called a few times a second while this waits, where the backend lets it; may raise.
+    check: called a few times a second while this waits, for the backend may wait for ever; may raise.
 
-    Raises `ValueError` or `RuntimeError` when one of the processes is gone.
+    The thread of the caller waits, so that no other collective of this process comes between. Raises `ValueError` or
+    `RuntimeError` when one of the processes is gone.
     """
+    job = Job(functools.partial(_sent, messages, processes), daemon=True)
+    while not job.wait(_CHECK_SECONDS):
+        check()
+    return job.result()
+
+
+@contextlib.contextmanager
+def _plain(mesh: Mesh) -> Iterator[None]:
+    """JAX as it is by default, whatever the caller has set, but for the mesh, which has to be that of what is sent."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.disable_jit(False))
+        stack.enter_context(jax.debug_nans(False))
+        stack.enter_context(jax.debug_infs(False))
+        stack.enter_context(jax.transfer_guard("allow"))
+        stack.enter_context(jax.set_mesh(mesh))
+        yield
+
+
+def _sent(messages: np.ndarray, processes: tuple[int, ...]) -> np.ndarray:
     mesh, send = _exchange(processes, len(messages) == 1)
-    shape = (len(processes), *messages.shape)
     (own,) = (device for device in mesh.local_devices)
-    with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):  # or the caller's mesh would have to be it
+    with _plain(mesh):
         there = NamedSharding(mesh, PartitionSpec("processes"))
-        sent = jax.make_array_from_single_device_arrays(shape, there, [jax.device_put(messages[None], own)])
-        came: Any = send(sent)
-        pause = _FIRST_PAUSE
-        while not came.is_ready():
-            time.sleep(pause)
-            pause *= 2
-            if pause > _MAX_PAUSE:
-                pause = _MAX_PAUSE
-                check()
-        (shard,) = came.addressable_shards
-        return np.asarray(shard.data).reshape(len(processes), -1)
+        part = jax.device_put(messages[None], own)
+        sent = jax.make_array_from_single_device_arrays((len(processes), *messages.shape), there, [part])
+        (shard,) = send(sent).addressable_shards
+        came = np.asarray(shard.data)
+    if came.size != len(processes) * messages.shape[1]:
+        raise RuntimeError(f"expected {len(processes)} messages of {messages.shape[1]} words, found {came.shape}")
+    return came.reshape(len(processes), -1)
 
 
 @functools.lru_cache(maxsize=64)

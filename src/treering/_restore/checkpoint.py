@@ -242,7 +242,14 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         name = self.path + (f", at {view._part}" if view._part else "")
         policy = match.Policy(missing, extra, dtype, at, bool(rules))
         return _restore.restore(
-            view._reader, view._entries, view._skeleton, like, policy, name=name, call=call, **options
+            view._reader,
+            view._entries,
+            view._skeleton,
+            like,
+            policy,
+            name=name,
+            call=call,
+            **options,
         )
 
     def _repr_html_(self) -> str:

@@ -212,13 +212,13 @@ def _values(
     targets, places = plan.targets, plan.places
     values: list[Any] = [target.value for target in targets]
     passing = any(map(_leaves_host, targets, places))
+    budget = _BUDGET if limit is None else limit
     with gc_paused():
-        joint = together.shared(call, plan.source, targets, places, read, alike=[limit, progress, passing])
+        joint = together.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
     reader = joint or plan.source
-    # Mapped arrays need no memory, and what came from other processes is in the memory where it stays: so all of them
-    # are one group, and one mapping, unless a progress bar is shown.
-    free = not progress and not passing and (joint is not None or plan.source.can_mmap(mmap))
-    most = sys.maxsize if free else (_BUDGET if limit is None else limit) // (2 if passing and joint is None else 1)
+    # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
+    free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
+    most = sys.maxsize if free else budget // (2 if passing and joint is None else 1)
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0

@@ -22,6 +22,7 @@ from .._core.boxes import Box, box_shape, byte_ranges, in_slices, intersect, sli
 from .._core.entries import ArrayEntry
 from .._core.leaf_paths import few
 from .._core.source import Source, pieces
+from .._core.views import View
 from .._processes import consistency
 from .._processes.assignment import Layout, alignment, layout_of, owner
 from .._processes.calls import Call
@@ -29,7 +30,7 @@ from .._processes.consistency import TogetherError
 from .._processes.dealing import deal
 from .._pytree import devices
 from .._threads.ahead import ahead
-from ..errors import MismatchError, PeerError, UnsupportedError
+from ..errors import MismatchError, PeerError, TreeringError, UnsupportedError
 from ..stores.buffers import adoptable, round_up
 from ..stores.read_errors import ReplacedError
 from . import place as _place
@@ -38,12 +39,16 @@ from .targets import Target
 
 _log = logging.getLogger("treering")
 _ROOM = 64 << 20  # bytes of messages that a process holds at a time
-_MOST, _LEAST = 2 << 20, 64 << 10  # bytes that a process sends at a time
+_MOST, _LEAST = 2 << 20, 256 << 10  # bytes that a process sends at a time
 _CHECKED = 1 << 20  # bytes that are read and checked together
 _WORTH = 1.05  # times what is needed, up to which each process may as well read for itself
 _MOST_RECEIVERS = 1024  # processes; among more of them, who gets which part of an array would take too long to work out
-_UNIT = 16  # bytes, at multiples of which parts of a message begin
+_UNIT = 16  # bytes, at multiples of which parts of a message begin; the first such is its seal
+_WHOLE, _FAILED = 1, 2
 
+_NO_IDENTITY = "the format records nothing by which processes can tell that they read the same checkpoint"
+
+_Found = Mapping[str, tuple[ArrayEntry, Layout | None]]
 Wanted = Sequence[tuple[ArrayEntry, Box]]
 Own = tuple[Box, np.ndarray]  # a box that this process wants, and the memory for it
 
@@ -85,55 +90,64 @@ def shared(
     found = {
         target.entry.path: (target.entry, _layout(target, place))
         for target, place in zip(targets, places, strict=True)
-        if target.entry is not None and math.prod(target.entry.shape)
+        if target.entry is not None
     }
-    rows: list[Any] = [*alike]
-    elsewhere: list[str] = []
-    for path, (entry, layout) in found.items():
-        one = None if layout is None else owner(layout)
-        if one not in (None, call.index):
-            elsewhere.append(path)
-        rows.append([path, entry.dtype, entry.shape, "" if layout is None or one is not None else _text(layout)])
-    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(rows))
+    how = _plan(source, found, call.count)
+    elsewhere = [path for path, (_, layout) in found.items() if layout and owner(layout) not in (None, call.index)]
     near = read is None and stores.of(source.path).is_local(source.path)
     state = {
-        "plan": digest,
+        "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, *_rows(source, found, how)])),
         "read": read or ("each" if near else None),
-        "able": devices.can_exchange(),
+        "problem": devices.can_exchange() if source.identity else _NO_IDENTITY,
         "elsewhere": elsewhere,
     }
     chosen = consistency.decide(call, source.identity, state, functools.partial(_choose, source.path))
     if chosen is None:
         return None
     for path in chosen["left out"]:
-        found.pop(path, None)
-    how = {path: _how(source, entry, layout, call.count) for path, (entry, layout) in found.items()}
-    if not any(how.values()):
-        return None
-    for path, (entry, layout) in found.items():  # what is small lies between the rest, in blocks that are read with it
-        if how[path] is None and layout and entry.nbytes < _CHECKED * len(layout.boxes):
-            how[path] = _together(layout)
-    return ReadTogether(call, source, how)
+        how.pop(path, None)
+    return ReadTogether(call, source, how) if any(how.values()) else None
 
 
 def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The arrays that each process reads for itself although they read together; None when they do not."""
     wishes = {state["read"] for state in states}
-    differing = next((n for n, state in enumerate(states) if state["plan"] != states[0]["plan"]), None)
     if "each" in wishes:
         return None
-    if differing is None and all(state["able"] for state in states):
+    differing = next((n for n, state in enumerate(states) if state["plan"] != states[0]["plan"]), None)
+    problem = next((state["problem"] for state in states if state["problem"]), "")
+    kind = UnsupportedError
+    if not problem and differing is not None:
+        kind, problem = (
+            MismatchError,
+            (f"process {differing} restores other leaves, into other shardings or with other options than process 0"),
+        )
+    if not problem:
         return {"left out": sorted({one for state in states for one in state["elsewhere"]})}
-    problem = (
-        "the CPU devices of this job cannot send anything: jax_cpu_collectives_implementation is none"
-        if differing is None
-        else f"process {differing} restores other leaves, or into other shardings, than process 0"
-    )
     if "once" in wishes:
-        kind = UnsupportedError if differing is None else MismatchError
         raise kind(f"{path}: read='once': {problem}; read='each' lets every process read for itself")
     _log.info("%s: every process reads for itself: %s", path, problem)
     return None
+
+
+def _plan(source: Source, found: "_Found", count: int) -> "dict[str, _How | None]":
+    """How each array is read."""
+    how = {path: _how(source, entry, layout, count) for path, (entry, layout) in found.items()}
+    if any(how.values()):
+        for path, (entry, layout) in found.items():  # what is small lies in blocks that are read with the rest
+            if how[path] is None and layout and 0 < entry.nbytes < _CHECKED * len(layout.boxes):
+                how[path] = _together(layout)
+    return how
+
+
+def _rows(source: Source, found: "_Found", how: "Mapping[str, _How | None]") -> Iterator[Any]:
+    """What must be the same of each array in all processes: what it is, what it is made of, where it goes, how."""
+    for path, (entry, layout) in found.items():
+        made_of = [[one.path, box] for one, box in source.origins(path)] if isinstance(source, View) else []
+        split = layout is not None and owner(layout) is None
+        way = how[path] if split else None
+        together = way and [way.layout is not None, way.together]
+        yield [path, entry.dtype, entry.shape, made_of, _text(layout) if layout and split else "", together]
 
 
 def _layout(target: Target, where: Where) -> Layout | None:
@@ -154,6 +168,8 @@ def _text(layout: Layout) -> str:
 
 def _how(source: Source, entry: ArrayEntry, layout: Layout | None, count: int) -> "_How | None":
     """How an array is read together; None when each process may as well read its boxes."""
+    if not math.prod(entry.shape):
+        return None
     if layout is None:
         return _How(None, tuple(range(count)))
     times, _ = _held(layout)
@@ -213,6 +229,7 @@ class ReadTogether:
     def __init__(self, call: Call, source: Source, how: Mapping[str, _How | None]):
         self._call, self._source, self._how = call, source, how
         self._reads = 0
+        self._connected: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of exchanges
 
     def read(self, wanted: Wanted, *, verify: bool = True, mmap: bool | None = None) -> list[np.ndarray]:
         """The boxes, in the order in which they are wanted.
@@ -221,33 +238,29 @@ class ReadTogether:
 
         Raises `TogetherError` when another process has failed, and `PeerError` when one is gone.
         """
-        if self._reads:
-            consistency.check_all_well(self._call)
-        self._reads += 1
+        groups: dict[tuple[bool, tuple[int, ...]], dict[_Item, list[Own]]] = {}
         found: list[Any] = [None] * len(wanted)
-        groups: dict[tuple[bool, tuple[int, ...]], dict[_Item, list[int]]] = {}  # the numbers of what is wanted
         for n, (entry, box) in enumerate(wanted):
-            how = self._how.get(entry.path)
-            if how is None:
+            if (how := self._how.get(entry.path)) is None:
                 continue
-            if how.layout is None:
-                members, item = how.together, _Item(entry, whole(entry.shape), None)
-            elif how.together is None:
-                members, item = _holders(how.layout, box), _Item(entry, box, None)
-            else:
-                members, item = how.together, _Item(entry, whole(entry.shape), how.layout)
-            assert members
+            members = how.together or (_holders(how.layout, box) if how.layout else ())
             if len(members) > 1:
-                groups.setdefault((item.layout is not None, members), {}).setdefault(item, []).append(n)
+                item = _Item(entry, whole(entry.shape) if how.together else box, how.layout if how.together else None)
+                found[n] = adoptable(box_shape(box), dtypes.to_numpy(entry.dtype))
+                groups.setdefault((item.layout is not None, members), {}).setdefault(item, []).append((box, found[n]))
+        # All go by one order of the groups, so that no two wait for one another.
+        exchanges = [
+            _Exchange(self._call, self._source, members, own, verify, self._reads)
+            for (_, members), own in sorted(groups.items(), key=operator.itemgetter(0))
+        ]
+        self._reads += 1
+        consistency.check_all_well(self._call)  # from here on nobody fails before what the others wait for is sent
+        for exchange in exchanges:
+            if exchange.kind not in self._connected:
+                exchange.connect()
+                self._connected.add(exchange.kind)
         error: Exception | None = None
-        for (_, members), items in sorted(groups.items()):  # all go by this order, so no two wait for one another
-            own: dict[_Item, list[Own]] = {}
-            for item, numbers in items.items():
-                for n in numbers:
-                    entry, box = wanted[n]
-                    found[n] = adoptable(box_shape(box), dtypes.to_numpy(entry.dtype))
-                own[item] = [(wanted[n][1], found[n]) for n in numbers]
-            exchange = _Exchange(self._call, self._source, members, own, verify, self._reads)
+        for exchange in exchanges:
             error = exchange.run(error)
         if error:
             raise TogetherError(error, decided=False) if isinstance(error, ReplacedError) else error
@@ -279,27 +292,45 @@ class _Exchange:
         self._items = sorted(own, key=lambda item: (rank[item.entry.path], item.box))
         self._own = [own[item] for item in self._items]
         self._alike = self._items[0].layout is None
+        self.kind = self._alike, members
         self._most = min(max(_ROOM // len(members), _LEAST), _MOST)
-        self._unit = self._most // 8  # messages of few different sizes, for each is compiled
+        self._unit = max(self._most // 8, _LEAST // 2)  # messages of few different sizes, for each is compiled
         self._slabs = self._cut()
         self._rounds = deal([slab.nbytes for slab in self._slabs], len(members), self._most, first)
         self._error: Exception | None = None
+
+    def connect(self) -> None:
+        """Sends nothing to all: backends connect processes when they first send, and do not wait for them for long."""
+        self._send(np.zeros((self._rows, self._unit // 4), np.uint32))
 
     def run(self, error: Exception | None) -> Exception | None:
         """Fills the memory. Returns the first error of reading, or the one given, with which nothing is read."""
         self._error = error
         messages = ahead([functools.partial(self._message, one) for one in self._rounds])
         for dealt, message in zip(self._rounds, messages, strict=True):
-            try:
-                came = devices.exchange(message, self._members, self._call.check_all)
-            except (ValueError, RuntimeError) as error:
-                raise PeerError(
-                    f"{self._source.path}: processes {few(tuple(map(str, self._members)))} read it together, and one "
-                    f"of them cannot be reached any more: {error}"
-                ) from error
+            came = self._send(message)
             for sender, numbers in enumerate(dealt):
-                self._take(numbers, came[sender].view(np.uint8))
+                if not self._error:
+                    try:
+                        self._take(sender, numbers, came[sender].view(np.uint8))
+                    except Exception as error:
+                        self._error = error
         return self._error
+
+    def _send(self, message: np.ndarray) -> np.ndarray:
+        try:
+            return devices.exchange(message, self._members, self._call.check_all)
+        except TreeringError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            raise PeerError(
+                f"{self._source.path}: processes {few(tuple(map(str, self._members)))} read it together, and what one "
+                f"of them was to send did not come: {error}"
+            ) from error
+
+    @property
+    def _rows(self) -> int:
+        return 1 if self._alike else len(self._members)
 
     def _cut(self) -> list[_Slab]:
         """The slabs of all items, in the order of the disk."""
@@ -316,24 +347,33 @@ class _Exchange:
         return [slab for _, slab in sorted(found, key=operator.itemgetter(0))]
 
     def _message(self, dealt: Sequence[Sequence[int]]) -> np.ndarray:
-        """What this process sends in a round, read from the disk; after an error as many zeros."""
-        rows = 1 if self._alike else len(self._members)
-        size = max(map(self._nbytes, dealt))
-        message = np.zeros((rows, round_up(max(size, 1), self._unit) // 4), np.uint32)
+        """What this process sends in a round, read from the disk; after an error only that there is one."""
+        size = _UNIT + max(map(self._nbytes, dealt))
+        message = np.zeros((self._rows, round_up(size, self._unit) // 4), np.uint32)
         numbers = dealt[self._me]
         if numbers and not self._error:
             try:
                 wanted = [(self._items[slab.item].entry, slab.box) for slab in map(self._slabs.__getitem__, numbers)]
                 arrays = self._source.read(wanted, verify=self._verify, mmap=False)
-                for row in range(rows):
-                    for n, part, memory in self._parts(numbers, row, message[row].view(np.uint8)):
+                for row, own in enumerate(message.view(np.uint8)):
+                    for n, part, memory in self._parts(numbers, row, own):
                         memory[...] = arrays[n][slices(part, wanted[n][1])]
             except Exception as error:
                 self._error = error
+        for own in message.view(np.uint8):
+            _seal(own, self._call.index, whole=not self._error)
         return message
 
-    def _take(self, numbers: Sequence[int], message: np.ndarray) -> None:
-        """Copies what came from one process to where it belongs."""
+    def _take(self, sender: int, numbers: Sequence[int], message: np.ndarray) -> None:
+        """Copies what came from one process to where it belongs; of one that has failed all will hear at the end."""
+        process = self._members[sender]
+        if (is_whole := _sealed(message, process)) is None:
+            raise PeerError(
+                f"{self._source.path}: expected what process {process} has read, found other bytes in what came from "
+                "it; nothing is restored"
+            )
+        if not is_whole:
+            return
         for n, part, memory in self._parts(numbers, 0 if self._alike else self._me, message):
             for box, array in self._own[self._slabs[numbers[n]].item]:
                 if (common := intersect(part, box)) is not None:
@@ -341,7 +381,7 @@ class _Exchange:
 
     def _parts(self, numbers: Sequence[int], row: int, message: np.ndarray) -> Iterator[tuple[int, Box, np.ndarray]]:
         """The parts of slabs in a row of messages: which of the `numbers`, its box, and its place in the message."""
-        at = 0
+        at = _UNIT  # behind the seal
         for n, number in enumerate(numbers):
             slab = self._slabs[number]
             dtype = dtypes.to_numpy(self._items[slab.item].entry.dtype)
@@ -373,6 +413,21 @@ class _Exchange:
                     for process in layout.holders[n]:
                         sizes[process] += round_up(size * math.prod(box_shape(common)), _UNIT)
         return max(sizes.values())
+
+
+def _seal(message: np.ndarray, process: int, *, whole: bool) -> None:
+    """Begins a message with what makes sure that it arrives: its checksum, whether it is whole, and whose it is."""
+    message[8] = _WHOLE if whole else _FAILED
+    message[12:16].view(np.uint32)[0] = process
+    message[:8].view(np.uint64)[0] = xxhash.xxh3_64_intdigest(message[8:].data)
+
+
+def _sealed(message: np.ndarray, process: int) -> bool | None:
+    """Whether a message of a process is whole; None for one that is not as that process has sent it."""
+    good = message[:8].view(np.uint64)[0] == xxhash.xxh3_64_intdigest(message[8:].data)
+    if not good or message[12:16].view(np.uint32)[0] != process or message[8] not in (_WHOLE, _FAILED):
+        return None
+    return bool(message[8] == _WHOLE)
 
 
 def _holders(layout: Layout, box: Box) -> tuple[int, ...]:

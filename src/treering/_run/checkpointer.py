@@ -15,7 +15,7 @@ from .._core.entries import step_number
 from .._core.leaf_paths import few
 from .._core.tracebacks import methods_at_the_caller
 from .._processes import coordinator
-from .._processes.coordinator import Call
+from .._processes.calls import Call
 from .._processes.preemption import Preemption
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._processes import consistency
-from .._processes.coordinator import Call
+from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.match import Policy
 from ..formats.treering import summary

@@ -14,7 +14,7 @@ from .._core import html
 from .._core.readable import nbytes
 from .._core.source import Written
 from .._processes import coordinator
-from .._processes.coordinator import Call
+from .._processes.calls import Call
 from .._pytree import devices
 from .._pytree.on_demand import Supply
 from .._pytree.staging import Staging

@@ -17,7 +17,7 @@ from .. import formats, stores
 from .._core.entries import step_number
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
-from .._processes.coordinator import Call
+from .._processes.calls import Call
 from .._pytree import devices
 from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool

@@ -11,16 +11,19 @@ from .pool import start
 T = TypeVar("T")
 
 
-class _Job:
-    """A job that is done in a thread of its own, or where none can be started by whoever asks for the result."""
+class Job:
+    """Work that is done in a thread of its own, or where none can be started at once.
 
-    def __init__(self, work: Callable[[], Any]):
+    `daemon`: a program that ends does not wait for it.
+    """
+
+    def __init__(self, work: Callable[[], Any], *, daemon: bool = False):
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
         self._done = Latch()
         try:
-            start(threading.Thread(target=self._run, name="treering-ahead", daemon=False))
+            start(threading.Thread(target=self._run, name="treering-ahead", daemon=daemon))
         except SaveError:
             self._run()
 
@@ -31,10 +34,12 @@ class _Job:
             self._error = error
         self._done.set()
 
-    def wait(self) -> None:
-        self._done.wait()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is done, at most `timeout` seconds; returns whether it is."""
+        return self._done.wait(timeout)
 
     def result(self) -> Any:
+        """What the work returned. Raises what it raised."""
         self._done.wait()
         if self._error:
             raise self._error
@@ -46,12 +51,12 @@ def ahead(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
 
     Raises what a job raises, when its turn comes. When the caller stops early, no job goes on.
     """
-    upcoming = _Job(jobs[0]) if jobs else None
+    upcoming = Job(jobs[0]) if jobs else None
     try:
         for n in range(len(jobs)):
             assert upcoming
             result = upcoming.result()
-            upcoming = _Job(jobs[n + 1]) if n + 1 < len(jobs) else None
+            upcoming = Job(jobs[n + 1]) if n + 1 < len(jobs) else None
             yield result
             del result  # or the caller would hold two
     finally:

@@ -19,7 +19,7 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
 from ..._processes.assignment import Piece, Share
-from ..._processes.coordinator import Call
+from ..._processes.calls import Call
 from ..._pytree.leaves import Catalogue
 from ..._pytree.on_demand import Supply
 from ..._threads.pool import ThreadPool

@@ -1,0 +1,370 @@
+"""A call of all processes of a job, as one of them makes it, through the key-value store of `jax.distributed`.
+
+Never through device collectives, so that it may happen in a background thread, and never through the store's barriers:
+one that timed out stays broken. Each process hears those below it in a tree (see `tree`) and sends their values on with
+its own; process 0 publishes its decision, which all read. In a call, each process renews its heartbeat; one whose
+heartbeat stops for `timeout` seconds is taken for dead by the process that hears it, and that fails the call for all.
+
+A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
+out disturbs no call of another kind. Its keys: ``heartbeat/0/3`` is what process 3, which process 0 hears, is doing, or
+what it failed with; ``0/0/3`` is its value in the first exchange, with those that it hears, and ``0/answer`` the
+decision of process 0.
+
+A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
+have given up. All make the calls of the main thread in one order, and ``treering/now/0/3`` is the latest that process 3
+has begun there: a process that waits for one that has gone on gives up early, and so catches up with the others.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from .. import errors
+from .._threads.pool import start
+from ..errors import PeerError, TreeringError
+from . import tree
+
+_LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
+_KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
+_MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
+_FAILED = "failed "
+_NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
+_EVERYONE = (
+    "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
+    'processes="this" saves one process\'s data alone'
+)
+
+
+@dataclasses.dataclass
+class History:
+    """The calls that a process has made.
+
+    `counts` has the number of the last one, by what it does; `over` those that are over, and since when; `ordinal` is
+    that of the latest which the main thread has begun.
+    """
+
+    counts: collections.OrderedDict[str, int] = dataclasses.field(default_factory=collections.OrderedDict)
+    over: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=collections.deque)
+    ordinal: int = 0
+
+
+_history = History()
+
+
+def _heard(index: int) -> str:
+    """The place of a process among the keys of its kind: those that one process hears are listed at once."""
+    return f"{tree.parent(index) if index else 'first'}/{index}"
+
+
+def _now_of(index: int) -> str:
+    return _NOW + _heard(index)
+
+
+def _encoded(error: BaseException) -> str:
+    kind = type(error).__name__ if isinstance(error, TreeringError) else ""
+    text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
+    return _FAILED + msgspec.json.encode([kind, text]).decode()
+
+
+def _decoded(failure: str, index: int) -> TreeringError:
+    """The error that a process has failed with, as the others raise it."""
+    kind, text = msgspec.json.decode(failure.removeprefix(_FAILED))
+    return getattr(errors, kind, PeerError)(text if text.startswith("process ") else f"process {index}: {text}")
+
+
+class MultiProcess:
+    """A call that every process of the job makes."""
+
+    def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History | None = None):
+        self.index, self.count, self.undecided = index, count, False
+        self._client, self._what, self.timeout = client, what, tree.timeout(timeout, count)
+        self._history = history or _history
+        self._children = tree.children(index, count)
+        self._heartbeat_seconds = min(tree.heartbeat_seconds(count), self.timeout / 4)
+        self._poll_seconds = min(tree.poll_seconds(count), self.timeout / 4)
+        self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
+        self._exchanges = 0  # that have begun
+        self._answered = 0  # those, in process 0
+        self._doing = "beginning"
+        self._cancelled: BaseException | None = None
+        self._heard_of_failure = False
+        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and its age in seconds
+        self._looked = time.monotonic()
+        self._ended = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
+        self._heartbeat: threading.Thread | None = None
+        self._ordered = threading.current_thread() is threading.main_thread()
+        self._ordinal = 0
+        self._met = False  # whether process 0 was seen in this call
+        self._ahead: dict[int, float] = {}  # since when a process is seen in a later call
+        if self._ordered:  # a call that fails below counts as well
+            self._history.ordinal += 1
+            self._ordinal = self._history.ordinal
+        self._number = self._next()
+        try:
+            while index and self._get(self._heartbeat_of(0), "").startswith(f'{_FAILED}["PeerError"'):
+                self._number = self._next()  # process 0 has made that call without this process
+        except PeerError:
+            self._uncount()
+            raise
+
+    def doing(self, what: str) -> None:
+        self._doing = what
+        if self.count <= tree.FAN_OUT:  # or all would say so at once
+            self._wake.put(None)
+        if self._heartbeat is None:
+            self._heartbeat = threading.Thread(target=self._beat, name="treering-heartbeat", daemon=True)
+            start(self._heartbeat)
+
+    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        exchange = self._next_exchange()
+        values = self._gather(exchange, mine)
+        if not self.index:
+            return self._answer(exchange, decide([values[index] for index in range(self.count)]))
+        self.undecided = True  # before the value is sent: one whose sending failed may have arrived all the same
+        self._set(f"{exchange}/{tree.parent(self.index)}/{self.index}", values)
+        return self._received(exchange)
+
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
+        exchange = self._next_exchange()
+        return self._received(exchange) if self.index else self._answer(exchange, decide())
+
+    def check(self) -> None:
+        if self.index and (self.count <= tree.FAN_OUT or time.monotonic() - self._looked >= self._poll_seconds):
+            self._check([0])
+
+    def check_all(self) -> None:
+        self._check([*([0] if self.index else []), *self._children])
+
+    def cancel(self, reason: BaseException) -> None:
+        self._cancelled = reason
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.put(None)
+        if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: the thread ends when it begins
+            self._heartbeat.join(self.timeout)  # so that no heartbeat overwrites the failure that is put there next
+        if isinstance(error, PeerError) and self.index and not self._met:
+            self._withdraw()
+        elif error:
+            try:
+                self._put(self._heartbeat_of(self.index), _encoded(error))
+                if not self.index:  # in the place of the answer that the others wait for, or will
+                    self._put(f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer", _encoded(error))
+            except PeerError:  # process 0 is gone, and the store with it
+                return
+        if not self.index:
+            self._history.over.append((time.monotonic(), self.name))
+            self._delete_old()
+
+    def _withdraw(self) -> None:
+        """Removes the traces of a call that process 0 has not made."""
+        self._uncount()
+        with contextlib.suppress(PeerError):
+            self._reach(self._client.key_value_delete, self._heartbeat_of(self.index))
+
+    def _uncount(self) -> None:
+        """Gives the number of this call to the next one of its kind, for process 0 has not used it yet."""
+        counts = self._history.counts
+        if counts.get(self._what) == self._number:
+            counts[self._what] -= 1
+
+    # In processes that hear others
+
+    def _gather(self, exchange: int, mine: Any) -> dict[int, Any]:
+        """The values of this process and of all that it hears, and those of whom they hear."""
+        values: dict[int, Any] = {self.index: mine}
+        missing = list(self._children)
+        while missing:
+            for index, text in self._listed(f"{self.name}/{exchange}/{self.index}/").items():
+                if index in missing:
+                    values.update(msgspec.json.decode(text, type=dict[int, Any]))
+            missing = [index for index in missing if index not in values]
+            if missing:
+                self._check([*([0] if self.index else []), *missing])
+                self._await(f"{exchange}/{self.index}/{missing[0]}")
+        return values
+
+    # In process 0
+
+    def _answer(self, exchange: int, answer: Any) -> Any:
+        self._set(f"{exchange}/answer", answer)
+        self._answered = exchange + 1
+        return answer
+
+    def _delete_old(self) -> None:
+        over = self._history.over
+        while over and time.monotonic() - over[0][0] > _KEEP_KEYS_SECONDS:
+            self._reach(self._client.key_value_delete, f"{over.popleft()[1]}/")
+
+    # In the other processes
+
+    def _received(self, exchange: int) -> Any:
+        while (text := self._await(f"{exchange}/answer")) is None:
+            try:
+                self._check([0])
+            except TreeringError:
+                if not self._heard_of_failure:
+                    raise
+                # Process 0 may have failed after it had answered, and then its answer holds.
+                if (text := self._get(f"{self.name}/{exchange}/answer", None)) is None:
+                    self.undecided = False
+                    raise
+                break
+        self.undecided, self._met = False, True
+        if text.startswith(_FAILED):
+            raise _decoded(text, 0)
+        return msgspec.json.decode(text)
+
+    # In all processes
+
+    def _check(self, awaited: list[int]) -> None:
+        """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
+        if self._cancelled:
+            raise self._cancelled
+        heartbeats = self._listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
+        if 0 in awaited:
+            heartbeats[0] = self._get(self._heartbeat_of(0), "")
+        now = time.monotonic()
+        since = min(now - self._looked, self._heartbeat_seconds)  # a job that was stopped as a whole is not dead
+        self._looked = now
+        for index in awaited:
+            heartbeat = heartbeats.get(index, "")
+            if heartbeat.startswith(_FAILED):
+                self._heard_of_failure = True
+                raise _decoded(heartbeat, index)
+            before, silence = self._silent.get(index, ("", 0.0))
+            self._silent[index] = heartbeat, silence + since if heartbeat == before else 0.0
+        self._met = self._met or bool(self._silent.get(0, ("",))[0])
+        silent = [index for index in awaited if self._silent[index][1] > self.timeout]
+        if silent:
+            self._raise_silent(silent)
+        if self._ordered:  # a process that was seen in this call is in it, however slow
+            self._check_gone([index for index in awaited if not self._silent[index][0]], now)
+
+    def _check_gone(self, quiet: list[int], now: float) -> None:
+        """Raises `PeerError` when a process in `quiet` has gone on to a call that this process has not reached."""
+        if not quiet:
+            return
+        latest = self._listed(f"{_NOW}{self.index}/") if quiet != [0] else {}
+        if 0 in quiet:
+            latest[0] = self._get(_now_of(0), _NOWHERE)
+        for index in quiet:
+            what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
+            if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
+                self._ahead.pop(index, None)
+            elif now - self._ahead.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
+                raise PeerError(
+                    f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
+                    f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
+                )
+
+    def _raise_silent(self, silent: list[int]) -> None:
+        seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
+        shown = []
+        for index, doing in list(seen.items())[:5]:
+            what = "" if doing else msgspec.json.decode(self._get(_now_of(index), _NOWHERE))[0]
+            elsewhere = "not in this call" + (f"; its last is {what}" if what else "")
+            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere})")
+        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+        hint = "; it is dead or cut off, and nothing was committed"
+        if self.undecided:
+            hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
+        if not any(seen.values()):
+            hint = _EVERYONE
+        raise PeerError(f"{self._what}: nothing heard for {self.timeout:g} s from {', '.join(shown)}{more}{hint}")
+
+    def _beat(self) -> None:
+        try:
+            for beat in itertools.count():
+                if (
+                    not beat and self._ordinal == self._history.ordinal
+                ):  # even if the call is over: the others look for this process
+                    where = [self._what, self._number, self._ordinal]
+                    self._put(_now_of(self.index), msgspec.json.encode(where).decode())
+                if self._ended:
+                    return
+                self._put(self._heartbeat_of(self.index), f"{beat} {self._doing}")
+                with contextlib.suppress(queue.Empty):
+                    self._wake.get(timeout=self._heartbeat_seconds)
+        except PeerError:  # process 0 is gone, and the store with it; the thread that waits for it finds out
+            return
+
+    def _next_exchange(self) -> int:
+        self._exchanges += 1
+        return self._exchanges - 1
+
+    @property
+    def name(self) -> str:
+        return f"treering/{self._hash}/{self._number}"
+
+    def _heartbeat_of(self, index: int) -> str:
+        return f"{self.name}/heartbeat/{_heard(index)}"
+
+    def _next(self) -> int:
+        """The number of the next call of this kind."""
+        counts = self._history.counts
+        n = counts.pop(self._what, -1) + 1
+        counts[self._what] = n
+        if len(counts) > _MAX_COUNTED_CALLS:
+            counts.popitem(last=False)
+        return n
+
+    def _set(self, key: str, value: Any) -> None:
+        self._put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
+
+    def _put(self, key: str, text: str) -> None:
+        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
+
+    def _listed(self, directory: str) -> dict[int, str]:
+        """The values below a key by process."""
+        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
+        named = ((key.rpartition("/")[2], value) for key, value in found)
+        return {int(name): value for name, value in named if name.isdigit()}
+
+    def _await(self, key: str) -> str | None:
+        """The value of a key; None when there is none after `_poll_seconds`."""
+        get, milliseconds = self._client.blocking_key_value_get, int(self._poll_seconds * 1000)
+        return self._reach(get, f"{self.name}/{key}", milliseconds, absent=("DEADLINE_EXCEEDED", None))
+
+    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
+        """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.
+
+        `absent`: a part of the error's text that says there is no such key, and what to return then.
+        """
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append((ask(*args), None))
+            except RuntimeError as error:
+                found.append((None, error))
+
+        if self.index == 0:  # the store is in this process
+            work()
+        else:  # its client waits for ever for a process 0 that stands still
+            thread = threading.Thread(target=work, name="jax-store", daemon=True)
+            start(thread)
+            thread.join(self.timeout)
+        if not found:
+            raise PeerError(f"{self._what}: process 0 has not answered for {self.timeout:g} s")
+        value, error = found[0]
+        if error is None:
+            return value
+        if absent[0] and absent[0] in str(error):
+            return absent[1]
+        raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error
