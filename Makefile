@@ -7,11 +7,13 @@ comma := ,
 
 FUZZ_SECONDS ?= 120
 
+BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhash
+
 # Python 3.13 as the machine has it: on the PATH, unless what is there only says that pyenv has one; or of pyenv's.
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test quick lint docs bench torture torture-kills damage fuzz lowest newest clean
+.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-kills damage fuzz lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -41,6 +43,16 @@ docs: $(VENV)/docs
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write docs/benchmarks.md
 
+# On a machine with a GPU and a JAX that uses it, as CUDA images have; takes less than ten minutes. What it needs beside JAX it
+# takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.
+gpu:
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
+	env -u JAX_PLATFORMS PYTHONPATH=src .venv-gpu/bin/python -m benchmarks.gpu --write docs/benchmarks.md
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --only-binary :all: --no-deps --dest wheels $(BESIDE_JAX)
+
 # Every attack and a few thousand flipped bits, counted.
 damage: $(VENV)/test
 	PYTHONPATH=tests $(RUN) -m attacks --write docs/evidence.md
@@ -66,7 +78,7 @@ torture-kills: $(VENV)/test
 	$(RUN) -m tests.torture.kills --write docs/evidence.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .fuzz
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz wheels
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

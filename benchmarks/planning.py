@@ -98,10 +98,11 @@ def _transformer(mesh: Mesh) -> Any:
     }
 
 
-def _child(kind: str) -> None:
+def _child(kind: str, processes: int = _PROCESSES) -> None:
     """What process 0 does; the others do all of it but the manifest."""
-    devices = [Device(n, n // _DEVICES) for n in range(_PROCESSES * _DEVICES)]
-    mesh = Mesh(np.array(devices).reshape(_PROCESSES, _DEVICES), ("fsdp", "tensor"))
+    devices = [Device(n, n // _DEVICES) for n in range(processes * _DEVICES)]
+    shape = (_PROCESSES, processes // _PROCESSES, _DEVICES)  # more processes are more replicas
+    mesh = Mesh(np.array(devices).reshape(shape), ("fsdp", "replica", "tensor"))
     walked = walk.walk(_hundred_shapes(mesh) if kind == "shapes" else _transformer(mesh))
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
@@ -110,11 +111,11 @@ def _child(kind: str) -> None:
     before = _forget_peak()
     begun = time.perf_counter()
     with gc_paused():  # as in a save
-        shares = assignment.plan(catalogue, _PROCESSES)
+        shares = assignment.plan(catalogue, processes)
         shards = assignment.to_stage(catalogue, _shards(catalogue, shares), shares, 0)
         pieces = assignment.pieces(entries, shards, shares, 0)
-        (file,) = layout.plan(entries, pieces, "0123456789ab", 0, _PROCESSES)
-        encoded = _manifest(walked, catalogue, shares, file)
+        (file,) = layout.plan(entries, pieces, "0123456789ab", 0, processes)
+        encoded = _manifest(walked, catalogue, shares, file, processes)
     taken = time.perf_counter() - begun
     peak = _memory("VmHWM:") - before
     assert len(manifest.decode(encoded, "manifest").leaves) == len(entries)
@@ -137,11 +138,13 @@ def _own(whole: Layout) -> list[Box]:
     return [box for box, holders in zip(whole.boxes, whole.holders, strict=True) if 0 in holders]
 
 
-def _manifest(walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], file: ArrayFile) -> bytes:
+def _manifest(
+    walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], file: ArrayFile, processes: int
+) -> bytes:
     """The manifest when every process has written a file like that of process 0."""
     size, header = len(file.header) + file.nbytes, len(file.header)
-    names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(_PROCESSES))
-    rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * _PROCESSES, lambda _: ()))
+    names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(processes))
+    rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * processes, lambda _: ()))
     return manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -170,4 +173,4 @@ def _memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1])
+    _child(sys.argv[1], *map(int, sys.argv[2:]))

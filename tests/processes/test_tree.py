@@ -1,0 +1,81 @@
+"""Large jobs: processes hear one another in a tree. Real jobs have a tree of few branches, one of 300 is simulated."""
+
+import itertools
+import pathlib
+
+import pytest
+from benchmarks import simulation
+
+from jobs import run_job
+from treering._processes import tree
+
+FEW = "from treering._processes import tree; tree.FAN_OUT = 2"
+KILLED = -9
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 65, 66, 4_161, 4_162, 100_000])
+def test_everybody_is_heard_once(count: int) -> None:
+    heard = list(itertools.chain.from_iterable(tree.children(index, count) for index in range(count)))
+    assert heard == list(range(1, count))
+    assert all(tree.parent(child) == index for index in (0, 1, 64, 1_000) for child in tree.children(index, count))
+    assert max(len(tree.children(index, count)) for index in range(min(count, 100))) <= tree.FAN_OUT
+
+
+def test_signs_of_life_do_not_drown_the_store() -> None:
+    for count in (1, 64, 2_000, 10_000, 100_000):
+        assert count / tree.heartbeat_seconds(count) <= 2_000
+        assert tree.timeout(30, count) >= min(4 * tree.heartbeat_seconds(count), 30)
+        assert tree.timeout(500, count) >= 500
+    assert tree.timeout(3, 2_000) == 3 and tree.heartbeat_seconds(2_000) == 1
+
+
+@pytest.mark.slow
+def test_sixteen_processes_save_and_restore_through_four_levels(tmp_path: pathlib.Path) -> None:
+    body = """
+    value = np.arange(16 * 64.0, dtype=np.float32).reshape(16, 64)
+    with tr.Checkpointer(tmp / "run", keep=tr.keep.last(2), save_every=2) as ckpts:
+        for step in range(5):
+            ckpts.save(step, {"rows": put(value + step, P("x")), "all": np.full(5, step), "n": step})
+    with tr.Checkpointer(tmp / "run") as ckpts:
+        found = ckpts.restore({"rows": put(value, P("x")), "all": np.zeros(5, int), "n": 0})
+    report([same(found["rows"], value + 4), found["all"].tolist(), found["n"], ckpts.restored_step, ckpts.steps])
+    """
+    results = run_job(tmp_path, _dedented(body), processes=16, devices=1, before=FEW, timeout=240)
+    assert [result.report for result in results] == [[True, [4] * 5, 4, 4, [2, 4]]] * 16
+
+
+@pytest.mark.slow
+def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: pathlib.Path) -> None:
+    body = """
+    tree = {"n": np.arange(3), "x": put(np.arange(14.0), P("x"))}
+    errors = [caught(tr.save, tmp / "a", {**tree, "n": np.arange(3) + (INDEX == 6)})]
+    errors.append(caught(tr.save, tmp / "a", {**tree, **({"o": object()} if INDEX == 5 else {"o": 1})}))
+    errors.append(caught(tr.save, tmp / "a", tree))
+    if INDEX == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors.append(caught(tr.save, tmp / "b", tree, timeout=3))
+    report(errors)
+    while INDEX == 0 and not all((tmp / f"report-{n}.json").exists() for n in (1, 2, 3, 5, 6)):
+        time.sleep(0.1)
+    """
+    options = {"before": FEW, "recoverable": True, "timeout": 240}
+    results = run_job(tmp_path, _dedented(body), processes=7, devices=2, expect={4: KILLED}, **options)
+    for index, result in enumerate(results):
+        if index == 4:
+            continue
+        differs, refused, fine, dead = result.report
+        assert differs[0] == "MismatchError" and "n: process 0 has" in differs[1] and "process 6" in differs[1]
+        assert refused[0] == "UnsupportedError" and "builtins.object" in refused[1]
+        assert fine is None
+        assert dead[0] == "PeerError" and "process 4" in dead[1], dead
+
+
+def test_a_simulated_job_agrees_and_misses_the_dead() -> None:
+    outcome = simulation.simulate(80)
+    assert outcome.heard == 64
+    assert outcome.agreed < 3 and outcome.noticed < 45
+    assert outcome.calm <= 1.1 * 80
+
+
+def _dedented(body: str) -> str:
+    return "\n".join(line.removeprefix("    ") for line in body.splitlines())
