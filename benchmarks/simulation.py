@@ -133,6 +133,8 @@ class Client:
         self._server = server
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        if key in self._server.values and not allow_overwrite:
+            raise RuntimeError("ALREADY_EXISTS")
         self._server.ask(lambda: self._server.set(key, value), len(value))
 
     def key_value_try_get(self, key: str) -> str:

@@ -160,8 +160,11 @@ class MultiProcess:
         elif error:
             try:
                 self._put(self._heartbeat_of(self.index), _encoded(error))
-                if not self.index:  # in the place of the answer that the others wait for, or will
-                    self._put(f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer", _encoded(error))
+                if (
+                    not self.index
+                ):  # in the place of the answer that the others wait for, or will: one that is there holds
+                    key = f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer"
+                    self._reach(self._client.key_value_set, key, _encoded(error), absent=("ALREADY_EXISTS", None))
             except PeerError:  # process 0 is gone, and the store with it
                 return
         if not self.index:
