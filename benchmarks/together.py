@@ -1,0 +1,162 @@
+"""Restoring in several processes from a disk that all share, each for itself and once for all.
+
+The disk is a double of 200 MB/s for all processes together, which forgets what it has read: a network file system whose
+clients are different hosts. `python -m benchmarks.together --write docs/scale.md`; a process of the job is the same
+with what it needs to know as arguments.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import pathlib
+import re
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import treering as tr
+from treering import stores
+from treering.stores.posix import Disk
+
+from .table import markdown
+
+_RATE = 200e6  # bytes a second
+_PROCESSES = (4, 8)
+_LEAVES, _SHAPE = 96, (1_024, 1_024)  # float32: 403 MB
+_REPEATS = 3
+_MARKS = ("<!-- together -->", "<!-- end of together -->")
+_TARGETS = {"replicated": PartitionSpec(), "rows": PartitionSpec("x"), "columns": PartitionSpec(None, "x")}
+
+
+class SharedDisk(Disk):
+    """Reads so many bytes a second, of all processes together, and counts them."""
+
+    def __init__(self, clock: str):
+        self.nbytes = 0
+        self._clock = clock
+
+    def is_local(self, fd: int) -> bool:
+        return False
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        found = super().read(fd, buffer, offset)
+        self.nbytes += found
+        with open(self._clock, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (free,) = struct.unpack("d", file.read(8))
+            free = max(free, time.monotonic() - 0.02) + found / _RATE
+            file.seek(0)
+            file.write(struct.pack("d", free))
+            file.flush()
+        time.sleep(max(0.0, free - time.monotonic()))
+        return found
+
+
+def measure(directory: str) -> Iterator[list[str]]:
+    tree = {f"w{n}": np.full(_SHAPE, n, np.float32) for n in range(_LEAVES)}
+    saved = os.path.join(directory, "saved")
+    tr.save(saved, tree)
+    needed = sum(value.nbytes for value in tree.values())
+    for count in _PROCESSES:
+        for what in _TARGETS:
+            found = {read: _job(directory, count, what, read) for read in ("each", "once")}
+            each, once = (statistics.median(seconds for seconds, _ in found[read]) for read in ("each", "once"))
+            shares = [found[read][0][1] / needed for read in ("each", "once")]
+            yield [
+                f"{count} processes, {what}",
+                f"{shares[0]:.3f}",
+                f"{shares[1]:.3f}",
+                f"{each:.2f} s",
+                f"{once:.2f} s",
+                f"{each / once:.1f} ×",
+            ]
+
+
+def _job(directory: str, count: int, what: str, read: str) -> list[tuple[float, int]]:
+    """The seconds of each restore, from the first process to begin until the last is done, and the bytes read."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pathlib.Path(directory, "clock").write_bytes(struct.pack("d", 0.0))
+    command = [sys.executable, "-m", "benchmarks.together", "--child"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [*command, json.dumps([address, count, index, directory, what, read])],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(count)
+    ]
+    outputs = [process.communicate()[0].splitlines()[-1] for process in running]
+    rounds = zip(*map(json.loads, outputs), strict=True)
+    return [
+        (max(end for _, end, _ in one) - min(begin for begin, _, _ in one), sum(n for *_, n in one)) for one in rounds
+    ]
+
+
+def _child(address: str, count: int, index: int, directory: str, what: str, read: Any) -> None:
+    jax.distributed.initialize(address, count, index)
+    disk = SharedDisk(os.path.join(directory, "clock"))
+    stores.register(stores.Filesystem(disk))
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), _TARGETS[what])
+    like = {f"w{n}": jax.ShapeDtypeStruct(_SHAPE, np.float32, sharding=sharding) for n in range(_LEAVES)}
+    found: list[tuple[float, float, int]] = []
+    for turn in range(_REPEATS + 1):
+        disk.nbytes = 0
+        _meet(f"{turn}")
+        begun = time.monotonic()
+        restored = jax.block_until_ready(tr.restore(os.path.join(directory, "saved"), like, read=read))
+        found.append((begun, time.monotonic(), disk.nbytes))
+        for name, array in restored.items():
+            for shard in array.addressable_shards:
+                assert (np.asarray(shard.data) == int(name[1:])).all()
+        del restored
+        _meet(f"{turn} done")
+    print(json.dumps(found[1:]))  # the first compiles, and connects the processes
+
+
+def _meet(name: str) -> None:
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    state.client.wait_at_barrier(name, 600_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", type=pathlib.Path)
+    parser.add_argument("--child")
+    arguments = parser.parse_args()
+    if arguments.child:
+        _child(*json.loads(arguments.child))
+        return
+    head = ["job", "read ÷ needed, each", "read ÷ needed, once", "each", "once", "quicker"]
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        text = markdown(head, list(measure(os.path.abspath(directory))))
+    print(text)
+    if arguments.write:
+        begin, end = map(re.escape, _MARKS)
+        page = re.sub(
+            f"{begin}.*{end}",
+            lambda _: f"{_MARKS[0]}\n\n{text}\n{_MARKS[1]}",
+            arguments.write.read_text(),
+            flags=re.DOTALL,
+        )
+        arguments.write.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
