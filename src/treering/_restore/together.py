@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import operator
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _WORTH = 1.05  # times what is needed, up to which each process may as well read
 _MOST_RECEIVERS = 1024  # processes; among more of them, who gets which part of an array would take too long to work out
 _UNIT = 16  # bytes, at multiples of which parts of a message begin; the first such is its seal
 _WHOLE, _FAILED = 1, 2
+_LOOKS, _LOOK_SECONDS = 20, 0.1  # after a transfer that failed
 
 _NO_IDENTITY = "the format records nothing by which processes can tell that they read the same checkpoint"
 
@@ -323,6 +325,11 @@ class _Exchange:
         except TreeringError:
             raise
         except (ValueError, RuntimeError) as error:
+            for _ in range(
+                _LOOKS
+            ):  # at what the others say: the transfer does not know which of them has ended, and why
+                self._call.check_all()
+                time.sleep(_LOOK_SECONDS)
             raise PeerError(
                 f"{self._source.path}: processes {few(tuple(map(str, self._members)))} read it together, and what one "
                 f"of them was to send did not come: {error}"
