@@ -33,8 +33,8 @@ from .table import markdown
 
 _RATE = 200e6  # bytes a second
 _PROCESSES = (4, 8)
-_LEAVES, _SHAPE = 96, (1_024, 1_024)  # float32: 403 MB
-_REPEATS = 3
+_LEAVES, _SHAPE = 64, (1_024, 1_024)  # float32: 268 MB
+_REPEATS = 2
 _MARKS = ("<!-- together -->", "<!-- end of together -->")
 _TARGETS = {"replicated": PartitionSpec(), "rows": PartitionSpec("x"), "columns": PartitionSpec(None, "x")}
 
