@@ -415,9 +415,9 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
     tr.save(tmp / "a", {"w": put(value, P("x"))})
     tr.save(tmp / "b", {"w": put(value, P(None, "x"))})
     sync("saved")
-    from treering._restore import together
+    from treering._restore import sharing
     from treering._run import latest_good
-    shared, opened, attempts = together.shared, latest_good.open_one, []
+    shared, opened, attempts = sharing.shared, latest_good.open_one, []
     def replaced(*args, **options):  # after process 0 has opened it, and before process 1 does
         attempts.append(1)
         if INDEX == 0 and len(attempts) == 1:
@@ -429,7 +429,7 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
         while not (tmp / "moved").exists():
             time.sleep(0.05)
         return opened(*args)
-    together.shared = replaced
+    sharing.shared = replaced
     if INDEX == 1:
         latest_good.open_one = later
     found = tr.restore(tmp / "a", {"x": put(value)}, rules=[tr.rules.rename("w", "x")], read="once")

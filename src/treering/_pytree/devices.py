@@ -41,6 +41,7 @@ def start_copies(arrays: list[Any]) -> Iterator[Any]:
             arrays[n] = _alias(array)
             arrays[n].copy_to_host_async()
     numbers = iter(range(len(arrays)))
+    refused = False
     arrays.reverse()
     while arrays:
         array, n = arrays.pop(), next(numbers)  # and let go of it: what was collected is not to be held twice
@@ -49,7 +50,9 @@ def start_copies(arrays: list[Any]) -> Iterator[Any]:
             try:
                 array.block_until_ready()
             except RuntimeError as error:
-                _report_refusal(error)
+                if not refused:  # once, for thousands may follow
+                    _report_refusal(error)
+                refused = True
                 array = _alias(original)
         del original
         yield array

@@ -24,7 +24,7 @@ from .._pytree.leaves import is_function
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
-from . import match, positional, together
+from . import match, positional, sharing
 from . import place as _place
 from .match import Policy
 from .place import Where
@@ -214,7 +214,7 @@ def _values(
     passing = any(map(_leaves_host, targets, places))
     budget = _BUDGET if limit is None else limit
     with gc_paused():
-        joint = together.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
+        joint = sharing.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
@@ -222,7 +222,8 @@ def _values(
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
-    jobs = [functools.partial(reader.read, group.wanted, verify=verify, mmap=mmap) for group in groups]
+    read_group = devices.explicit()(reader.read)  # in another thread too, for a rule may compute with JAX
+    jobs = [functools.partial(read_group, group.wanted, verify=verify, mmap=mmap) for group in groups]
     # While one group is on its way to the devices the next one is read, but never by what other processes wait for.
     found = ahead(jobs) if passing and joint is None else (job() for job in jobs)
     with _progress.bar("restoring", total, progress) as moved:

@@ -1,0 +1,176 @@
+"""What several processes read together when they restore: they agree on it before anything is read."""
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from .. import stores
+from .._core import dtypes
+from .._core.boxes import Box, box_shape, byte_ranges, intersect
+from .._core.entries import ArrayEntry
+from .._core.source import Source, pieces
+from .._core.views import View
+from .._processes import consistency
+from .._processes.assignment import Layout, layout_of, owner
+from .._processes.calls import Call
+from .._pytree import devices
+from ..errors import MismatchError, UnsupportedError
+from . import place as _place
+from .place import Where
+from .targets import Target
+from .together import How, ReadTogether
+
+_log = logging.getLogger("treering")
+_CHECKED = 1 << 20  # bytes that are read and checked together
+_WORTH = 1.05  # times what is needed, up to which each process may as well read for itself
+_MOST_RECEIVERS = 1024  # processes; among more of them, who gets which part of an array would take too long to work out
+_NO_IDENTITY = "the format records nothing by which processes can tell that they read the same checkpoint"
+
+_Found = Mapping[str, tuple[ArrayEntry, Layout | None]]
+
+
+def shared(
+    call: Call | None,
+    source: Source,
+    targets: Sequence[Target],
+    places: Sequence[Where],
+    read: str | None,
+    *,
+    alike: Sequence[Any],
+) -> ReadTogether | None:
+    """A source that reads once for all processes of a call; None when each process is to read for itself.
+
+    read: "once", "each", or None for "once" when several processes need the same bytes, and no host has them at hand.
+    alike: what else must be the same in all processes for them to make the same steps.
+
+    Raises `MismatchError` and `UnsupportedError` when "once" is asked for and cannot be.
+    """
+    if call is None or call.count == 1:
+        return None
+    found = {
+        target.entry.path: (target.entry, _layout(target, place))
+        for target, place in zip(targets, places, strict=True)
+        if target.entry is not None
+    }
+    how = _plan(source, found, call.count)
+    elsewhere = [path for path, (_, layout) in found.items() if layout and owner(layout) not in (None, call.index)]
+    near = read is None and stores.of(source.path).is_local(source.path)
+    state = {
+        "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, *_rows(source, found, how)])),
+        "read": read or ("each" if near else None),
+        "problem": devices.can_exchange() if source.identity else _NO_IDENTITY,
+        "elsewhere": elsewhere,
+    }
+    chosen = consistency.decide(call, source.identity, state, functools.partial(_choose, source.path))
+    if chosen is None:
+        return None
+    for path in chosen["left out"]:
+        how.pop(path, None)
+    return ReadTogether(call, source, how) if any(how.values()) else None
+
+
+def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The arrays that each process reads for itself although they read together; None when they do not."""
+    wishes = {state["read"] for state in states}
+    if "each" in wishes:
+        return None
+    differing = next((n for n, state in enumerate(states) if state["plan"] != states[0]["plan"]), None)
+    problem = next((state["problem"] for state in states if state["problem"]), "")
+    kind = UnsupportedError
+    if not problem and differing is not None:
+        kind = MismatchError
+        problem = (
+            f"process {differing} restores other leaves, into other shardings or with other options than process 0"
+        )
+    if not problem:
+        return {"left out": sorted({one for state in states for one in state["elsewhere"]})}
+    if "once" in wishes:
+        raise kind(f"{path}: read='once': {problem}; read='each' lets every process read for itself")
+    _log.info("%s: every process reads for itself: %s", path, problem)
+    return None
+
+
+def _plan(source: Source, found: _Found, count: int) -> dict[str, How | None]:
+    """How each array is read."""
+    how = {path: _how(source, entry, layout, count) for path, (entry, layout) in found.items()}
+    if any(how.values()):
+        for path, (entry, layout) in found.items():  # what is small lies in blocks that are read with the rest
+            if how[path] is None and layout and 0 < entry.nbytes < _CHECKED * len(layout.boxes):
+                how[path] = _together(layout)
+    return how
+
+
+def _rows(source: Source, found: _Found, how: Mapping[str, How | None]) -> Iterator[Any]:
+    """What must be the same of each array in all processes: what it is, what it is made of, where it goes, how."""
+    for path, (entry, layout) in found.items():
+        made_of = [[one.path, box] for one, box in source.origins(path)] if isinstance(source, View) else []
+        split = layout is not None and owner(layout) is None
+        way = how[path] if split else None
+        together = way and [way.layout is not None, way.together]
+        yield [path, entry.dtype, entry.shape, made_of, _text(layout) if layout and split else "", together]
+
+
+def _layout(target: Target, where: Where) -> Layout | None:
+    """The spread of an array over processes; None for one that each process has for itself."""
+    if target.make == "key":
+        where = _place.of_key_data(where)
+    if where is None or target.make not in _place.IN_JAX or _place.on_one_device(where):
+        return None
+    assert target.entry is not None
+    layout = layout_of(where, target.entry.shape)
+    return None if where.is_fully_addressable else layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(layout: Layout) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([layout.boxes.cuts, layout.holders]))
+
+
+def _how(source: Source, entry: ArrayEntry, layout: Layout | None, count: int) -> How | None:
+    """How an array is read together; None when each process may as well read its boxes."""
+    if not math.prod(entry.shape):
+        return None
+    if layout is None:
+        return How(None, tuple(range(count)))
+    times, _ = _held(layout)
+    some = sorted({0, len(layout.boxes) // 2, len(layout.boxes) - 1})
+    size = dtypes.itemsize(entry.dtype)
+    needed = size * sum(math.prod(box_shape(layout.boxes[n])) for n in some)
+    waste = sum(_beside(source, entry, layout.boxes[n], size) for n in some) / needed
+    if times * (1 + waste) <= _WORTH:
+        return None
+    if waste > _WORTH - 1 and (how := _together(layout)):
+        return how
+    return How(layout, None) if times > 1 else None
+
+
+def _together(layout: Layout) -> How | None:
+    everyone = _held(layout)[1]
+    return How(layout, everyone) if 1 < len(everyone) <= _MOST_RECEIVERS else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(layout: Layout) -> tuple[float, tuple[int, ...]]:
+    """By how many processes a box of a layout is held on the average, and all that hold any."""
+    everyone = tuple(sorted(set(itertools.chain.from_iterable(set(layout.holders)))))
+    return sum(map(len, layout.holders)) / len(layout.boxes), everyone
+
+
+def _beside(source: Source, entry: ArrayEntry, box: Box, itemsize: int) -> int:
+    """About how many bytes are read with a box that are not in it; whole pieces are taken to lie side by side."""
+    found = 0
+    for _, piece in pieces(source, entry, box):
+        inner = intersect(piece, box)
+        if inner is None or inner == piece:
+            continue
+        within = tuple((a - first, b - first) for (a, b), (first, _) in zip(inner, piece, strict=True))
+        for begin, end in byte_ranges(box_shape(piece), within, itemsize, _CHECKED):
+            found += end - begin + _CHECKED
+        found -= itemsize * math.prod(box_shape(inner))
+    return found
