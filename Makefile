@@ -24,7 +24,7 @@ test: $(VENV)/test
 	$(RUN) -m pytest -m slow
 
 quick: $(VENV)/test
-	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest -m "not slow and not long" -n 2
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test

@@ -55,6 +55,7 @@ def folder() -> Iterator[pathlib.Path]:
 # The library
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CHECKED]
 )
@@ -77,6 +78,7 @@ def test_every_fsync_and_every_order_matters(folder: pathlib.Path) -> None:
     assert len(caught) > 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "break_it"),
     [

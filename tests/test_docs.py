@@ -41,6 +41,7 @@ def handlers_of_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,6 +54,7 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
         exec(compile("\n" * line + match[1], page, "exec"), scope)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()

@@ -16,7 +16,7 @@ import treering as tr  # noqa: E402
 import treering.keras as tk  # noqa: E402
 from treering.keras.variables import variables  # noqa: E402
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.long]
 X = np.linspace(-1, 1, 64, dtype="float32").reshape(32, 2)
 Y = X.sum(1, keepdims=True)
 

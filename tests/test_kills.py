@@ -11,6 +11,8 @@ import pytest
 from torture.interrupts import INTERRUPTED
 from torture.scenarios import SCENARIOS
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("save", "overwrite"))) for name in SCENARIOS]

@@ -102,6 +102,7 @@ def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
         assert str(error("one sentence")) == "one sentence"
 
 
+@pytest.mark.long
 def test_type_checkers_see_the_names_that_exist(tmp_path: pathlib.Path) -> None:
     lines = [f"reveal_type(tr.{name})" for name in dir(tr) if not name.startswith("__")]
     (tmp_path / "use.py").write_text("import treering as tr\n" + "\n".join(lines) + "\n")

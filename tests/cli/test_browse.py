@@ -42,6 +42,7 @@ def label(app: Browser) -> str:
     return str(node.label) if node else ""
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_walked_through_by_keys(run: pathlib.Path) -> None:
     async def do(app: Browser, pilot: Any) -> None:
         await pilot.press("j")
@@ -65,6 +66,7 @@ def test_a_checkpoint_is_walked_through_by_keys(run: pathlib.Path) -> None:
     drive([tr.open(run)], do)
 
 
+@pytest.mark.long
 def test_a_search_unfolds_what_it_finds(run: pathlib.Path) -> None:
     async def do(app: Browser, pilot: Any) -> None:
         await pilot.press("slash", *"KERNEL", "enter")
@@ -100,6 +102,7 @@ def test_steps_of_a_run_are_opened_when_they_are_unfolded(run: pathlib.Path) -> 
     drive([list_run(run)], do)
 
 
+@pytest.mark.long
 def test_two_checkpoints_are_compared(run: pathlib.Path) -> None:
     async def do(app: Browser, pilot: Any) -> None:
         await pilot.press("slash", *"step", "enter")
@@ -120,6 +123,7 @@ def test_two_checkpoints_are_compared(run: pathlib.Path) -> None:
     drive([tr.open(run, step=1), tr.open(run, step=2)], do)
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_leaves_stall_nothing(tmp_path: pathlib.Path) -> None:
     """Counts what is made, for times are not asserted: nothing takes more nodes at once than a group has."""
     tr.save(tmp_path / "c", {f"leaf{n:06}": n for n in range(100_000)})
@@ -137,6 +141,7 @@ def test_a_hundred_thousand_leaves_stall_nothing(tmp_path: pathlib.Path) -> None
     drive([tr.open(tmp_path / "c")], do)
 
 
+@pytest.mark.long
 def test_damage_is_a_message(run: pathlib.Path) -> None:
     (file,) = (run / "step-00000002").glob("arrays-*")
     file.chmod(0o644)

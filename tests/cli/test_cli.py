@@ -528,6 +528,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path) -> None:
         assert process.wait() == 128 + signal.SIGPIPE
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_it_without_a_traceback(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with subprocess.Popen([sys.executable, "-c", _SLEEPING], stderr=subprocess.PIPE, text=True) as process:
@@ -547,6 +548,7 @@ sys.exit(main.main(["ls"]))
 """
 
 
+@pytest.mark.long
 def test_colours_go_to_terminals_alone_and_narrow_ones_cut(run: str) -> None:
     import pty
 

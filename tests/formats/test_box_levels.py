@@ -107,6 +107,7 @@ def bits(tree: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_what_orbax_wrote_fits_its_own_template(tmp_path: pathlib.Path, name: str) -> None:
     tree, like = TREES[name](0), TREES[name](1)
@@ -146,6 +147,7 @@ def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
         tr.open(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str) -> None:
     tree, like = TREES[name](0), TREES[name](1)

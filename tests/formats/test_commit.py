@@ -130,6 +130,7 @@ def start_writer(path: pathlib.Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.long
 def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c"
     writer = start_writer(path)
@@ -151,6 +152,7 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
     assert tr.restore(path)["x"][0] == 2 and len(list(path.iterdir())) == 2
 
 
+@pytest.mark.long
 def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.Path, use_disk) -> None:
     """As where a lock is refused by the file system, and nobody removes the file."""
 

@@ -413,6 +413,7 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("test", FLAWS)
 def test_every_test_finds_a_flaw(
     test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

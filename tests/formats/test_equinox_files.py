@@ -408,6 +408,7 @@ def stateful(seed: int) -> tuple[Stateful, eqx.nn.State]:
 TEXT = "0/norm/axis_name, 0/rest/0, 0/rest/1"
 
 
+@pytest.mark.long
 def test_text_is_the_templates_as_equinox_has_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "treering")
     saved, like, path = stateful(0), stateful(1), tmp_path / "theirs.eqx"

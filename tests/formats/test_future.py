@@ -153,6 +153,7 @@ def test_it_is_never_passed_over(any_run: pathlib.Path) -> None:
     assert tr.restore(run, step=2)["n"] == 3 and listing(run) == before
 
 
+@pytest.mark.long
 def test_it_is_never_replaced_moved_or_deleted(any_part: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     run = any_part
     newest = run / "step-00000003"

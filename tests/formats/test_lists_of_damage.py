@@ -204,6 +204,7 @@ def assert_rest(path: Path, gone: set[str]) -> None:
     assert [place.name for place in path.parent.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_file_that_is_gone_is_named(tmp_path: Path, name: str) -> None:
     path, files = made(tmp_path, name)
@@ -246,6 +247,7 @@ def test_every_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> None:
                 file.write_bytes(whole[file])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHUNKED)
 def test_every_chunk_that_is_gone_is_named(tmp_path: Path, name: str) -> None:
     path, files = made(tmp_path, name)
@@ -269,6 +271,7 @@ def test_every_chunk_that_is_gone_is_named(tmp_path: Path, name: str) -> None:
     assert sorted(found) == sorted([*list(files)[::2], *list(chunks)[8:10]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, (step, _) in FORMATS.items() if step])
 def test_an_earlier_step_is_taken(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     (_, files), (step, save) = made(tmp_path, name), FORMATS[name]

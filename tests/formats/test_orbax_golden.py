@@ -96,6 +96,7 @@ def damage_of(path: Path) -> str | None:
     return "the item 'state'" if path.name == "deleted_checkpointable" else None
 
 
+@pytest.mark.long
 def test_they_are_there() -> None:
     assert len(GOLDEN) >= 44
     assert {path.relative_to(FOLDER).parts[0] for path in GOLDEN} >= {"v0_checkpoints", "v1_checkpoints"}
@@ -105,6 +106,7 @@ def test_they_are_there() -> None:
     assert sum(into(path, template()) is not None for path in GOLDEN) >= 37
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: "-".join(path.relative_to(FOLDER).parts))
 def test_what_orbax_reads(path: Path) -> None:
     direct, theirs, like = DIRECT in path.parts, whole(path), template()

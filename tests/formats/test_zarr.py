@@ -93,6 +93,7 @@ def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return data.view(kind).reshape(shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: Path, driver: Any, ocdbt: bool) -> None:
@@ -215,6 +216,7 @@ def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path
         zarr.read([(strict, ((0, 4),))])
 
 
+@pytest.mark.long
 def test_many_boxes_in_little_memory(tmp_path: Path) -> None:
     array = np.arange(1 << 16, dtype=np.int32).reshape(256, 256)
     make(tmp_path / "a", array, [16, 16])
@@ -347,6 +349,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
+@pytest.mark.long
 def test_claims_without_measure_take_no_memory(tmp_path: Path) -> None:
     bomb = gzip.compress(bytes(200 << 20), 9)
     blosc = np.zeros(200 << 20, np.uint8)
@@ -438,6 +441,7 @@ def test_broken_databases(tmp_path: Path) -> None:
     assert found > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool) -> None:
     def read_box(box: Any) -> np.ndarray:

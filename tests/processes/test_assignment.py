@@ -658,6 +658,7 @@ def itemsize_of(catalogue: Catalogue, leaf: int) -> int:
     return dtypes.itemsize(entry.dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCALES]
 )

@@ -37,6 +37,7 @@ def state():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_several_processes_save_together_restores_anywhere(tmp_path: pathlib.Path, processes: int) -> None:
     body = (
@@ -123,6 +124,7 @@ report([again.nbytes > 0, sorted(os.listdir(tmp))])
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_save_with_rules_and_in_any_format(tmp_path: pathlib.Path, processes: int) -> None:
     formats = ["safetensors", "flax", "orbax", "t5x", "levanter"]

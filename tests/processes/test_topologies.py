@@ -112,6 +112,7 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", PLACES, ids=str)
 def test_from_every_place_to_every_other(everywhere: pathlib.Path, target: Place) -> None:
     where, at = target.sharding(), PLACES.index(target)
@@ -126,6 +127,7 @@ def test_from_every_place_to_every_other(everywhere: pathlib.Path, target: Place
                 assert_there(array, VALUES[name], where)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", PLACES, ids=str)
 def test_every_way_of_saying_where(everywhere: pathlib.Path, target: Place) -> None:
     where, names = target.sharding(), ("bfloat16", "bool")
@@ -169,6 +171,7 @@ def test_what_was_spread_is_whole_on_the_host(everywhere: pathlib.Path) -> None:
         assert part.tobytes() == VALUES["float32"][5:19, ::-5, 1].tobytes()
 
 
+@pytest.mark.long
 def test_scalars_and_arrays_without_elements(tmp_path: pathlib.Path) -> None:
     scalar, empty = np.asarray(2.5, np.float32), np.zeros((0, 24, 4), ml_dtypes.bfloat16)
     tr.save(
@@ -282,6 +285,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Locked:
     return Locked(path, values, places)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False])
 def test_keys_from_every_place_to_every_other(locked: Locked, mmap: bool | None) -> None:
     for target in PLACES:
@@ -427,6 +431,7 @@ def test_columns_of_rows_that_lie_far_apart_are_read_alone(
         assert needed <= disk.nbytes() <= 1.05 * needed + 2 * MIB * ranges and not disk.twice()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False])
 @pytest.mark.parametrize("name", ["rows", "columns", "grid", "whole"])
 def test_a_restore_reads_nothing_twice(large: pathlib.Path, use_disk: Any, name: str, mmap: bool | None) -> None:

@@ -71,6 +71,7 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
         assert dead[0] == "PeerError" and "process 4" in dead[1], dead
 
 
+@pytest.mark.long
 def test_a_simulated_job_agrees_and_misses_the_dead() -> None:
     outcome = simulation.simulate(80)
     assert outcome.heard == 64

@@ -188,6 +188,7 @@ def test_an_array_in_a_static_field_does_not_disturb(tmp_path: Path) -> None:
         assert first.mask is model.mask
 
 
+@pytest.mark.long
 def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
     optimizer = optax.adamw(1e-2)
     traces = []

@@ -74,6 +74,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drawn", [0, 1, 7])
 def test_an_iterator_goes_on_where_it_was_saved(tmp_path: pathlib.Path, kind: str, drawn: int) -> None:

@@ -99,6 +99,7 @@ def test_every_numpy_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
     assert_survives_plainly(tmp_path, tree)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", JAX_DTYPES)
 def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
     array = filled(name)
@@ -316,6 +317,7 @@ def test_floats_become_those_of_any_template_where_that_is_asked_for(tmp_path: P
         assert_same(found, {"a": values.astype(np.float64).astype(template)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", KEY_IMPLS)
 def test_typed_keys_of_every_implementation(tmp_path: Path, impl: str) -> None:
     key = jax.random.key(7, impl=impl)
@@ -433,6 +435,7 @@ def test_a_tree_200_levels_deep(tmp_path: Path) -> None:
     assert_survives_plainly(tmp_path, tree)
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_leaves(tmp_path: Path) -> None:
     tree = [list(row) for row in np.arange(100_000, dtype=np.int32).reshape(100, 1000)]
     tree = [[np.asarray(leaf) for leaf in row] for row in tree]
@@ -554,6 +557,7 @@ def _compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     found += [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_resumed_train_step_is_not_traced_or_compiled_again(
@@ -821,6 +825,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, background=st.booleans(), mmap=st.sampled_from([None, True, False]))
 def test_any_tree_comes_back_as_it_was(

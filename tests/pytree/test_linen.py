@@ -73,6 +73,7 @@ def train(state: State, steps: int) -> State:
     return state
 
 
+@pytest.mark.long
 def test_paths_read_like_the_state_and_boxes_do_not_show(tmp_path: Path) -> None:
     tr.save(tmp_path / "a", fresh())
     paths = list(tr.open(tmp_path / "a"))
@@ -81,6 +82,7 @@ def test_paths_read_like_the_state_and_boxes_do_not_show(tmp_path: Path) -> None
     assert not any("value" in path or "apply_fn" in path or "tx" in path for path in paths)
 
 
+@pytest.mark.long
 def test_a_state_before_and_after_training_survives(tmp_path: Path) -> None:
     assert type(fresh().step) is int
     assert_survives(tmp_path, fresh())

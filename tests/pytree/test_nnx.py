@@ -72,6 +72,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
     tmp_path: Path, template: Callable[[], Net]

@@ -57,6 +57,7 @@ def advance(tx: optax.GradientTransformation, weights: Any, state: Any) -> tuple
     return optax.apply_updates(weights, updates), state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_state_survives_into_itself_a_fresh_one_and_an_abstract_one(tmp_path: Path, name: str) -> None:
     tx = TRANSFORMS[name]
@@ -73,6 +74,7 @@ def _value(x: Any) -> Any:
     return data.dtype, data.tobytes()
 
 
+@pytest.mark.long
 def test_the_optimizers_of_jax_itself(tmp_path: Path) -> None:
     """Their `OptimizerState` is a named tuple that is registered with children of its own."""
     from jax.example_libraries import optimizers

@@ -133,6 +133,7 @@ def test_whether_there_is_a_preemption_service(
         preemption._check_service()
 
 
+@pytest.mark.long
 def test_several_processes_are_told_that_this_jax_hides_its_store(tmp_path: pathlib.Path) -> None:
     body = """
 import jax._src

@@ -436,6 +436,7 @@ def test_memory_kinds_are_kept(saved: Any) -> None:
     assert found.sharding == where and found.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [1, 5000, None])
 def test_restoring_in_bounded_groups_gives_the_same(saved: Any, limit: int | None) -> None:
     state = {str(n): jnp.full((n * 100,), n) for n in range(20)}

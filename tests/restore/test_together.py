@@ -13,6 +13,8 @@ from jobs import Result, run_job
 from treering._processes.dealing import deal
 from treering._threads.ahead import ahead
 
+pytestmark = pytest.mark.long
+
 # A disk that is reached over a network, as far as anyone can tell, and counts what is read from it.
 DISK = """
 from treering.testing._doubles import CountingDisk

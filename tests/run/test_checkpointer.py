@@ -122,6 +122,7 @@ def test_a_mode_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
         tr.Checkpointer(tmp_path).best_step("loss", "lowest")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_last_by_time(tmp_path: pathlib.Path) -> None:
     keep = tr.keep.last(datetime.timedelta(seconds=1))
     assert loop(tmp_path, [1, 2], keep) == [1, 2]
@@ -184,6 +185,7 @@ def test_save_every_may_be_a_function_or_a_time(tmp_path: pathlib.Path) -> None:
     assert loop(tmp_path / "c", range(3), save_every=datetime.timedelta(0)) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_save_every_may_be_steps_or_a_time_whichever_comes_first(tmp_path: pathlib.Path) -> None:
     assert loop(tmp_path / "a", range(6), save_every=(2, datetime.timedelta(hours=1))) == [0, 2, 4]
     with tr.Checkpointer(tmp_path / "b", save_every=(100, datetime.timedelta(seconds=0.5))) as ckpts:
@@ -858,6 +860,7 @@ def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
     ckpts.wait()
 
 
+@pytest.mark.long
 def test_a_thousand_steps_are_listed_once_per_operation(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class Counting(Disk):
         stats = 0

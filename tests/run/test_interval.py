@@ -68,6 +68,7 @@ class Fixed:
     def committed(self, report: SaveReport) -> None: ...
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mtbf", "stall", "write", "slower"),
     [(20_000, 5, 20, 0.0), (5_000, 2, 60, 0.0), (40_000, 0.1, 30, 0.3), (3_000, 20, 20, 0.0), (100_000, 60, 120, 0.1)],

@@ -33,6 +33,7 @@ def _up(between: Proxy) -> None:
     between.fault = lambda request: None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["the call", "the commit"])
 @pytest.mark.parametrize("on_error", ["log", "function", "broken function"])
 def test_a_loop_goes_on(between: Proxy, at: str, on_error: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -534,6 +534,7 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
     assert len(lines) == 3 and all(line.startswith("saved /") and "GB/s" in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save_before(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

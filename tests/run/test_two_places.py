@@ -73,6 +73,7 @@ def _until(check: Callable[[], Any], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_steps_are_saved_near_and_stay_far(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
         assert ckpts.restore_or_init(lambda: _state(0))[1] == 0
@@ -167,6 +168,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_job_is_finished_by_the_next(near: str, tmp_path: pathlib.Path, stop: signal.Signals) -> None:
     far = str(tmp_path / "far")
@@ -249,6 +251,7 @@ def test_overwriting_and_skipping(near: str, far: str) -> None:
         _check(tr.Checkpointer(far, local=near).restore(step=step), 10 * step)
 
 
+@pytest.mark.long
 def test_managing_both(near: str, far: str) -> None:
     with tr.Checkpointer(
         far, local=near, keep=tr.keep.last(2) | tr.keep.best(1, "loss", "min", unscored="drop"), keep_local=None
@@ -304,6 +307,7 @@ def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
     assert tr.steps(far) == [2]
 
 
+@pytest.mark.long
 def test_the_limit_is_kept(near: str, tmp_path: pathlib.Path) -> None:
     begun = time.monotonic()
     with tr.Checkpointer(tmp_path / "far", local=near, upload_limit=10_000_000) as ckpts:
@@ -440,6 +444,7 @@ def test_one_that_was_taken_over_copies_nothing(near: str, far: str) -> None:
     _check(tr.restore(far, step=1), 10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "overwrite"])
 def test_a_job_that_goes_back_far_is_not_undone(near: str, far: str, change: str) -> None:
     with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:

@@ -45,6 +45,7 @@ def cached(array: Any) -> bool:
     return any(part._npy_value is not None for part in [array, *(shard.data for shard in array.addressable_shards)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", [(), (tr.rules.cast("w0", "float16"),)])
 def test_no_more_is_copied_than_the_host_has_room_for(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rules: Any

@@ -168,6 +168,7 @@ def test_a_forked_child_does_not_hold_its_parents_locks(tmp_path: pathlib.Path) 
     assert tr.restore(tmp_path / "c")["v"][1] == 3
 
 
+@pytest.mark.long
 def test_children_that_are_forked_at_any_time_save_and_restore(tmp_path: pathlib.Path) -> None:
     code = """
         ckpts = tr.Checkpointer(place / "run", keep=tr.keep.last(2))

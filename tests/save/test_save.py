@@ -212,6 +212,7 @@ def test_a_failure_nobody_asked_about_is_printed_at_the_end(tmp_path: pathlib.Pa
     assert everything(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, background: bool) -> None:
     done = run(
@@ -302,6 +303,7 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     assert watcher.feed._held == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("format", ["treering", "safetensors", "flax", "orbax", "equinox", "t5x", "levanter"])
 def test_the_memory_limit_holds_with_rules_and_in_other_formats(
@@ -483,6 +485,7 @@ def test_foreign_files_in_a_checkpoint_survive_an_overwrite(tmp_path: pathlib.Pa
     assert (tmp_path / "c" / "notes.txt").read_text() == "good run"
 
 
+@pytest.mark.long
 def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: pathlib.Path) -> None:
     code = """
         import sys, numpy as np, treering as tr
@@ -1007,6 +1010,7 @@ def test_what_is_read_while_it_is_written_obeys_guards(tmp_path: pathlib.Path, a
     assert np.isnan(tr.restore(tmp_path / "c")["w"]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["treering", "safetensors", "flax"])
 def test_ctrl_c_ends_a_copy_of_a_checkpoint(tmp_path: pathlib.Path, format: str) -> None:
     tr.save(tmp_path / "c", {f"w{n}": np.ones(6 << 20, np.float32) for n in range(8)})

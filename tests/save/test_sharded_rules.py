@@ -4,10 +4,12 @@ import pathlib
 
 import jax
 import numpy as np
+import pytest
 
 import treering as tr
 
 
+@pytest.mark.long
 def test_large_pieces_of_several_devices_are_cast(tmp_path: pathlib.Path) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -62,6 +62,7 @@ class TestObstoreMemory(_Buckets):
         return obstore.store.MemoryStore()
 
 
+@pytest.mark.long
 class TestS3(_Buckets):
     @pytest.fixture
     def client(self, s3_server: str) -> Any:

@@ -65,6 +65,7 @@ def each_operation(
 QUICK = {"save": False, "overwrite_async": True, "first step": False, "delete": True}  # and whether it lasts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lasting"),
     [
@@ -169,6 +170,7 @@ READS: dict[str, Callable[[pathlib.Path], Any]] = {
 DAMAGE = [errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN]  # "what was stored cannot be given back"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("double", ["damage", "gone", "other", "short"])
 @pytest.mark.parametrize("name", READS)
 def test_what_cannot_be_read_is_never_returned(
@@ -451,6 +453,7 @@ FULL = """
     """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
     """A file system of 8 MiB where one may be mounted; elsewhere the system's limit on the size of a file."""
     script = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]

@@ -86,6 +86,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
         assert len(names) == 2 and all(re.fullmatch(r"treering\.json|arrays-\S*", name) for name in names), names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["drop", "cut", "flip", "short", "503 SlowDown", "500 InternalError"])
 def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, fault: str) -> None:
     """Nothing but what was saved is ever returned."""
@@ -146,6 +147,7 @@ def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str)
     assert len(seen) == 2 and _same(path, _TREE)
 
 
+@pytest.mark.long
 def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Proxy, place: str) -> None:
     seen: list[str] = []
 
@@ -178,6 +180,7 @@ def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> 
     assert tr.steps(run) == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [

@@ -250,6 +250,7 @@ def test_a_renewal_that_fails_ends_no_other(bucket: Bucket, monkeypatch: pytest.
     other.stop(delete=True)
 
 
+@pytest.mark.long
 def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Putting the object that shows the server's clock takes long, and another process removes it before it is seen."""
     bucket.put("one", b"1")
@@ -297,6 +298,7 @@ def test_markers_of_folders_are_no_files(s3_server: str) -> None:
             assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
 
 
+@pytest.mark.long
 def test_a_forked_child_is_told() -> None:
     code = """
 import os, numpy as np, obstore.store, treering as tr

@@ -34,6 +34,25 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     stores._buckets.cache_clear()
 
 
+def test_a_store_in_memory_is_listed_while_another_thread_writes() -> None:
+    """obstore before 0.12 lists it with the interpreter's lock held, for which one that overwrites may be waiting."""
+    code = """
+import threading, obstore.store
+from treering.stores.objects.bucket import Bucket
+bucket = Bucket("memory://m", obstore.store.MemoryStore())
+ended = threading.Event()
+def write():
+    while not ended.is_set():
+        bucket.put("a", b"x" * 100, overwrite=True)
+threading.Thread(target=write, daemon=True).start()
+for _ in range(5000):
+    bucket.list_all("")
+ended.set()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+@pytest.mark.long
 def test_every_call_takes_a_url(bucket: str, tmp_path: pathlib.Path) -> None:
     tree = {"params": {"w": np.arange(12.0).reshape(3, 4)}, "step": np.array(7)}
     run = f"{bucket}/run"
@@ -123,6 +142,7 @@ def test_requests_are_few(s3_server: str) -> None:
         assert requests(lambda: tr.steps(f"{root}/run")) == 1
 
 
+@pytest.mark.long
 def test_arrays_are_cut_into_objects(bucket: str) -> None:
     """And come back whole, from one device and from many, with and without rules."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
@@ -223,6 +243,7 @@ def hub(tmp_path: pathlib.Path) -> Iterator[Proxy]:
         server.shutdown()
 
 
+@pytest.mark.long
 def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path) -> None:
     weights = {"big": np.arange(8_000_000, dtype=np.float32).reshape(8, -1), "small": np.ones(4, np.float32)}
     tr.save(tmp_path / "model.safetensors", weights)

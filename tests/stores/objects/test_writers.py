@@ -156,6 +156,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
 """
 
 
+@pytest.mark.long
 def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> None:
     job = _start(between.url, _RUN, place, "stay")
     assert job.stdout is not None
@@ -176,12 +177,14 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
         assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
 
 
+@pytest.mark.long
 def test_a_program_that_ends_gives_its_lease_back(between: Proxy, place: str) -> None:
     code = "ckpts = tr.Checkpointer(sys.argv[2])\nckpts.save(1, {'w': 1})\n"  # and is never closed
     assert _ended(_start(between.url, code, place)) == 0
     assert tr.steps(place) == [1] and "writer.lock" not in _names(place)
 
 
+@pytest.mark.long
 def test_a_forked_child_leaves_the_lease_alone(between: Proxy, place: str) -> None:
     code = """
 import os, warnings
@@ -200,6 +203,7 @@ ckpts.close()
     assert tr.steps(place) == [1, 2] and "writer.lock" not in _names(place)
 
 
+@pytest.mark.long
 def test_a_writer_that_was_stopped_too_long_cannot_commit(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +248,7 @@ except SaveError as error:
     assert tr.steps(place) == [1, 3, 4]
 
 
+@pytest.mark.long
 def test_two_saves_to_one_path_at_a_time(between: Proxy, place: str) -> None:
     saves = [_start(between.url, _SAVING, place, "new") for _ in range(3)]
     outcomes = [_ended(save) for save in saves]
@@ -251,6 +256,7 @@ def test_two_saves_to_one_path_at_a_time(between: Proxy, place: str) -> None:
     assert np.array_equal(tr.restore(place)["w"], np.arange(300_000)) and len(_names(place)) == 2
 
 
+@pytest.mark.long
 def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> None:
     """Another replaces the checkpoint after it was looked at: neither is lost without a word."""
     tr.save(place, {"w": np.zeros(3)})
@@ -308,6 +314,7 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
     writer.close()
 
 
+@pytest.mark.long
 def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: str) -> None:
     with tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": 1})
@@ -323,6 +330,7 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
     assert tr.steps(place) == [1, 2]
 
 
+@pytest.mark.long
 def test_a_fork_while_arrays_are_on_their_way(between: Proxy, place: str) -> None:
     code = """
 import os, warnings
