@@ -22,7 +22,7 @@ from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
 from treering._pytree import walk
-from treering._pytree.leaves import Catalogue, LocalShard
+from treering._pytree.leaves import Catalogue, Described, LocalShard, Shards
 from treering._pytree.walk import Walk
 from treering._threads.python_gc import gc_paused
 from treering.formats.treering import layout, manifest
@@ -112,9 +112,9 @@ def _child(kind: str, processes: int = _PROCESSES) -> None:
     begun = time.perf_counter()
     with gc_paused():  # as in a save
         shares = assignment.plan(catalogue, processes)
-        shards = assignment.to_stage(catalogue, _shards(catalogue, shares), shares, 0)
+        shards, _ = assignment.to_stage(_described(catalogue, shares), shares, 0)
         pieces = assignment.pieces(entries, shards, shares, 0)
-        (file,) = layout.plan(entries, pieces, "0123456789ab", 0, processes)
+        (file,) = layout.plan(entries, pieces)
         encoded = _manifest(walked, catalogue, shares, file, processes)
     taken = time.perf_counter() - begun
     peak = _memory("VmHWM:") - before
@@ -122,15 +122,15 @@ def _child(kind: str, processes: int = _PROCESSES) -> None:
     print(json.dumps({"plan of a save": taken, "memory of the plan": peak, "size of the manifest": len(encoded)}))
 
 
-def _shards(catalogue: Catalogue, shares: Mapping[int, Share]) -> list[LocalShard]:
+def _described(catalogue: Catalogue, shares: Mapping[int, Share]) -> Described:
     """What process 0 has, without the memory that would take."""
-    found: list[LocalShard] = []
+    found: list[tuple[LocalShard, Any]] = []
     for leaf in shares:
         entry: Any = catalogue.entries[leaf]
         for box in _own(assignment.layout_of(catalogue.shardings[leaf], entry.shape)):
             data = np.broadcast_to(np.float32(0), box_shape(box))
-            found.append(LocalShard(leaf, box, data, data.dtype, data.nbytes, False))
-    return found
+            found.append((LocalShard(leaf, box, data.dtype, data.nbytes, False), data))
+    return Described(catalogue, Shards(shard for shard, _ in found), [data for _, data in found])
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _manifest(
 ) -> bytes:
     """The manifest when every process has written a file like that of process 0."""
     size, header = len(file.header) + file.nbytes, len(file.header)
-    names = (file.name.replace("-00000-", f"-{n:05}-") for n in range(processes))
+    names = (name for n in range(processes) for name in layout.names("0123456789ab", 1, n, processes))
     rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * processes, lambda _: ()))
     return manifest.seal(
         manifest.Manifest(

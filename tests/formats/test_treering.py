@@ -152,10 +152,10 @@ def test_the_header_estimate_is_never_too_low() -> None:
     names = ["\x01" * 50, "é" * 40, "plain"]
     leaves = [np.zeros((3,) * n, np.uint8) for n in (1, 5, 9)] * 50
     paths = [f"{names[n % 3]}{n}" for n in range(150)]
-    catalogue, shards = _leaves.describe(paths, leaves)
+    catalogue, shards, _ = _leaves.describe(paths, leaves)
     pieces = assignment.pieces(catalogue.entries, shards, None, 0)
     for limit in (1000, 5000, 50_000):
-        for file in layout.plan(catalogue.entries, pieces, "abcdef", header_limit=limit):
+        for file in layout.plan(catalogue.entries, pieces, header_limit=limit):
             if len(file.begins) > 1:
                 assert len(file.header) <= limit + 4096
 

@@ -20,7 +20,7 @@ from treering._core.boxes import Box, Cells, box_shape, slices, whole
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
-from treering._pytree.leaves import Catalogue, LocalShard
+from treering._pytree.leaves import Catalogue, Described, LocalShard, Shards, alignment
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.manifest import ArrayRow, piece_key
@@ -318,16 +318,18 @@ class State(NamedTuple):
     def entries(self) -> list[Entry]:
         return [ArrayEntry(f"leaf/{n}", "jax", v.dtype.name, v.shape) for n, v in enumerate(self.values)]
 
-    def described(self, process: int, copies: bool) -> tuple[Catalogue, list[LocalShard]]:
+    def described(self, process: int, copies: bool) -> Described:
         """What a process has, as `leaves.describe` would say it."""
-        shards: list[LocalShard] = []
+        found: list[tuple[LocalShard, Any]] = []
         for leaf, (value, one) in enumerate(zip(self.values, self.layouts, strict=True)):
             for box, holders in zip(one.boxes, one.holders, strict=True):
                 if process in holders:
                     data = value[slices(box, whole(value.shape))].copy()
-                    shards.append(LocalShard(leaf, box, data, value.dtype, data.nbytes, copies))
+                    found.append((LocalShard(leaf, box, value.dtype, data.nbytes, copies), data))
+        found.sort(key=lambda one: alignment(one[0].nbytes))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
-        return Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts), shards  # type: ignore[arg-type]
+        catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts)  # type: ignore[arg-type]
+        return Described(catalogue, Shards(shard for shard, _ in found), [data for _, data in found])
 
     def shares(self) -> dict[int, Share]:
         arrays = [(one, value.itemsize) for one, value in zip(self.layouts, self.values, strict=True)]
@@ -351,8 +353,8 @@ def states(draw: st.DrawFn) -> State:
     return state
 
 
-def handed_bytes(source: LocalShard) -> bytes:
-    return np.ascontiguousarray(source.data).tobytes()
+def handed_bytes(data: Any) -> bytes:
+    return np.ascontiguousarray(data).tobytes()
 
 
 @unhurried
@@ -362,14 +364,15 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
     rebuilt = [np.zeros(value.nbytes, np.uint8).view(value.dtype).reshape(value.shape) for value in state.values]
     seen = [np.zeros(value.shape, int) for value in state.values]
     for process in range(state.count):
-        catalogue, shards = state.described(process, copies)
-        handed = assignment.to_stage(catalogue, shards, shares, process)
+        described = state.described(process, copies)
+        catalogue = described.catalogue
+        handed, arrays = assignment.to_stage(described, shares, process)
         found = assignment.pieces(catalogue.entries, handed, shares, process)
         assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.written(catalogue.entries, shares, process)
         for piece in found:
-            value, source = state.values[piece.leaf], handed[piece.shard]
-            data = handed_bytes(source)[piece.begin : piece.begin + piece.nbytes]
-            assert source.nbytes == len(handed_bytes(source)) and source.leaf == piece.leaf
+            value, source, held = state.values[piece.leaf], handed[piece.shard], handed_bytes(arrays[piece.shard])
+            data = held[piece.begin : piece.begin + piece.nbytes]
+            assert source.nbytes == len(held) and source.leaf == piece.leaf
             at = slices(piece.box, whole(value.shape))
             assert data == value[at].tobytes()
             rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(box_shape(piece.box))
@@ -390,10 +393,10 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 @unhurried
 @given(states())
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
-    catalogue, shards = state.described(0, False)
-    handed = assignment.to_stage(catalogue, shards, None, 0)
-    assert sorted(map(id, handed)) == sorted(map(id, shards))
-    found = assignment.pieces(catalogue.entries, handed, None, 0)
+    described = state.described(0, False)
+    handed, arrays = assignment.to_stage(described, None, 0)
+    assert handed is described.shards and arrays is described.data
+    found = assignment.pieces(described.catalogue.entries, handed, None, 0)
     assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
     falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
     assert falling == sorted(falling, reverse=True)
@@ -408,23 +411,22 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     buffers: list[tuple[safetensors.Header, bytes]] = []
     firsts: list[list[int]] = []
     for process in range(state.count):
-        catalogue, shards = state.described(process, False)
-        handed = assignment.to_stage(catalogue, shards, shares, process)
+        handed, arrays = assignment.to_stage(state.described(process, False), shares, process)
         found = assignment.pieces(entries, handed, shares, process)
-        files = layout.plan(entries, found, "token", process, state.count, header_limit)
+        files = layout.plan(entries, found, header_limit)
         firsts.append([file.first for file in files])
         for n, file in enumerate(files):
             mine = found[file.first : files[n + 1].first if n + 1 < len(files) else None]
-            buffer = b"".join(handed_bytes(handed[p.shard])[p.begin :][: p.nbytes] for p in mine)
+            buffer = b"".join(handed_bytes(arrays[p.shard])[p.begin :][: p.nbytes] for p in mine)
             assert len(buffer) == file.nbytes and len(file.begins) == len(mine)
-            names.append(file.name)
-            buffers.append((safetensors.decode_header(bytearray(file.header), file.name), buffer))
+            buffers.append((safetensors.decode_header(bytearray(file.header), "file"), buffer))
+        names += layout.names("token", len(files), process, state.count)
     assert len(set(names)) == len(names)
 
     def order(process: int) -> Iterator[tuple[int, Box]]:
         return ((leaf, box) for leaf, box, _ in assignment.written(entries, shares, process))
 
-    rows = layout.rows(state.described(0, False)[0], shares, layout.FileIndex(firsts, order))
+    rows = layout.rows(state.described(0, False).catalogue, shares, layout.FileIndex(firsts, order))
     again = manifest.decode(encoded(rows, names), "here")
     for row, value in zip(again.leaves, state.values, strict=True):
         assert isinstance(row, ArrayRow)
@@ -487,12 +489,12 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
     wanted = value[slices(inner, whole(shape))]
     assert data.ravel()[assignment._offset(inner, outer)] == wanted.ravel()[0]
     for copies in (False, True):
-        part = assignment._part(LocalShard(3, outer, data, data.dtype, data.nbytes, copies), inner)
+        part, held = assignment._part(LocalShard(3, outer, data.dtype, data.nbytes, copies), data, inner)
         assert (part.leaf, part.box, part.dtype, part.nbytes, part.copies) == (
             *(3, inner, data.dtype, wanted.nbytes, copies),
         )
-        np.testing.assert_array_equal(part.data, wanted)
-        assert np.shares_memory(part.data, data)  # nothing is copied here
+        np.testing.assert_array_equal(held, wanted)
+        assert np.shares_memory(held, data)  # nothing is copied here
 
 
 @unhurried

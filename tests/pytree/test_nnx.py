@@ -1,5 +1,6 @@
 """Flax NNX: modules, states, optimizers and random streams, whole and in parts."""
 
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from flax import nnx
 
 import treering as tr
 from helpers import assert_same, every_way
+from treering._pytree import flax
 from treering.errors import MismatchError, UnsupportedError
 
 
@@ -335,3 +337,20 @@ def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_i
         assert kernel.get_value().sharding == jax.NamedSharding(mesh, jax.P(None, "model"))
         assert (np.asarray(kernel.get_value()) == np.asarray(saved.kernel.get_value())).all()
     assert module.bias.get_value().sharding == jax.NamedSharding(mesh, jax.P())
+
+
+def test_a_state_that_was_plain_the_last_time_may_share_a_variable_now() -> None:
+    """Structures without graph objects are remembered; that a Variable stands in two places does not show in them."""
+    one, other = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
+    for n, tree in enumerate([{"a": one, "b": other}, {"a": one, "b": other}, {"a": one, "b": one}]):
+        shared = flax.split(tree)[0]["b"] is not tree["b"]
+        assert shared == (n == 2)
+    assert flax.split({"a": 1, "b": 1})[0] == {"a": 1, "b": 1}
+
+
+def test_a_known_structure_is_not_asked_for_at_every_node() -> None:
+    tree = {f"l{n}": {"w": nnx.Param(jnp.full(3, n))} for n in range(100)}
+    flax.split(tree)
+    with unittest.mock.patch.object(jax.tree, "flatten", wraps=jax.tree.flatten) as flatten:
+        flax.split(tree)
+    assert [call.kwargs for call in flatten.call_args_list] == [{}]

@@ -18,7 +18,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_of, box_shape, in_slices, intersect, slices, whole
 from .._core.entries import ArrayEntry
-from .._pytree.leaves import Catalogue, LocalShard
+from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
 _FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
@@ -233,26 +233,30 @@ def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]
 
 
 def to_stage(
-    catalogue: Catalogue, shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
-) -> list[LocalShard]:
-    """The shards that process `index` stages, in the order in which it writes them; without `shares`, all of them.
+    described: Described, shares: Mapping[int, Share] | None, index: int
+) -> tuple[Sequence[LocalShard], list[Any]]:
+    """The shards that process `index` stages, in the order in which it writes them, and the arrays that hold them.
+
+    Without `shares`, all of them.
 
     Of global arrays it stages what it writes; of arrays that each process has for itself everything, to be compared
     with those of the other processes.
     """
+    catalogue, shards, data = described
     if shares is None:
-        return sorted(shards, key=_misalignment)
+        return shards, data
     own = _by_leaf(shards)
-    chosen: dict[int, LocalShard] = {}
+    chosen: dict[int, tuple[LocalShard, Any]] = {}
     for leaf, box, _ in written(catalogue.entries, shares, index):
         if leaf in own:  # or it exists in another process only, which `check_consistent` will find
             n, shard = _containing(own[leaf], box)
             if leaf in catalogue.global_leaves and shard.box != box:
-                chosen[len(shards) + len(chosen)] = _part(shard, box)
+                chosen[len(shards) + len(chosen)] = _part(shard, data[n], box)
             else:
-                chosen[n] = shard
+                chosen[n] = shard, data[n]
     compared = (n for n, shard in enumerate(shards) if shard.leaf not in catalogue.global_leaves)
-    return list({**chosen, **{n: shards[n] for n in compared}}.values())
+    staged = {**chosen, **{n: (shards[n], data[n]) for n in compared}}.values()
+    return [shard for shard, _ in staged], [array for _, array in staged]
 
 
 def pieces(
@@ -276,8 +280,7 @@ def pieces(
 def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
     """Leaf, box and size in bytes of each piece that process `index` writes, in order.
 
-    Multiples of 64 bytes come first, then falling powers of two, so that each piece begins at an address from
-    which its elements can be used.
+    Its place among them is what `alignment` says.
     """
     found: list[tuple[int, Box, int]] = []
     for leaf in sorted(shares):
@@ -286,18 +289,6 @@ def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> 
         found += [(leaf, box, itemsize * math.prod(box_shape(box))) for box in boxes]
     found.sort(key=lambda one: alignment(one[2]))
     return found
-
-
-def _misalignment(shard: LocalShard) -> int:
-    """The sort key of the piece that a shard is a part of, so that the parts stay together."""
-    if shard.piece is None:
-        return alignment(shard.nbytes)
-    return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
-
-
-def alignment(nbytes: int) -> int:
-    """The sort key of a piece of `nbytes` bytes in the order of writing."""
-    return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 
 def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalShard]]]:
@@ -312,13 +303,12 @@ def _containing(shards: Sequence[tuple[int, LocalShard]], box: Box) -> tuple[int
     return next(one for one in shards if one[1].box == box or intersect(one[1].box, box) == box)
 
 
-def _part(shard: LocalShard, box: Box) -> LocalShard:
+def _part(shard: LocalShard, data: Any, box: Box) -> tuple[LocalShard, Any]:
     """A part of a shard as a shard: of an array on an accelerator no more than that is copied."""
-    data = shard.data if shard.copies else np.asarray(shard.data)
-    data = None if data is None else data[slices(box, shard.box)]  # None: it is read on demand
-    return LocalShard(
-        shard.leaf, box, data, shard.dtype, math.prod(box_shape(box)) * shard.dtype.itemsize, shard.copies
-    )
+    if data is not None:  # or it is read on demand
+        data = (data if shard.copies else np.asarray(data))[slices(box, shard.box)]
+    nbytes = math.prod(box_shape(box)) * shard.dtype.itemsize
+    return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.copies), data
 
 
 def _offset(box: Box, origin: Box) -> int:

@@ -38,22 +38,33 @@ SLICE_BYTES = 16 << 20  # bytes of an array in a checkpoint that are read at a t
 _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
 
-class LocalShard(msgspec.Struct, gc=False):
-    """A part of an array leaf that this process has.
+class LocalShard(msgspec.Struct, frozen=True, gc=False):
+    """A part of an array leaf that this process has; the array that holds it is kept beside.
 
-    `data` is the array that holds it until its bytes are staged, and `dtype` the stored dtype; `copies` says
-    that the bytes must be copied first: from a device, or because they are laid out otherwise, or because the
-    caller may change them. A piece that is too large to be staged at once is split into several shards, one
-    after the other; it is their `piece`.
+    `dtype` is the stored dtype; `copies` says that the bytes must be copied before they are written: from a device, or
+    because they are laid out otherwise, or because the caller may change them. A piece that is too large to be staged
+    at once is split into several shards, one after the other; it is their `piece`.
     """
 
     leaf: int
     box: Box
-    data: Any
     dtype: Any
     nbytes: int
     copies: bool
     piece: Box | None = None
+
+
+class Shards(tuple[LocalShard, ...]):
+    """The shards of a tree, in the order in which one process writes all of them.
+
+    Compared as an object: the same structure has the same one whenever it is saved, so that what follows from it is
+    worked out once.
+    """
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 class Catalogue(NamedTuple):
@@ -69,34 +80,47 @@ class Catalogue(NamedTuple):
     global_leaves: Collection[int]
 
 
+class Described(NamedTuple):
+    """The catalogue of a tree, the shards that this process has of it, each once, and the array that holds each."""
+
+    catalogue: Catalogue
+    shards: Shards
+    data: list[Any]
+
+
 class _Found(NamedTuple):
-    """A catalogue while it is made, and the shards that this process has, each once."""
+    """What is described while it is made."""
 
     entries: list[Entry]
     tied: dict[int, int]
     shardings: dict[int, jax.sharding.Sharding]
     global_leaves: set[int]
     shards: list[LocalShard]
+    data: list[Any]
+
+    def add(self, shard: LocalShard, data: Any) -> None:
+        self.shards.append(shard)
+        self.data.append(data)
 
 
 def describe(
     paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
-) -> tuple[Catalogue, list[LocalShard]]:
-    """The catalogue of a flattened tree, and the shards that this process has of it, each once.
+) -> Described:
+    """Describes a flattened tree.
 
     `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
     the caller goes on while they are written, and `alone` that the job has no other processes. Raises one
     `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else dtypes.asked(dtype)
-    found = _Found([], {}, {}, set(), [])
+    found = _Found([], {}, {}, set(), [], [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         try:
-            kind = _kind(type(leaf))
+            kind = kind_of(type(leaf))
             if kind == "value":
-                found.entries.append(ValueEntry(path, *encode(leaf)))
+                found.entries.append(value_entry(path, leaf))
             elif kind == "entry":  # of a checkpoint
                 found.entries.append(leaf.at(path))
             elif kind == "iterator":
@@ -120,16 +144,44 @@ def describe(
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
-    return Catalogue(*found[:-1]), found.shards
+    order = sorted(range(len(found.shards)), key=lambda n: _misalignment(found.shards[n]))
+    shards = Shards(found.shards[n] for n in order)
+    return Described(Catalogue(*found[:4]), shards, [found.data[n] for n in order])
 
 
-def host_bytes(shard: LocalShard, data: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def value_entry(path: str, leaf: Any) -> ValueEntry:
+    """The entry of a plain value. Raises `UnsupportedError` for one that cannot be written."""
+    return ValueEntry(path, *encode(leaf))
+
+
+def parts_of(leaf: jax.Array) -> list[tuple[Box, Any]]:
+    """The distinct parts of an array, or of the data of keys, that lie here, each with its box."""
+    return local_shards(jax.random.key_data(leaf) if kind_of(type(leaf)) == "key" else leaf)
+
+
+def alignment(nbytes: int) -> int:
+    """The sort key of a piece of `nbytes` bytes in the order of writing.
+
+    Multiples of 64 bytes come first, then falling powers of two, so that each piece begins at an address from
+    which its elements can be used.
+    """
+    return -min(nbytes & -nbytes, 64) if nbytes else -64
+
+
+def _misalignment(shard: LocalShard) -> int:
+    """The sort key of the piece that a shard is a part of, so that the parts stay together."""
+    if shard.piece is None:
+        return alignment(shard.nbytes)
+    return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
+
+
+def host_bytes(shard: LocalShard, data: Any, on_host: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
 
-    `data` is the shard's array, or its copy on the host.
+    `data` is the array that holds the shard, and `on_host` a copy of it on the host if there is one.
     """
-    array = fetched(data) if data is shard.data else np.asarray(data)
-    if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(shard.data, np.ndarray):
+    array = fetched(data) if on_host is None else np.asarray(on_host)
+    if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(data, np.ndarray):
         array = dtypes.cast(array, shard.dtype)
     return dtypes.whole_bytes(array).reshape(-1).view(np.uint8)
 
@@ -142,7 +194,7 @@ def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool
     box = whole(array.shape)
     for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
         nbytes = math.prod(box_shape(part)) * stored.itemsize
-        found.shards.append(LocalShard(leaf, part, array.part(part), stored, nbytes, True, box))
+        found.add(LocalShard(leaf, part, stored, nbytes, True, box), array.part(part))
 
 
 def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
@@ -150,7 +202,7 @@ def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any
     leaf = len(found.entries)
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
     copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    found.shards.append(LocalShard(leaf, whole(array.shape), array, stored, array.size * stored.itemsize, copies))
+    found.add(LocalShard(leaf, whole(array.shape), stored, array.size * stored.itemsize, copies), array)
 
 
 def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: bool) -> None:
@@ -168,13 +220,13 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     copies = packed or aval.dtype != stored or not on_host(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        found.shards.append(LocalShard(leaf, whole(aval.shape), array, stored, nbytes, copies))
+        found.add(LocalShard(leaf, whole(aval.shape), stored, nbytes, copies), array)
         return
     found.shardings[leaf] = sharding
     if not (alone or array.is_fully_addressable):
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
-        found.shards.append(LocalShard(leaf, box, data, stored, data.size * stored.itemsize, copies))
+        found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, copies), data)
 
 
 @functools.lru_cache(maxsize=512)
@@ -187,7 +239,7 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
 
 
 @functools.lru_cache(maxsize=512)
-def _kind(leaf_type: type) -> str:
+def kind_of(leaf_type: type) -> str:
     """The way in which leaves of a type are saved. Raises `UnsupportedError` for types that are not."""
     name = f"{leaf_type.__module__}.{leaf_type.__qualname__}"
     if leaf_type in (bool, int, float, complex, str, bytes, type(None)):

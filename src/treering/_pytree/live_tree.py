@@ -12,7 +12,7 @@ from .._core.entries import ArrayEntry, Entry
 from .._core.skeleton import Skeleton
 from .._core.source import WHOLE, Problem, Share
 from . import devices
-from .leaves import Catalogue, LocalShard, host_bytes
+from .leaves import Described, LocalShard, host_bytes
 from .staging import Staging
 
 
@@ -29,11 +29,12 @@ class LiveTree:
     ambiguous_dtypes: frozenset[str] = frozenset()
     identity = ""
 
-    def __init__(self, path: str, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]):
-        self.path, self.skeleton, self.catalogue = path, skeleton, catalogue
+    def __init__(self, path: str, skeleton: Skeleton, described: Described):
+        self.path, self.skeleton, self.described = path, skeleton, described
+        catalogue, shards, self._data = described
         self.metrics: Mapping[str, float] = {}
         self.entries: Mapping[str, Entry] = {entry.path: entry for entry in catalogue.entries}
-        self.shards = shards
+        self.catalogue, self.shards = catalogue, shards
         self._staging: Staging | None = None
         self._leaf = {entry.path: catalogue.tied.get(n, n) for n, entry in enumerate(catalogue.entries)}
         self._by_leaf: dict[int, list[int]] = {}
@@ -42,7 +43,7 @@ class LiveTree:
 
     def stage(self) -> Staging:
         """The staging that the caller runs: after that the tree is read from the copies, and may change."""
-        self._staging = Staging(self.shards, None)
+        self._staging = Staging(self.shards, self._data, None)
         return self._staging
 
     def shards_of(self, path: str) -> list[LocalShard]:
@@ -86,18 +87,18 @@ class LiveTree:
 
     def _part(self, n: int, box: Box) -> np.ndarray:
         """The part of shard `n` in a box, copied only where it must be."""
-        shard = self.shards[n]
+        shard, data = self.shards[n], self._data[n]
         if self._staging is not None:
-            return _within(self._staging.take(n).view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
+            (staged,) = self._staging.take([n])
+            return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
         if not shard.copies:
-            return _within(np.asarray(shard.data), box, shard.box)
-        data = shard.data
+            return _within(np.asarray(data), box, shard.box)
         if box != shard.box and isinstance(data, jax.Array):  # no more of it than that is to leave the device
             inner = [(a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True)]
-            data = devices.part_of(data, inner)
+            part = devices.part_of(data, inner)
         else:
-            data = _within(devices.fetched(data), box, shard.box)
-        return host_bytes(shard, data).view(shard.dtype).reshape(box_shape(box))
+            part = _within(devices.fetched(data), box, shard.box)
+        return host_bytes(shard, data, part).view(shard.dtype).reshape(box_shape(box))
 
 
 def _within(array: np.ndarray, box: Box, outer: Box) -> np.ndarray:

@@ -14,7 +14,7 @@ from .._threads.latch import Latch
 from .._threads.reentry import alone
 from . import devices
 from .leaves import SLICE_BYTES, LocalShard
-from .staging import Staging
+from .staging import Bytes, Staging
 
 
 class _Group:
@@ -66,12 +66,11 @@ class OnDemand:
         if self._hold:
             self._read.wait()
 
-    def ready(self, n: int) -> bool:
-        """Whether `take` would return without waiting for the caller, which it always does."""
-        return True
+    def take(self, numbers: Sequence[int]) -> list[Bytes]:
+        """The bytes of some shards, which are read unless another writer has done so."""
+        return [self._take(n) for n in numbers]
 
-    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`, which are read unless another writer has done so."""
+    def _take(self, n: int) -> Bytes:
         group = self._groups[self._number[n]]
         with group.lock:
             if group.arrays is None:
@@ -83,7 +82,7 @@ class OnDemand:
                 self._count_read()
             return group.arrays[n - group.first]
 
-    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def peek(self, n: int) -> Bytes:
         """The bytes of shard `n`, of which nothing is kept."""
         self.check()
         shard = self.shards[n]
@@ -106,13 +105,14 @@ class OnDemand:
         """The number of bytes to read."""
         return sum(shard.nbytes for shard in self.shards)
 
-    def copied(self, n: int, nbytes: int) -> None:
-        """Says that so many bytes of shard `n` are not needed any more."""
-        group = self._groups[self._number[n]]
+    def copied(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says that so many bytes of some shards are not needed any more."""
         with self._lock:
-            group.left -= nbytes
-            if not group.left:
-                group.arrays = None
+            for n, size in zip(numbers, nbytes, strict=True):
+                group = self._groups[self._number[n]]
+                group.left -= size
+                if not group.left:
+                    group.arrays = None
 
     def release(self) -> None:
         """Lets the caller go on, whatever is left to read."""
@@ -163,7 +163,7 @@ Supply = Staging | OnDemand
 
 @devices.explicit()
 @alone
-def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[Bytes]:
     """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one.
 
     Nothing is mapped: all that is read of a file would stay in memory until the last group is let go.
@@ -172,5 +172,5 @@ def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[np.n
     return list(map(_as_bytes, source.read(wanted, mmap=False)))
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _as_bytes(array: np.ndarray) -> Bytes:
     return dtypes.whole_bytes(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)

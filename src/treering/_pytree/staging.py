@@ -4,6 +4,7 @@ The caller puts shards in, in order; a writer takes a shard when it needs it and
 Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,17 +15,22 @@ from .._threads.latch import Latch
 from .devices import start_copies
 from .leaves import LocalShard, host_bytes
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
 
 
 class Staging:
-    """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone."""
+    """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone.
 
-    def __init__(self, shards: Sequence[LocalShard], limit: int | None):
-        self.shards = shards
+    data: the arrays that hold the shards; the list is emptied on the way.
+    """
+
+    def __init__(self, shards: Sequence[LocalShard], data: list[Any], limit: int | None):
+        self.shards, self._data = shards, data
         self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
         self._limit = limit
         self._views: list[Any] = [None] * len(shards)
+        self._copies = True in [shard.copies for shard in shards]
         self._left = [shard.nbytes for shard in shards]
         self._staged = self._held = 0
         self._unneeded: set[int] = set()
@@ -48,25 +54,27 @@ class Staging:
             raise
         finally:
             if self._error:  # shards that were not staged must not keep their arrays either
-                for shard in self.shards:
-                    shard.data = None
+                self._data[:] = [None] * len(self._data)
                 self.clear()
             self.writers_needed.set()
 
-    def ready(self, n: int) -> bool:
-        """Whether `take` would return at once."""
-        return n < self._staged
+    def take(self, numbers: Sequence[int]) -> list[Bytes]:
+        """The bytes of some shards: of the first, once that is staged, and of those after it up to one that is not yet.
 
-    def take(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of shard `n`; waits until they are staged. Raises what `fail` was given."""
-        if n >= self._staged:
+        Raises what `fail` was given.
+        """
+        first = numbers[0]
+        if first >= self._staged:
             with self._lock:
-                self._changed.wait_for(lambda: n < self._staged or self._error)
-        view = self._views[n]
+                self._changed.wait_for(lambda: first < self._staged or self._error)
+        staged = self._staged
+        if max(numbers) >= staged:
+            numbers = list(itertools.takewhile(lambda n: n < staged, numbers))
+        views = [self._views[n] for n in numbers]
         self.check()  # after `_views` is read: a staging that failed is cleared at any moment
-        return view.reshape(-1).view(np.uint8)
+        return [view.reshape(-1).view(np.uint8) for view in views]
 
-    def peek(self, n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def peek(self, n: int) -> Bytes:
         """The bytes of shard `n`, whether they are staged or not.
 
         Called with `writers_needed` set and before any `take`: then the caller has staged everything or waits for
@@ -74,9 +82,9 @@ class Staging:
         """
         self.check()
         if n < self._staged:
-            return self.take(n)
+            return self.take([n])[0]
         shard = self.shards[n]
-        return host_bytes(shard, shard.data).reshape(-1).view(np.uint8)
+        return host_bytes(shard, self._data[n]).reshape(-1).view(np.uint8)
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
         """Says which shards the writers will take, in order, and how many bytes of each; called when `peek` may be.
@@ -106,15 +114,16 @@ class Staging:
         """The number of bytes to stage."""
         return sum(shard.nbytes for shard in self.shards)
 
-    def copied(self, n: int, nbytes: int) -> None:
-        """Says that `nbytes` bytes more of shard `n` are copied out and needed no longer."""
-        if not self.shards[n].copies:
+    def copied(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Says that so many bytes more of some shards are copied out and needed no longer."""
+        if not self._copies:
             return  # a view costs nothing
         with self._lock:
-            self._left[n] -= nbytes
-            if not self._left[n]:
-                self._drop(n, self.shards[n])
-                self._room.set()
+            for n, size in zip(numbers, nbytes, strict=True):
+                self._left[n] -= size
+                if not self._left[n] and self.shards[n].copies:
+                    self._drop(n, self.shards[n])
+                    self._room.set()
 
     def fail(self, error: BaseException) -> None:
         """Ends the staging: the caller stops staging, and the writers' calls of `take` raise `error`."""
@@ -140,7 +149,7 @@ class Staging:
             self._views = [None] * len(self.shards)  # the caller may be putting one in right now
 
     def _cost(self, first: int, last: int) -> int:
-        return sum(shard.nbytes for shard in self.shards[first:last] if shard.copies)
+        return sum([shard.nbytes for shard in self.shards[first:last] if shard.copies])
 
     def _groups(self) -> Iterator[tuple[int, int]]:
         """Runs of shards whose copies fit the limit together; their device copies are under way at once."""
@@ -171,23 +180,31 @@ class Staging:
             room.wait()
 
     def _stage(self, first: int, last: int) -> None:
-        wanted = [n for n in range(first, last) if n not in self._unneeded]
-        on_host = start_copies([self.shards[n].data for n in wanted if self.shards[n].copies])
-        unpublished = 0
+        data, shards, unneeded = self._data, self.shards, self._unneeded
+        on_host = start_copies([data[n] for n in range(first, last) if shards[n].copies and n not in unneeded])
+        for begin, end in self._published(first, last):
+            if self._copies or unneeded:
+                found = [None if n in unneeded else self._bytes(n, on_host) for n in range(begin, end)]
+            else:
+                found = list(map(np.asarray, data[begin:end]))  # there may be thousands
+            self._views[begin:end] = found
+            data[begin:end] = [None] * len(found)  # or this step's state would stay on the device until it is written
+            with self._lock:
+                for n in unneeded.intersection(range(begin, end)):
+                    self._drop(n, shards[n])
+                self._staged = end
+                self._changed.notify_all()
+
+    def _published(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Runs of the shards [first, last) after each of which the writers are told."""
+        begin, size = first, 0
         for n in range(first, last):
-            shard = self.shards[n]
-            if n in self._unneeded:
-                with self._lock:
-                    shard.data = None
-                    self._drop(n, shard)
-                    self._staged = n + 1
-                    self._changed.notify_all()
-                continue
-            self._views[n] = host_bytes(shard, next(on_host)) if shard.copies else np.asarray(shard.data)
-            shard.data = None  # or the state of this step would stay in the device's memory until it is written
-            unpublished += shard.nbytes
-            if unpublished >= _PUBLISH_BYTES or n == last - 1:
-                unpublished = 0
-                with self._lock:
-                    self._staged = n + 1
-                    self._changed.notify_all()
+            size += self.shards[n].nbytes
+            if size >= _PUBLISH_BYTES or n == last - 1:
+                yield begin, n + 1
+                begin, size = n + 1, 0
+
+    def _bytes(self, n: int, on_host: Iterator[Any]) -> np.ndarray:
+        """Shard `n` on the host, copied if it must be; `on_host` has its copy next."""
+        shard, data = self.shards[n], self._data[n]
+        return host_bytes(shard, data, next(on_host)) if shard.copies else np.asarray(data)

@@ -21,11 +21,12 @@ from .._core.entries import ArrayEntry
 from .._core.leaf_paths import few
 from .._core.source import Source, pieces
 from .._processes import consistency
-from .._processes.assignment import Layout, alignment
+from .._processes.assignment import Layout
 from .._processes.calls import Call
 from .._processes.consistency import TogetherError
 from .._processes.dealing import deal
 from .._pytree import devices
+from .._pytree.leaves import alignment
 from .._threads.ahead import ahead
 from ..errors import PeerError, TreeringError
 from ..stores.buffers import adoptable, round_up

@@ -15,9 +15,9 @@ from .._core.rebuilt import rebuilt
 from .._core.skeleton import Node, Skeleton, containers
 from .._core.source import Source
 from .._core.values import decode
-from .._processes.assignment import alignment, cells_of
+from .._processes.assignment import cells_of
 from .._pytree import box_levels, walk
-from .._pytree.leaves import Catalogue, LocalShard
+from .._pytree.leaves import Catalogue, Described, LocalShard, Shards, alignment
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from ..errors import UnsupportedError
@@ -117,8 +117,8 @@ def _own_skeleton(reader: Source) -> Skeleton | None:
 
 def described(
     view: views.View, live: LiveTree | None, slice_bytes: int | None, piece_bytes: int | None = None
-) -> tuple[Catalogue, list[LocalShard]]:
-    """The catalogue of a save of all leaves of a view, and its shards in the order in which they are written.
+) -> Described:
+    """Describes a save of all leaves of a view, whose shards are read on demand.
 
     Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
     the one in the same place. Arrays are cut into pieces of at most `piece_bytes`, and these are read in slices of at
@@ -147,9 +147,10 @@ def described(
             order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
             for part in _slices_of(piece, dtype.itemsize, slice_bytes) if slice_bytes else (piece,):
                 nbytes = math.prod(box_shape(part)) * dtype.itemsize
-                shards.append((order, LocalShard(leaf, part, None, dtype, nbytes, True, piece)))
+                shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
-    return Catalogue(entries, {}, shardings, spread), [shard for _, shard in shards]
+    catalogue = Catalogue(entries, {}, shardings, spread)
+    return Described(catalogue, Shards(shard for _, shard in shards), [None] * len(shards))
 
 
 def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:

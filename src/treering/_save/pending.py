@@ -114,7 +114,7 @@ class PendingSave:
     @classmethod
     def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
         """A save that failed in this process before it was under way; in other processes it may be under way."""
-        pending = cls(path, step, Staging([], None), call, managed=True)
+        pending = cls(path, step, Staging([], [], None), call, managed=True)
         pending._error = error
         pending._finished.set()
         return pending

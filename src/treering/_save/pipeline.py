@@ -23,8 +23,8 @@ from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
 from .._processes.consistency import check_consistent
-from .._pytree import box_levels, flax, host_memory, leaves, walk
-from .._pytree.leaves import SLICE_BYTES, Catalogue, LocalShard
+from .._pytree import box_levels, flax, host_memory, structures, walk
+from .._pytree.leaves import SLICE_BYTES, Catalogue, Described, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
 from .._pytree.staging import Staging
@@ -61,19 +61,19 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, walked.leaves)):
             walked, guessed = inputs.grafted(walked)
-        catalogue, shards = leaves.describe(
+        described = structures.described(
             walked.paths,
             walked.leaves,
             dtype=None if options.rules else options.dtype,
             detach=options.background,
             alone=not coordinator.several(),
         )
-        target = _with_ceiling(target, shards)
+        target = _with_ceiling(target, described.shards)
         if call.count == 1:
-            _check_whole(catalogue, shards)
+            _check_whole(described)
         if format.name == "treering" and not options.rules:
-            return _prepare_tree(target, walked.skeleton, catalogue, shards)
-    live = LiveTree(path, walked.skeleton, catalogue, shards)
+            return _prepare_tree(target, walked.skeleton, described)
+    live = LiveTree(path, walked.skeleton, described)
     change = functools.partial(_changed, target, walked.boxes, guessed)
     view = change(Checkpoint(live, live.entries, live.skeleton))
     if call.count > 1 and not _writes_together(target, view, live):
@@ -86,7 +86,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
 
 def _with_ceiling(target: Target, shards: Sequence[LocalShard]) -> Target:
     """The same with a limit where the caller has set none and the copies would take too much of the host's memory."""
-    copies = sum(shard.nbytes for shard in shards if shard.copies)
+    copies = sum([shard.nbytes for shard in shards if shard.copies])
     limit = None if target.options.memory_limit is not None else host_memory.ceiling(copies)
     if limit is None:
         return target
@@ -118,11 +118,11 @@ def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], 
     return view
 
 
-def _prepare_tree(target: Target, skeleton: Skeleton, catalogue: Catalogue, shards: Sequence[LocalShard]) -> Prepared:
+def _prepare_tree(target: Target, skeleton: Skeleton, described: Described) -> Prepared:
     """Prepares a live tree for the native format: its arrays are staged as they are."""
-    call = target.call
+    call, catalogue = target.call, described.catalogue
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
-    staging = Staging(assignment.to_stage(catalogue, shards, shares, call.index), target.options.memory_limit)
+    staging = Staging(*assignment.to_stage(described, shares, call.index), target.options.memory_limit)
     return Prepared(staging, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, staging))
 
 
@@ -150,11 +150,12 @@ def _prepare_view(
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
     parallel = limit is None or limit >= _PARALLEL_BYTES
     alone = call.count == 1
-    catalogue, shards = inputs.described(
+    described = inputs.described(
         view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None
     )
+    catalogue = described.catalogue
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
-    shards = assignment.to_stage(catalogue, shards, shares, call.index)
+    shards, _ = assignment.to_stage(described, shares, call.index)
     reading = OnDemand(view, shards, slice_bytes, parallel=parallel, hold=not fits, check=check)
     write = _ending(reading, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
@@ -197,7 +198,7 @@ def _prepare_by_way_of_native(target: Target, live: LiveTree, change: Callable[[
     call = target.call
     skeleton, catalogue = live.skeleton, live.catalogue
     shares = assignment.plan(catalogue, call.count)
-    staging = Staging(assignment.to_stage(catalogue, live.shards, shares, call.index), target.options.memory_limit)
+    staging = Staging(*assignment.to_stage(live.described, shares, call.index), target.options.memory_limit)
     del live  # and its arrays
 
     def write(pool: ThreadPool) -> Written:
@@ -264,8 +265,9 @@ def _write_foreign(target: Target, view: View, check: Callable[[], None]) -> Wri
     return Written(nbytes, time.perf_counter() - begun)
 
 
-def _check_whole(catalogue: Catalogue, shards: Sequence[LocalShard]) -> None:
+def _check_whole(described: Described) -> None:
     """Raises `UnsupportedError` for arrays that this process, which saves alone, has only in part."""
+    catalogue, shards, _ = described
     missing: list[str] = []
     for leaf in sorted(catalogue.global_leaves):
         entry: Any = catalogue.entries[leaf]

@@ -12,7 +12,7 @@ from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ..._core.values import encode_float
-from ..._processes.assignment import alignment
+from ..._pytree.leaves import alignment
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
 from .header import Tensor, encode_header

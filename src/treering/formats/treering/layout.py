@@ -22,7 +22,6 @@ _PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
 class ArrayFile(NamedTuple):
     """An array file before it is written. `begins[i]` is where piece `first + i` begins, relative to the buffer."""
 
-    name: str
     first: int
     begins: Sequence[int]
     nbytes: int
@@ -37,13 +36,10 @@ class ArrayFile(NamedTuple):
 def plan(
     entries: Sequence[Entry],
     pieces: Sequence[Piece],
-    token: str,
-    index: int = 0,
-    count: int = 1,
     header_limit: int = MAX_HEADER * 9 // 10,
     file_bytes: int | None = None,
 ) -> list[ArrayFile]:
-    """Lays out what process `index` of `count` writes, in as many files as keep each header below the limit.
+    """Lays out what a process writes, in as many files as keep each header below the limit.
 
     With `file_bytes` also each buffer, unless a single piece has more.
     """
@@ -61,13 +57,19 @@ def plan(
         nbytes += piece.nbytes
     if pieces:
         groups.append((first, len(pieces)))
-    # A process need not know how many files the others have: its numbers are those that are `index` modulo `count`.
-    numbers = range(index, len(groups) * count, count)
-    names = [f"arrays-{token}-{number:05}-of-{len(groups) * count:05}.safetensors" for number in numbers]
-    return [_file(entries, pieces[a:b], name, a) for name, (a, b) in zip(names, groups, strict=True)]
+    return [_file(entries, pieces[a:b], a) for a, b in groups]
 
 
-def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: int) -> ArrayFile:
+def names(token: str, files: int, index: int = 0, count: int = 1) -> list[str]:
+    """The names of the files that process `index` of `count` writes.
+
+    A process need not know how many files the others have: its numbers are those that are `index` modulo `count`.
+    """
+    numbers = range(index, files * count, count)
+    return [f"arrays-{token}-{number:05}-of-{files * count:05}.safetensors" for number in numbers]
+
+
+def _file(entries: Sequence[Entry], pieces: Sequence[Piece], first: int) -> ArrayFile:
     *begins, end = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     tensors: dict[str, Tensor] = {}
     other_dtypes: dict[str, str] = {}
@@ -85,7 +87,7 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], name: str, first: i
         if stored == "U8" and entry.dtype != "uint8":
             other_dtypes[f"dtype:{key}"] = entry.dtype
     metadata = {"xxh3": "0" * (_DIGITS * -(-end // BLOCK)), "block": str(BLOCK), "format": "treering", "version": "1"}
-    return ArrayFile(name, first, begins, end, encode_header(tensors, {**metadata, **other_dtypes}, PAGE))
+    return ArrayFile(first, begins, end, encode_header(tensors, {**metadata, **other_dtypes}, PAGE))
 
 
 def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:

@@ -4,7 +4,6 @@ import bisect
 import contextlib
 import datetime
 import functools
-import itertools
 import os
 import threading
 import time
@@ -15,12 +14,13 @@ import msgspec
 import numpy as np
 
 from ..._core.boxes import Box, whole
+from ..._core.entries import Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
 from ..._processes.assignment import Piece, Share
 from ..._processes.calls import Call
-from ..._pytree.leaves import Catalogue
+from ..._pytree.leaves import Catalogue, LocalShard
 from ..._pytree.on_demand import Supply
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
@@ -36,7 +36,6 @@ from .new_files import Files
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
-_NOTHING = np.zeros(0, np.uint8)
 _ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
 
 
@@ -99,18 +98,22 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         files = files or Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             entries, most = job.catalogue.entries, store.object_bytes
-            if most and job.shares is not None:
-                job = job._replace(shares=assignment.cut_shares(entries, job.shares, most))
-            pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
-            if job.shares is not None:
+            if job.shares is None:
+                pieces, planned = _plan_alone(entries, staging.shards, most)
+            else:
+                if most:
+                    job = job._replace(shares=assignment.cut_shares(entries, job.shares, most))
+                pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
                 staging.need([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
-            elif most:
-                pieces = assignment.cut(entries, pieces, most)
+                planned = layout.plan(entries, pieces, file_bytes=most)
             spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
-            planned = layout.plan(entries, pieces, token, call.index, call.count, file_bytes=most)
+            names = layout.names(token, len(planned), call.index, call.count)
         call.doing("writing")
         watch.begin()
-        report = [(_write_file(files, file, pieces, staging, pool, watch), file.first) for file in planned]
+        report = [
+            (_write_file(files, name, file, pieces, staging, pool, watch), file.first)
+            for name, file in zip(names, planned, strict=True)
+        ]
         if call.index:
             store.settle(job.path)
         watch.lap("sync")
@@ -136,6 +139,28 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         call.close()  # without the error: the other processes have it from the decision, and keep their files
         raise undurable or SaveError(problem)
     return Written(nbytes, watch.seconds["write"], watch.seconds["sync"], watch.seconds["commit"])
+
+
+_planned: tuple[Any, ...] = ()  # the shards and limit of the last save in one process, and what followed from them
+
+
+def _plan_alone(
+    entries: Sequence[Entry], shards: Sequence[LocalShard], most: int | None
+) -> tuple[Sequence[Piece], Sequence[ArrayFile]]:
+    """What the only process of a save writes, and in which files, of which none has more than `most` bytes.
+
+    A loop that saves one structure again and again pays for it once.
+    """
+    global _planned
+    last = _planned
+    if last and last[0] is shards and last[1] == most:
+        return last[2]
+    pieces = assignment.pieces(entries, shards, None, 0)
+    if most:
+        pieces = assignment.cut(entries, pieces, most)
+    found = pieces, layout.plan(entries, pieces, file_bytes=most)
+    _planned = shards, most, found
+    return found
 
 
 class _Watch:
@@ -244,9 +269,9 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.F
 
 
 def _write_file(
-    files: Files, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
+    files: Files, name: str, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
 ) -> manifest.File:
-    sink = files.create(file.name)
+    sink = files.create(name)
     size = len(file.header) + file.nbytes
     sink.preallocate(round_up(size))
     checksums = _write_buffer(sink, file, pieces, staging, pool)
@@ -257,7 +282,7 @@ def _write_file(
     watch.lap("write")
     sink.finish(size, read_only=True)
     watch.lap("sync")
-    return manifest.File(file.name, size, len(header), manifest.xxh3(header))
+    return manifest.File(name, size, len(header), manifest.xxh3(header))
 
 
 def _write_buffer(
@@ -296,32 +321,22 @@ def _write_buffer(
 
 def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, begin: int, end: int) -> None:
     """Copies the bytes [begin, end) of the buffer from the pieces they belong to, many small ones at a time."""
-    parts: list[np.ndarray] = []
-    owners: list[int] = []
-    at = begin
-
-    def flush() -> None:
-        nonlocal at
-        if parts:
-            stop = at + sum(map(len, parts))
-            np.concatenate(parts, out=target[at - begin : stop - begin])
-            at = stop
-            for owner, part in zip(owners, parts, strict=True):
-                staging.copied(owner, len(part))
-            parts.clear()
-            owners.clear()
-
-    for n in itertools.count(bisect.bisect_right(file.begins, begin) - 1):
-        piece_begin = file.begins[n]
-        piece = pieces[file.first + n]
-        if not staging.ready(piece.shard):
-            flush()  # the parts that are held must be released before waiting for more
-        data = staging.take(piece.shard) if piece.nbytes else _NOTHING
-        first, last = max(begin - piece_begin, 0), min(end - piece_begin, piece.nbytes)
-        if first or piece.begin or last < len(data):
-            data = data[piece.begin + first : piece.begin + last]
-        parts.append(data)
-        owners.append(piece.shard)
-        if piece_begin + piece.nbytes >= end:
-            break
-    flush()
+    first = bisect.bisect_right(file.begins, begin) - 1
+    last = bisect.bisect_left(file.begins, end, first + 1)
+    left = [piece for piece in pieces[file.first + first : file.first + last] if piece.nbytes]
+    skipped, at = begin - file.begins[first], 0
+    while left:
+        numbers = [piece.shard for piece in left]
+        parts = staging.take(numbers)  # of no more than is there: it is to be released before waiting for the rest
+        chosen, left = left[: len(parts)], left[len(parts) :]
+        for n, (piece, part) in enumerate(zip(chosen, parts, strict=True)):
+            if len(part) != piece.nbytes:
+                parts[n] = part[piece.begin : piece.begin + piece.nbytes]
+        parts[0], skipped = parts[0][skipped:], 0
+        stop = at + sum(map(len, parts))
+        if stop > end - begin:
+            parts[-1] = parts[-1][: end - begin - stop]
+            stop = end - begin
+        np.concatenate(parts, out=target[at:stop])
+        staging.copied(numbers[: len(parts)], list(map(len, parts)))
+        at = stop

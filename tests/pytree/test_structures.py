@@ -1,0 +1,158 @@
+"""Trees that are described again: quickly, and never as what they were the last time."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+from helpers import assert_same
+from treering._pytree import leaves, structures, walk
+from treering.errors import UnsupportedError
+
+OPTIONS: dict[str, Any] = {"dtype": None, "detach": True, "alone": True}
+
+
+def described(tree: Any, **options: Any) -> leaves.Described:
+    walked = walk.walk(tree)
+    return structures.described(walked.paths, walked.leaves, **{**OPTIONS, **options})
+
+
+def plainly(tree: Any, **options: Any) -> leaves.Described:
+    walked = walk.walk(tree)
+    return leaves.describe(walked.paths, walked.leaves, **{**OPTIONS, **options})
+
+
+def parts(found: leaves.Described) -> Any:
+    return found.catalogue, tuple(found.shards), [np.asarray(one).tobytes() for one in found.data]
+
+
+def make(step: int, changed: dict[str, Any] | None = None) -> dict[str, Any]:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = jnp.full((3, 5), step, jnp.float32)
+    tree = {
+        "w": w,
+        "tied": w,
+        "b": jnp.full(7, step, jnp.bfloat16),
+        "weak": jnp.asarray(1.5) * step,
+        "packed": jnp.full(6, step % 7, jnp.int4),
+        "key": jax.random.key(step),
+        "keys": jax.random.split(jax.random.key(step), 3),
+        "spread": jax.device_put(np.arange(16, dtype=np.int32) + step, jax.NamedSharding(mesh, jax.P("x"))),
+        "copied": jax.device_put(np.arange(4.0) + step, jax.NamedSharding(mesh, jax.P())),
+        "step": step,
+        "name": f"step {step}",
+        "none": None,
+    }
+    return {**tree, **(changed or {})}
+
+
+def test_the_same_structure_has_the_same_shards_and_the_values_of_now() -> None:
+    first = described(make(1))
+    for step in (2, 3):
+        tree = make(step)
+        found = described(tree)
+        assert found.shards is first.shards
+        assert parts(found) == parts(plainly(tree))
+
+
+def spread(*axes: str | None) -> jax.Array:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(np.arange(16, dtype=np.int32), jax.NamedSharding(mesh, jax.P(*axes)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"b": jnp.ones(8, jnp.bfloat16)},
+        {"b": jnp.ones(7, jnp.float16)},
+        {"b": np.ones(7, np.float32)},
+        {"b": jax.device_put(jnp.ones(7, jnp.bfloat16), jax.devices()[3])},
+        {"weak": jnp.float32(1.5)},
+        {"tied": jnp.ones((3, 5))},
+        {"key": jax.random.key(0, impl="rbg")},
+        {"key": jnp.zeros(2, jnp.uint32)},
+        {"spread": spread()},
+        {"spread": jnp.arange(16)},
+        {"step": 1.0},
+        {"step": np.int64(3)},
+        {"step": jnp.int32(3)},
+        {"name": b"step"},
+    ],
+    ids=lambda changed: "-".join(f"{name} {getattr(one, 'dtype', type(one))}" for name, one in changed.items()),
+)
+def test_what_is_not_the_same_is_described_anew(changed: dict[str, Any]) -> None:
+    first = described(make(1))
+    tree = make(2, changed)
+    if "tied" not in changed:
+        tree["tied"] = tree["w"]
+    found = described(tree)
+    assert parts(found) == parts(plainly(tree))
+    assert found.shards is not first.shards or type(changed.get("step")) is float
+    again = make(3)
+    assert parts(described(again)) == parts(plainly(again))
+
+
+def test_arrays_that_become_one_object_are_tied() -> None:
+    tree = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    apart = described(tree)
+    one = jnp.ones(3)
+    assert described({"a": one, "b": one}).catalogue.tied == {1: 0}
+    assert not described(tree).catalogue.tied and parts(described(tree)) == parts(apart)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"detach": False}])
+def test_other_options_are_another_description(options: dict[str, Any]) -> None:
+    tree = make(1)
+    assert parts(described(tree)) == parts(plainly(tree))
+    assert parts(described(tree, **options)) == parts(plainly(tree, **options))
+
+
+def test_what_cannot_be_saved_is_named_the_second_time_as_well() -> None:
+    described(make(1))
+    tree = make(2)
+    tree["b"].delete()
+    with pytest.raises(UnsupportedError, match="b: this array was deleted"):
+        described(tree)
+    with pytest.raises(UnsupportedError, match="name: "):
+        described(make(2, {"name": "\ud800"}))
+
+
+def test_a_loop_saves_what_it_has_in_each_step(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(4):
+            ckpts.save(step, make(step))
+    for step in range(4):
+        assert_same(tr.restore(tmp_path / "run", make(step), step=step), make(step))
+
+
+def python_calls(call: Callable[[], Any]) -> int:
+    """The calls of Treering's own functions that a call makes in this thread; the steps of generators count, too."""
+    calls, here = 0, str(pathlib.Path(tr.__file__).parent)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(here)
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(tmp_path: pathlib.Path) -> None:
+    calls: dict[int, int] = {}
+    for count in (100, 300):
+        tree = {f"l{n:04}": {"w": jnp.full(4, n)} for n in range(count)}
+        tr.save_async(tmp_path / f"{count}-0", tree).result()
+        pending: list[Any] = []
+        calls[count] = python_calls(lambda: pending.append(tr.save_async(tmp_path / f"{count}-1", tree)))  # noqa: B023
+        pending[0].result()
+    assert abs(calls[300] - calls[100]) < 10, calls
