@@ -21,7 +21,7 @@ from treering._processes import assignment
 from treering._pytree import leaves as _leaves
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
-from treering.formats.treering import layout, manifest
+from treering.formats.treering import layout, manifest, read
 from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -158,6 +158,40 @@ def test_the_header_estimate_is_never_too_low() -> None:
         for file in layout.plan(catalogue.entries, pieces, header_limit=limit):
             if len(file.begins) > 1:
                 assert len(file.header) <= limit + 4096
+
+
+def test_neighbouring_pieces_come_as_one_view(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Onto fewer devices, or whole, nothing is copied; what lies otherwise in the file gets memory of its own."""
+    asked: list[tuple[int, ...]] = []
+    real = read.adoptable
+    monkeypatch.setattr(read, "adoptable", lambda shape, dtype: asked.append(shape) or real(shape, dtype))
+
+    def on(count: int, *axes: str | None) -> jax.NamedSharding:
+        mesh = jax.make_mesh((count,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        return jax.NamedSharding(mesh, jax.P(*axes))
+
+    value = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    deep = np.arange(16 * 64, dtype=np.int16).reshape(1, 16, 64)
+    saved = {"w": jax.device_put(value, on(8, "x")), "deep": jax.device_put(deep, on(4, None, "x"))}
+    path = tmp_path / "c"
+    tr.save(path, saved)
+
+    def restored(w: Any, mmap: bool | None = None) -> list[tuple[int, ...]]:
+        asked.clear()
+        template = {"w": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=w), "deep": np.zeros_like(deep)}
+        found = tr.restore(path, template, mmap=mmap)
+        assert np.array_equal(found["w"], value) and np.array_equal(found["deep"], deep)
+        return list(asked)
+
+    for mmap in (None, False):
+        for count in (8, 4, 2, 1):
+            assert restored(on(count, "x"), mmap) == []
+        assert restored(on(2, None, "x"), mmap) == [(64, 16)] * 2
+    assert np.array_equal(tr.open(path)["w"][5:41, 3], value[5:41, 3])
+    reversed_mesh = jax.sharding.Mesh(np.array(jax.devices()[7::-1]), ("x",))
+    tr.save(path, {**saved, "w": jax.device_put(value, jax.NamedSharding(reversed_mesh, jax.P("x")))}, overwrite=True)
+    for count in (8, 4, 1):  # whichever way round they lie
+        restored(on(count, "x"))
 
 
 # Manifests that are not what they should be

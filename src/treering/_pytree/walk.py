@@ -141,6 +141,17 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
 
 
+@calls_back
+def rebuilt(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree with other leaves, in the order of `walk`."""
+    import jax
+
+    structure = jax.tree.structure(tree)
+    if structure.num_leaves != len(leaves):  # there are some of None, for which JAX has to be asked at each node
+        structure = flatten(tree)[1]
+    return structure.unflatten(leaves)
+
+
 def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
     """A container's node and the path components of its children."""
     from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey

@@ -136,7 +136,7 @@ def _plan_by_template(
         targets,
         places,
         asked,
-        lambda values: join(walk.flatten(template)[1].unflatten(values)),
+        lambda values: join(walk.rebuilt(template, values)),
     )
 
 
@@ -197,7 +197,12 @@ def _shaped(target: Target) -> Any:
     if target.make not in _place.IN_JAX:
         return None
     shape = target.entry.shape if target.entry else ()
-    return jax.ShapeDtypeStruct(shape[:-1] if target.make == "key" else shape, target.dtype)
+    return _shape_and_dtype(shape[:-1] if target.make == "key" else shape, target.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_and_dtype(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _values(
@@ -299,8 +304,9 @@ def _leaves_host(target: Target, place: Where) -> bool:
     """Whether an array only passes through host memory, on its way to a device."""
     if target.make != "jax":
         return False
-    platforms = {d.platform for d in place.device_set} if place else {jax.default_backend()}
-    return platforms != {"cpu"}
+    if place is None:
+        return jax.default_backend() != "cpu"
+    return any(device.platform != "cpu" for device in place.device_set)
 
 
 def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:

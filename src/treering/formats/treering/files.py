@@ -63,6 +63,23 @@ def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: 
     return parts
 
 
+def joined(parts: list[Part], shape: tuple[int, ...]) -> list[Part]:
+    """The parts of a box of this shape, made one if they lie in the file as they do in the box: nothing is copied."""
+    place = elements = 0
+    for n, part in enumerate(parts):
+        first = last = 0
+        for where, size in zip(part.at, shape, strict=True):
+            first, last = first * size + where.start, last * size + where.stop - 1
+        count = math.prod(part.shape)
+        runs_on = n == 0 or (part.file == parts[0].file and part.begin == place)
+        if part.strides or not runs_on or first != elements or last - first + 1 != count:
+            return parts
+        place, elements = part.end, elements + count
+    if len(parts) < 2 or elements != math.prod(shape):
+        return parts
+    return [Part(parts[0].file, parts[0].begin, place, shape)]
+
+
 class Memory:
     """Bytes of a file in memory: the mapped file, or runs of it that were read."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import logging
 import math
 import os
@@ -26,7 +27,7 @@ from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
-from .files import ArrayFile, Memory, Part, parts_of
+from .files import ArrayFile, Memory, Part, joined, parts_of
 from .manifest import BLOCK, ArrayRow, piece_key
 from .schema import MANIFEST
 
@@ -70,6 +71,10 @@ class Reader:
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
         self._opening = threading.RLock()  # a signal handler may read while its thread holds it
+
+    @functools.cached_property
+    def _has_ties(self) -> bool:
+        return any(isinstance(row, ArrayRow) and isinstance(row.where, str) for row in self._manifest.leaves)
 
     @property
     def created(self) -> datetime.datetime:
@@ -148,7 +153,7 @@ class Reader:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
-        for n, (entry, _) in enumerate(wanted):
+        for n, (entry, _) in enumerate(wanted if self._has_ties else ()):
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
                 arrays[n] = arrays[n].copy()
         return arrays
@@ -266,7 +271,7 @@ class Reader:
             if inner is not None:
                 apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
                 parts += parts_of(number, begin, piece, inner, box, size, apart=apart)
-        return parts
+        return joined(parts, box_shape(box))
 
     def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> int:
         """The offset of a piece's tensor in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
