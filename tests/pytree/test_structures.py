@@ -1,8 +1,6 @@
 """Trees that are described again: quickly, and never as what they were the last time."""
 
 import pathlib
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,30 +127,3 @@ def test_a_loop_saves_what_it_has_in_each_step(tmp_path: pathlib.Path) -> None:
             ckpts.save(step, make(step))
     for step in range(4):
         assert_same(tr.restore(tmp_path / "run", make(step), step=step), make(step))
-
-
-def python_calls(call: Callable[[], Any]) -> int:
-    """The calls of Treering's own functions that a call makes in this thread; the steps of generators count, too."""
-    calls, here = 0, str(pathlib.Path(tr.__file__).parent)
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(here)
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(tmp_path: pathlib.Path) -> None:
-    calls: dict[int, int] = {}
-    for count in (100, 300):
-        tree = {f"l{n:04}": {"w": jnp.full(4, n)} for n in range(count)}
-        tr.save_async(tmp_path / f"{count}-0", tree).result()
-        pending: list[Any] = []
-        calls[count] = python_calls(lambda: pending.append(tr.save_async(tmp_path / f"{count}-1", tree)))  # noqa: B023
-        pending[0].result()
-    assert abs(calls[300] - calls[100]) < 10, calls

@@ -84,7 +84,7 @@ def match(
     Raises `MismatchError` with the likely cause and every difference.
     """
     policy = policy.among(walked.paths, entries)
-    if any(isinstance(entry, LostEntry) for entry in entries.values()):
+    if LostEntry in set(map(type, entries.values())):
         check_whole(_needed(entries, walked, policy))
 
     def compare(
@@ -249,7 +249,7 @@ def _other_classes(template: Skeleton, found: Skeleton) -> list[Difference]:
 
 
 def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
-    if not any(node.kind == "namedtuple" for node in skeleton if isinstance(node, Node)):
+    if "namedtuple" not in {node.kind for node in skeleton if isinstance(node, Node)}:
         return []
     return [
         (n, path, node)

@@ -1,6 +1,7 @@
 """Restoring: match, read, place, and the tree again."""
 
 import functools
+import itertools
 import logging
 import math
 import sys
@@ -216,7 +217,7 @@ def _values(
 ) -> list[Any]:
     targets, places = plan.targets, plan.places
     values: list[Any] = [target.value for target in targets]
-    passing = any(map(_leaves_host, targets, places))
+    passing = _leave_host(targets, places)
     budget = _BUDGET if limit is None else limit
     with gc_paused():
         joint = sharing.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
@@ -279,9 +280,12 @@ class _Group:
             for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
                 target, path = plan.targets[n], plan.paths[n]
                 if target.make in _place.IN_JAX:
-                    own = [_cast(next(arrays), target, path) for _ in range(count)]
+                    assert target.entry is not None
+                    own = list(itertools.islice(arrays, count))
+                    if count != 1 or own[0].dtype is not target.dtype:
+                        own = [_cast(array, target, path) for array in own]
                     in_jax.append(n)
-                    items.append(_place.Item(place, _entry(target).shape, target.dtype, target.weak, own))
+                    items.append(_place.Item(place, target.entry.shape, target.dtype, target.weak, own))
                 else:
                     array = next(arrays)
                     if target.make != "numpy" or array.dtype is not target.dtype:
@@ -300,13 +304,14 @@ def _entry(target: Target) -> ArrayEntry:
     return target.entry
 
 
-def _leaves_host(target: Target, place: Where) -> bool:
-    """Whether an array only passes through host memory, on its way to a device."""
-    if target.make != "jax":
-        return False
-    if place is None:
-        return jax.default_backend() != "cpu"
-    return any(device.platform != "cpu" for device in place.device_set)
+def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
+    """Whether arrays only pass through host memory, on their way to a device."""
+    wanted = [place for target, place in zip(targets, places, strict=True) if target.make == "jax"]
+    bound = [place.device_set for place in wanted if place is not None]
+    platforms = {device.platform for device in set[Any]().union(*bound)}
+    if len(bound) < len(wanted):
+        platforms.add(jax.default_backend())
+    return not platforms <= {"cpu"}
 
 
 def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:

@@ -74,7 +74,7 @@ def decode_header(data: bytes | bytearray, name: str) -> Header:
             text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
         tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
         about = tensors.pop("__metadata__", None)
-        if any(not tensor.dtype or tensor.shape is _UNTOLD for tensor in tensors.values()):
+        if True in [not tensor.dtype or tensor.shape is _UNTOLD for tensor in tensors.values()]:
             raise ValueError("a tensor has no dtype or no shape")
         content = data[8:].rstrip(b" ")
         if not strict_json.is_plain(content, 4 * len(tensors) + (about is not None) + len(metadata)):

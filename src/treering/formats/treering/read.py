@@ -74,7 +74,7 @@ class Reader:
 
     @functools.cached_property
     def _has_ties(self) -> bool:
-        return any(isinstance(row, ArrayRow) and isinstance(row.where, str) for row in self._manifest.leaves)
+        return str in {type(row.where) for row in self._manifest.leaves if isinstance(row, ArrayRow)}
 
     @property
     def created(self) -> datetime.datetime:
@@ -138,7 +138,7 @@ class Reader:
         """
         if self._store.object_bytes is not None:
             if len(wanted) == 1 and (found := self._read_by_turns(*wanted[0], verify)) is not None:
-                return [_as_bools(found, wanted[0][0])]
+                return [_as_bools(found) if wanted[0][0].dtype == "bool" else found]
             self._open_together(wanted)
         parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
@@ -147,9 +147,12 @@ class Reader:
                 ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
         memory = self._memory(ranges, verify, mmap)
         arrays = _assemble(wanted, parts, memory)
-        arrays = [_as_bools(array, entry) for array, (entry, _) in zip(arrays, wanted, strict=True)]
+        arrays = [
+            _as_bools(array) if entry.dtype == "bool" else array
+            for array, (entry, _) in zip(arrays, wanted, strict=True)
+        ]
         held = sum(one.nbytes for one in memory.values())
-        if sum(array.nbytes for array in arrays) * 2 < held:
+        if sum([array.nbytes for array in arrays]) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
@@ -353,11 +356,9 @@ class Reader:
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
 
 
-def _as_bools(array: np.ndarray, entry: ArrayEntry) -> np.ndarray:
-    """The array, of bools made of the bytes that hold them: any but 0 is true."""
-    if entry.dtype == "bool" and (array.view(np.uint8) > 1).any():
-        return array.view(np.uint8) != 0
-    return array
+def _as_bools(array: np.ndarray) -> np.ndarray:
+    """The bools that are made of the bytes which hold them: any but 0 is true."""
+    return array.view(np.uint8) != 0 if (array.view(np.uint8) > 1).any() else array
 
 
 def _assemble(
