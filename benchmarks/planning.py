@@ -22,7 +22,7 @@ from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
 from treering._pytree import walk
-from treering._pytree.leaves import Catalogue, Described, LocalShard, Shards
+from treering._pytree.leaves import Catalogue, Described, LocalShard
 from treering._pytree.walk import Walk
 from treering._threads.python_gc import gc_paused
 from treering.formats.treering import layout, manifest
@@ -130,7 +130,7 @@ def _described(catalogue: Catalogue, shares: Mapping[int, Share]) -> Described:
         for box in _own(assignment.layout_of(catalogue.shardings[leaf], entry.shape)):
             data = np.broadcast_to(np.float32(0), box_shape(box))
             found.append((LocalShard(leaf, box, data.dtype, data.nbytes, False), data))
-    return Described(catalogue, Shards(shard for shard, _ in found), [data for _, data in found])
+    return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
 
 @functools.cache

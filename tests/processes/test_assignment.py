@@ -20,7 +20,7 @@ from treering._core.boxes import Box, Cells, box_shape, slices, whole
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment
 from treering._processes.assignment import Layout, Share
-from treering._pytree.leaves import Catalogue, Described, LocalShard, Shards, alignment
+from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.manifest import ArrayRow, piece_key
@@ -329,7 +329,7 @@ class State(NamedTuple):
         found.sort(key=lambda one: alignment(one[0].nbytes))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
         catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts)  # type: ignore[arg-type]
-        return Described(catalogue, Shards(shard for shard, _ in found), [data for _, data in found])
+        return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
     def shares(self) -> dict[int, Share]:
         arrays = [(one, value.itemsize) for one, value in zip(self.layouts, self.values, strict=True)]

@@ -1,5 +1,7 @@
 """Flax NNX: modules, states, optimizers and random streams, whole and in parts."""
 
+import subprocess
+import sys
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
@@ -354,3 +356,44 @@ def test_a_known_structure_is_not_asked_for_at_every_node() -> None:
     with unittest.mock.patch.object(jax.tree, "flatten", wraps=jax.tree.flatten) as flatten:
         flax.split(tree)
     assert [call.kwargs for call in flatten.call_args_list] == [{}]
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A weight that is flattened into arrays which are made on the way."""
+
+    def __init__(self, whole: jax.Array):
+        self.whole = whole
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.whole[:2], self.whole[2:]), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, parts: Any) -> "Packed":
+        return cls(jnp.concatenate(parts))
+
+
+def test_a_shared_variable_whose_leaves_are_made_anew_is_seen(tmp_path: Path) -> None:
+    one, other = (nnx.Param(Packed(jnp.full(4, n))) for n in range(2))
+    tr.save(tmp_path / "apart", {"a": one, "b": other})
+    tr.save(tmp_path / "shared", {"a": one, "b": one})
+    assert list(tr.open(tmp_path / "shared")) == ["a/0", "a/1"]
+
+
+def test_a_container_may_restore_something_while_it_is_flattened(tmp_path: Path) -> None:
+    """Of a structure that is new as well; nothing that others wait for is held meanwhile."""
+    code = f"""
+import itertools, jax, jax.numpy as jnp, treering as tr
+from flax import nnx
+tr.save({str(tmp_path / "other")!r}, {{"x": jnp.ones(2)}})
+numbers = itertools.count()
+class Box:
+    def __init__(self, x): self.x = x
+def flat(box):
+    template = {{"x": jnp.zeros(2), f"x{{next(numbers)}}": jnp.zeros(2)}}
+    tr.restore({str(tmp_path / "other")!r}, template, missing="template")
+    return (box.x,), None
+jax.tree_util.register_pytree_node(Box, flat, lambda aux, parts: Box(*parts))
+tr.save({str(tmp_path / "mine")!r}, {{"b": Box(jnp.ones(3))}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

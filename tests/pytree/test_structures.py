@@ -104,11 +104,26 @@ def test_arrays_that_become_one_object_are_tied() -> None:
     assert not described(tree).catalogue.tied and parts(described(tree)) == parts(apart)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"detach": False}])
-def test_other_options_are_another_description(options: dict[str, Any]) -> None:
-    tree = make(1)
-    assert parts(described(tree)) == parts(plainly(tree))
-    assert parts(described(tree, **options)) == parts(plainly(tree, **options))
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"detach": False}, {"dtype": np.dtype("float64")}],  # which NumPy says is equal to None
+    ids=str,
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_other_options_are_another_description(options: dict[str, Any], first: bool) -> None:
+    tree = {f"{options}{first}": jnp.ones(3), "packed": jnp.ones(3, jnp.int4)}
+    wished = [options, {}, options, {}] if first else [{}, options, {}, options]
+    found = [described(tree, **one) for one in wished]
+    assert [parts(one) for one in found] == [parts(plainly(tree, **one)) for one in wished]
+    assert found[0].shards is found[2].shards and found[1].shards is found[3].shards
+
+
+def test_no_value_is_kept_for_the_next_save() -> None:
+    tree = {"text": "x" * 1000, "w": jnp.ones(3)}
+    described(tree)
+    assert [entry.type for entry in structures._known[0].catalogue.entries] == ["none", "jax"]
+    entry: Any = described(tree).catalogue.entries[0]
+    assert entry.decode() == tree["text"]
 
 
 def test_what_cannot_be_saved_is_named_the_second_time_as_well() -> None:

@@ -1,14 +1,13 @@
 """Support for Flax and Haliax beyond what JAX knows of their pytrees, used only if the user has imported them."""
 
 import contextlib
+import operator
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
-_MOST = 4  # structures that are remembered
+_MOST = 16  # structures that are remembered
 _plain: dict[Any, bool] = {}  # treedefs of trees without graph objects: whether they have Variables, all with contents
-_knowing = threading.Lock()
 _UNFIT = (TypeError, ValueError, RecursionError, SystemError)  # what JAX raises for trees that it cannot flatten
 
 _BOXES = {  # by kind: the module of the class, and its name
@@ -79,14 +78,21 @@ def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _remember_plain(tree: Any, variables: list[Any]) -> None:
-    """Remembers the structure of a tree without graph objects, unless one of its Variables has no contents."""
+    """Remembers the structure of a tree without graph objects, unless its Variables cannot be told by what they hold.
+
+    That is so where one holds nothing, or something that is made when it is flattened. No lock is held, for what the
+    user has written runs here; of two threads that remember something at a time one may forget the other's.
+    """
+    global _plain
     import jax
 
-    with _knowing, contextlib.suppress(*_UNFIT):
-        if all(map(jax.tree.leaves, variables)):
-            if len(_plain) >= _MOST:
-                del _plain[next(iter(_plain))]
-            _plain[jax.tree.structure(tree)] = bool(variables)
+    with contextlib.suppress(*_UNFIT):
+        leaves, structure = jax.tree.flatten(tree)
+        again = jax.tree.leaves(tree) if variables else leaves
+        lasting = len(leaves) == len(again) and all(map(operator.is_, leaves, again))
+        if lasting and all(map(jax.tree.leaves, variables)) and structure not in _plain:
+            last = list(_plain.items())[1 - _MOST :]
+            _plain = {**dict(last), structure: bool(variables)}
 
 
 def _is_known_plain(tree: Any, kinds: tuple[type, ...]) -> bool:

@@ -54,19 +54,6 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
     piece: Box | None = None
 
 
-class Shards(tuple[LocalShard, ...]):
-    """The shards of a tree, in the order in which one process writes all of them.
-
-    Compared as an object: the same structure has the same one whenever it is saved, so that what follows from it is
-    worked out once.
-    """
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
 class Catalogue(NamedTuple):
     """The leaves of a tree, by their numbers in tree order, and where their bytes lie; not the bytes.
 
@@ -81,10 +68,14 @@ class Catalogue(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The catalogue of a tree, the shards that this process has of it, each once, and the array that holds each."""
+    """The catalogue of a tree, the shards that this process has of it, each once, and the array that holds each.
+
+    The shards are in the order in which one process would write all of them. The same structure has the same object of
+    them whenever it is saved, so that what follows from it is worked out once; nobody changes it, or the catalogue.
+    """
 
     catalogue: Catalogue
-    shards: Shards
+    shards: tuple[LocalShard, ...]
     data: list[Any]
 
 
@@ -145,7 +136,7 @@ def describe(
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
     order = sorted(range(len(found.shards)), key=lambda n: _misalignment(found.shards[n]))
-    shards = Shards(found.shards[n] for n in order)
+    shards = tuple(found.shards[n] for n in order)
     return Described(Catalogue(*found[:4]), shards, [found.data[n] for n in order])
 
 

@@ -31,7 +31,7 @@ class LiveTree:
 
     def __init__(self, path: str, skeleton: Skeleton, described: Described):
         self.path, self.skeleton, self.described = path, skeleton, described
-        catalogue, shards, self._data = described
+        catalogue, shards, _ = described
         self.metrics: Mapping[str, float] = {}
         self.entries: Mapping[str, Entry] = {entry.path: entry for entry in catalogue.entries}
         self.catalogue, self.shards = catalogue, shards
@@ -43,7 +43,7 @@ class LiveTree:
 
     def stage(self) -> Staging:
         """The staging that the caller runs: after that the tree is read from the copies, and may change."""
-        self._staging = Staging(self.shards, self._data, None)
+        self._staging = Staging(self.shards, self.described.data, None)
         return self._staging
 
     def shards_of(self, path: str) -> list[LocalShard]:
@@ -87,7 +87,7 @@ class LiveTree:
 
     def _part(self, n: int, box: Box) -> np.ndarray:
         """The part of shard `n` in a box, copied only where it must be."""
-        shard, data = self.shards[n], self._data[n]
+        shard, data = self.shards[n], self.described.data[n]
         if self._staging is not None:
             (staged,) = self._staging.take([n])
             return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)

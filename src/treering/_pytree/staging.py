@@ -188,7 +188,8 @@ class Staging:
             else:
                 found = list(map(np.asarray, data[begin:end]))  # there may be thousands
             self._views[begin:end] = found
-            data[begin:end] = [None] * len(found)  # or this step's state would stay on the device until it is written
+            data[begin:end] = [None] * (end - begin)  # or the state would stay on the device until it is written
+            del found  # what a writer has done with is not held until the next ones are there
             with self._lock:
                 for n in unneeded.intersection(range(begin, end)):
                     self._drop(n, shards[n])

@@ -1,14 +1,15 @@
 """Descriptions of trees that were described before: a loop that saves one structure again and again pays once."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._core import dtypes
 from .._core.boxes import Box
+from .._core.entries import Entry, ValueEntry
 from ..errors import UnsupportedError
-from .leaves import Catalogue, Described, Shards, describe, kind_of, parts_of, value_entry
+from .leaves import Catalogue, Described, LocalShard, describe, kind_of, parts_of, value_entry
 
-_MOST = 4  # structures that are remembered, as many as `walk` does
+_MOST = 4  # descriptions that are remembered, as many as `walk` has structures
 
 
 class _Known(NamedTuple):
@@ -28,26 +29,30 @@ class _Known(NamedTuple):
     order: list[int]
     apart: Mapping[int, Mapping[Box, int]]
     catalogue: Catalogue
-    shards: Shards
+    shards: tuple[LocalShard, ...]
 
 
-_known: list[_Known] = []
-_knowing = threading.Lock()
+_known: tuple[_Known, ...] = ()  # the last used first; replaced as a whole, so no thread has to wait for another
 
 
-def described(paths: Sequence[str], leaves: Sequence[Any], **options: Any) -> Described:
+def described(
+    paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
+) -> Described:
     """What `leaves.describe` says, whose options these are; quickly where the same was described before.
 
     paths: one object for one structure, as `walk` has it.
     """
-    given = tuple(options.values())
-    for known in tuple(_known):
-        if known.paths is paths and known.options == given and (found := _again(known, leaves)):
-            return found
-    found = describe(paths, leaves, **options)
-    if (known := _learned(paths, given, leaves, found)) is not None:
-        with _knowing:
-            _known[:] = [known, *(one for one in _known if one.paths is not paths)][:_MOST]
+    global _known
+    # As text: NumPy says that the dtype float64 is equal to None.
+    options = (None if dtype is None else dtypes.to_text(dtypes.asked(dtype)), detach, alone)
+    known = next((one for one in _known if one.paths is paths and one.options == options), None)
+    found = None if known is None else _again(known, leaves)
+    if found is None:
+        found = describe(paths, leaves, dtype=dtype, detach=detach, alone=alone)
+        known = _learned(paths, options, leaves, found)
+    if known is not None and (not _known or _known[0] is not known):
+        others = [one for one in _known if one.paths is not paths or one.options != options]
+        _known = (known, *others[: _MOST - 1])
     return found
 
 
@@ -98,9 +103,19 @@ def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[An
         values,
         [shard.leaf for shard in found.shards],
         apart,
-        found.catalogue,
+        found.catalogue._replace(entries=_without(found.catalogue.entries, values)),
         found.shards,
     )
+
+
+def _without(entries: Sequence[Entry], values: Sequence[int]) -> Sequence[Entry]:
+    """The entries, of plain values the paths alone: text and bytes may be large, and are not those of the next time."""
+    if not values:
+        return entries
+    bare = list(entries)
+    for n in values:
+        bare[n] = ValueEntry(entries[n].path, "none")
+    return bare
 
 
 def _arrays(leaves: Sequence[Any], values: Sequence[int]) -> Sequence[Any]:

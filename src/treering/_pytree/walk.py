@@ -1,6 +1,5 @@
 """A pytree as paths and leaves, and its skeleton."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +36,9 @@ class _Names(NamedTuple):
     text: str | None
 
 
+_MOST = 4  # structures that are remembered
+# Replaced as a whole: a lock would be held while JAX compares what users have written.
 _known: dict[Any, _Names] = {}
-_knowing = threading.Lock()
 
 
 @calls_back
@@ -49,6 +49,7 @@ def walk(tree: Any) -> Walk:
     again gets those of the last time. Raises `UnsupportedError` for keys that no path can name and for two
     leaves with one path.
     """
+    global _known
     import jax
 
     try:
@@ -66,11 +67,9 @@ def walk(tree: Any) -> Walk:
         only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
         text = None if only_text else str(treedef)
         names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text)
-        with _knowing:
-            if len(_known) >= 4:
-                del _known[next(iter(_known))]
-            _known.pop(treedef, None)  # or an equal one would stay as the key
-            _known[treedef] = names
+        known = dict(_known)
+        known.pop(treedef, None)  # or an equal one would stay as the key
+        _known = {**dict(list(known.items())[1 - _MOST :]), treedef: names}
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]

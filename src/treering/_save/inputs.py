@@ -17,7 +17,7 @@ from .._core.source import Source
 from .._core.values import decode
 from .._processes.assignment import cells_of
 from .._pytree import box_levels, walk
-from .._pytree.leaves import Catalogue, Described, LocalShard, Shards, alignment
+from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from ..errors import UnsupportedError
@@ -150,7 +150,7 @@ def described(
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
     catalogue = Catalogue(entries, {}, shardings, spread)
-    return Described(catalogue, Shards(shard for _, shard in shards), [None] * len(shards))
+    return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
 
 
 def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
