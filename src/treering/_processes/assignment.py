@@ -237,10 +237,8 @@ def to_stage(
 ) -> tuple[Sequence[LocalShard], list[Any]]:
     """The shards that process `index` stages, in the order in which it writes them, and the arrays that hold them.
 
-    Without `shares`, all of them.
-
-    Of global arrays it stages what it writes; of arrays that each process has for itself everything, to be compared
-    with those of the other processes.
+    Without `shares`, all of them. Of global arrays it stages what it writes; of arrays that each process has for itself
+    everything, to be compared with those of the other processes.
     """
     catalogue, shards, data = described
     if shares is None:
@@ -278,10 +276,7 @@ def pieces(
 
 
 def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
-    """Leaf, box and size in bytes of each piece that process `index` writes, in order.
-
-    Its place among them is what `alignment` says.
-    """
+    """Leaf, box and size in bytes of each piece that process `index` writes, in the order of `alignment`."""
     found: list[tuple[int, Box, int]] = []
     for leaf in sorted(shares):
         share, itemsize = shares[leaf], dtypes.itemsize(entries[leaf].dtype)
