@@ -154,6 +154,20 @@ def _go_on_without(between: Proxy, near: str, far: str) -> None:
     assert tr.steps(far) == [4, 5, 6] and tr.steps(near) == [6]
 
 
+def test_a_step_that_is_not_copied_and_not_wanted_any_more_goes(near: str, tmp_path: pathlib.Path) -> None:
+    """Where the newer steps are far, and near no longer, the policy is asked about all of them together."""
+    far = tmp_path / "far"
+    (far / "step-00000002").mkdir(parents=True)
+    (far / "step-00000002" / "treering.json").mkdir()  # no step can be there
+    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+        _save(ckpts, 1, 2)
+        for step in (3, 4, 5):
+            _save(ckpts, step)
+            _until(lambda step=step: step in tr.steps(far))
+            assert 2 in tr.steps(near)
+    assert tr.steps(near) == [5] and tr.steps(far) == [3, 4, 5]
+
+
 _SLOWLY = """
 import sys
 import numpy as np

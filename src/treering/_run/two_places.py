@@ -45,9 +45,9 @@ class TwoPlaces:
         self._keep = keep
         self._process = os.getpid()
         self._claimed = False
-        self._copied: dict[
-            int, tuple[object, str]
-        ] = {}  # versions and identities of manifests near that are far as well
+        # Versions and identities of manifests near that are far as well, and versions of those that need not be.
+        self._copied: dict[int, tuple[object, str]] = {}
+        self._unwanted: dict[int, object] = {}
         self._saved: set[int] = set()  # here, and not known to be far
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
@@ -219,10 +219,11 @@ class TwoPlaces:
 
     def needed(self) -> set[int]:
         """What is not known to be far stays; if the policy wants it, as far as that is known here."""
-        good = self.near.good()
+        good, paths = self.near.good(), self.near.steps.committed()
         wanted = {one.step for one in good if self._keep is None or one is good[-1]}
         if self._keep is not None:
-            wanted |= self._keep.kept(good)
+            kept = self._keep.kept(good)
+            wanted |= {step for step in kept if not (step in paths and self._known_unwanted(step, paths[step]))}
         self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
@@ -337,16 +338,24 @@ class TwoPlaces:
         good = [one.step for one in self.near.good() if one.step in near]
         lacking = [step for step in good if step not in whole or not self._is_copied(step, near[step], far.get(step))]
         if lacking and self._keep:
+            versions = {step: self._version(near[step]) for step in lacking}  # before the policy is asked about them
             both = self.good()
             wanted = self._keep.kept(both) | {both[-1].step}
             wanted.update(step for step in lacking if pins.pinned(self.near.steps.store, near[step]))
             self._saved.difference_update(set(lacking) - wanted)
+            self._unwanted = {step: versions[step] for step in lacking if step not in wanted}
             lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
 
-    def _known_copied(self, step: int, path: str) -> bool:
+    def _version(self, path: str) -> object:
         seen = summary.look(self.near.steps.store, path)
-        return seen is not None and step in self._copied and self._copied[step][0] == seen.version
+        return seen and seen.version
+
+    def _known_copied(self, step: int, path: str) -> bool:
+        return step in self._copied and self._copied[step][0] == self._version(path)
+
+    def _known_unwanted(self, step: int, path: str) -> bool:
+        return step in self._unwanted and self._unwanted[step] == self._version(path)
 
     def _is_copied(self, step: int, path: str, far: str | None) -> bool:
         if far is None:
