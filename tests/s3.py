@@ -11,6 +11,26 @@ from typing import Any
 BUCKET = "treering"
 _START_SECONDS = 60
 
+# S3 carries out the requests for one key one after another. moto looks whether a condition holds some time before it
+# does what is asked for: of two puts that may only create, both can succeed.
+_SERVER = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+
+lock = threading.Lock()
+
+def one_at_a_time(respond):
+    def respond_alone(self, *arguments, **options):
+        with lock:
+            return respond(self, *arguments, **options)
+    return respond_alone
+
+for name in ("_key_response_put", "_key_response_post", "_key_response_delete"):
+    setattr(S3Response, name, one_at_a_time(getattr(S3Response, name)))
+main()
+"""
+
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
@@ -18,7 +38,7 @@ def server() -> Iterator[str]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", _SERVER, "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
