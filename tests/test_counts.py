@@ -73,8 +73,8 @@ def test_a_save_calls_little_for_each_leaf(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("format", "like", "most"),
     [
-        ("treering", True, 18),
-        ("treering", False, 16.1),
+        ("treering", True, 16),
+        ("treering", False, 9.1),
         ("safetensors", False, 14.1),
         ("flax", False, 6.1),
     ],
@@ -93,4 +93,4 @@ def test_opening_calls_little_for_each_leaf(tmp_path: pathlib.Path) -> None:
         tr.save(tmp_path / f"{count}", tree(count))
         return lambda: tr.open(tmp_path / f"{count}")
 
-    assert for_each_leaf(make) <= 3.1
+    assert for_each_leaf(make) <= 0.1  # where a part of the tree is like the one before it

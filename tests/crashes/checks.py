@@ -12,7 +12,6 @@ import datetime
 import itertools
 import logging
 import os
-import secrets
 import shutil
 import traceback
 import types
@@ -283,7 +282,7 @@ def _repeatable() -> Iterator[None]:
     drawn = itertools.count(1)
     clock = types.SimpleNamespace(now=lambda zone: datetime.datetime.fromtimestamp(next(drawn), zone))
     with (
-        mock.patch.object(secrets, "token_hex", lambda nbytes: f"{next(drawn):0{2 * nbytes}x}"),
+        mock.patch.object(os, "urandom", lambda nbytes: next(drawn).to_bytes(nbytes, "big")),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
         mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=lambda: next(drawn))),
         mock.patch.object(lease, "_about_this_process", return_value=b"a process"),

@@ -426,15 +426,16 @@ def test_a_key_of_an_unknown_implementation_is_refused_by_name(tmp_path: pathlib
 
 
 def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
-    """Containers of nothing but leaves, which are gone through at once, beside others, at any depth."""
+    """Containers of nothing but leaves, which are gone through at once, and repeated ones, at any depth."""
     draw = random.Random(0)
 
     def tree(depth: int) -> list[Node | int]:
         if depth > 4 or draw.random() < 0.4:
             return [LEAF]
         kind = draw.choice(["dict", "list", "tuple", "namedtuple", "object"])
-        count = draw.randrange(5)
-        parts = [[LEAF]] * count if draw.random() < 0.5 else [tree(depth + 1) for _ in range(count)]
+        count = draw.choice([0, 1, 2, 3, 4, 9])
+        repeated = [LEAF] if draw.random() < 0.5 else tree(depth + 1)
+        parts = [repeated if draw.random() < 0.8 else tree(depth + 1) for _ in range(count)]
         keys = (
             count if kind in ("list", "tuple") else [draw.choice(["k", "a/b", "~", ""]) + str(n) for n in range(count)]
         )

@@ -1,7 +1,6 @@
 """Whether the steps on a local disk are those of a run elsewhere, or of a branch that another job has left behind."""
 
 import os
-import secrets
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ class Origin:
 
     def __init__(self, near: Steps, far: Steps):
         self._near, self._far = near, far
-        self._token = secrets.token_hex(16)
+        self._token = os.urandom(16).hex()
         self._is_far = False  # this job's is there
         self._contents = b""
 
@@ -113,7 +112,7 @@ def replace(store: Store, root: str) -> None:
     """Says that a run that was copied from somewhere is written by another job now, before it is."""
     path = os.path.join(root, run.ORIGIN)
     if store.stat(path) is not None:
-        _write(store, path, secrets.token_hex(16).encode())
+        _write(store, path, os.urandom(16).hex().encode())
 
 
 def _read(store: Store, path: str) -> bytes:

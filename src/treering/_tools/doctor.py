@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     store = stores.of(place)
     if store.has_folders and store.stat(place) is None:
         raise NotFoundError(f"{place}: expected a directory, found nothing")
-    folder = os.path.join(place, f"treering-doctor-{secrets.token_hex(4)}")
+    folder = os.path.join(place, f"treering-doctor-{os.urandom(4).hex()}")
     store.make_folders(folder, [])
     try:
         findings = [*of_disk(store, folder), *_of_any(store, folder), *_rates(store, folder, size)]

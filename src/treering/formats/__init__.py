@@ -5,10 +5,9 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 """
 
 import importlib
-import importlib.metadata
 import logging
 import os
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from .._core.boxes import Box
@@ -119,6 +118,8 @@ def _register_installed() -> None:
     global _looked
     if _looked:
         return
+    import importlib.metadata  # which is large, and seldom needed to open a checkpoint
+
     _looked = True  # first: a package may ask for the formats that there are while it is imported
     for point in importlib.metadata.entry_points(group="treering.formats"):
         if point.name in _MODULES or point.name in _registered:
@@ -133,6 +134,14 @@ def names() -> list[str]:
     """The names of all formats: the shipped ones, those that were registered, and those of installed packages."""
     _register_installed()
     return list(dict.fromkeys([*_MODULES, *_registered]))
+
+
+def _each() -> Iterator[Format]:
+    """All formats, in the order in which they are tried; those of installed packages are looked for last."""
+    for name in _MODULES:
+        yield get(name)
+    for name in names()[len(_MODULES) :]:
+        yield get(name)
 
 
 def get(name: str) -> Format:
@@ -161,12 +170,12 @@ def detect(store: Store, path: str) -> Format:
     of git-lfs and unreadable files, which may be anything.
     """
     reasons: list[str] = []
-    for name in names():
+    for format in _each():
         with reading(path):
-            reason = get(name).refuses(store, path)
+            reason = format.refuses(store, path)
         if reason is None:
-            return get(name)
-        reasons.append(f"  {name}: {reason}")
+            return format
+        reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
         git_lfs.check_all(store, path + ending, levels=2)
     what = kinds.described(store, path)
@@ -176,7 +185,7 @@ def detect(store: Store, path: str) -> Format:
 
 def is_known(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
-    return any(accepts(get(name), store, path) for name in names())
+    return any(accepts(format, store, path) for format in _each())
 
 
 def is_foreign(store: Store, path: str) -> bool:

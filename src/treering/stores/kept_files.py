@@ -7,7 +7,6 @@ files that are added to the old one while the new one is written are moved there
 import contextlib
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -75,7 +74,7 @@ class Replaced:
         except OSError as error:
             self._stuck.append(str(error))
         if self._stuck and os.path.lexists(old):
-            aside = f"{new}.kept-{secrets.token_hex(3)}"
+            aside = f"{new}.kept-{os.urandom(3).hex()}"
             with contextlib.suppress(OSError):
                 disk.rename_new(old, aside)
             _log.warning(

@@ -2,7 +2,6 @@
 
 import os
 import re
-import secrets
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 
@@ -10,7 +9,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 def temporary_beside(path: str) -> str:
     """A temporary name for what will be at a path."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}.{secrets.token_hex(3)}.tmp")
+    return os.path.join(directory, f".{name}.{os.urandom(3).hex()}.tmp")
 
 
 def place_of(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -25,11 +26,31 @@ def parse(data: bytes) -> Any:
         object_pairs_hook=unique,
         parse_constant=_refuse,
         parse_float=_finite,
-        parse_int=_integer if any(text in data for text in _MINUS_ZERO) else None,
+        parse_int=_integer if _may_have_minus_zero(data) else None,
     )
     if b"\\u" in data:
         json.dumps(top, ensure_ascii=False).encode()
     return top
+
+
+def parse_typed(data: bytes, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Parses an object as `parse` does, and makes values of these types of some of its fields.
+
+    A field in which nothing is left open is decoded at once, in a fraction of the time. Raises what is `MALFORMED`.
+    """
+    fields = {key: bytes(raw) for key, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()}
+    if len(data.rstrip()) != 1 + sum(len(key.encode()) + len('"":,') + len(raw) for key, raw in fields.items()):
+        top = parse(data)  # with blanks or escapes; or a key stands there twice
+        return {key: msgspec.convert(value, types.get(key, Any)) for key, value in top.items()}
+    return {key: _value(raw, types.get(key)) for key, raw in fields.items()}
+
+
+def _value(raw: bytes, type: Any) -> Any:
+    if type is None:
+        return parse(raw)
+    if b"{" in raw or b"\\u" in raw or _may_have_minus_zero(raw):
+        return msgspec.convert(parse(raw), type)
+    return msgspec.json.decode(raw, type=type)  # keeps all the other rules
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -48,6 +69,10 @@ def is_plain(data: bytes | bytearray, keys: int) -> bool:
     """
     odd = (b"\\", b" ", b"\n", b"\r", b"\t", *_MINUS_ZERO[:3])
     return data.isascii() and not any(one in data for one in odd) and data.count(b'":') == keys
+
+
+def _may_have_minus_zero(data: bytes) -> bool:
+    return b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
 
 
 def _integer(text: str) -> int:

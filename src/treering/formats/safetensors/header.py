@@ -4,6 +4,7 @@ The format is https://github.com/huggingface/safetensors: a little-endian u64 wi
 header (JSON, padded with spaces), and the tensors without holes.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
@@ -21,14 +22,14 @@ class Tensor(msgspec.Struct, gc=False):
     """An entry of the header. `data_offsets` are relative to the end of the header."""
 
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]
 
 
 _UNTOLD = (-1,)
 
 
-class _Lenient(msgspec.Struct, gc=False):
+class _Lenient(Tensor, gc=False):
     dtype: str = ""
     shape: tuple[_Natural, ...] = _UNTOLD
     data_offsets: tuple[_Natural, _Natural] = (0, 0)
@@ -42,7 +43,7 @@ class Header(NamedTuple):
     """A parsed header: `size` is that of everything before the tensors."""
 
     size: int
-    tensors: Mapping[str, _Lenient]
+    tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
 
@@ -65,11 +66,31 @@ def header_size(begin: bytes, file_size: int, name: str) -> int:
     return 8 + size
 
 
+def decode_metadata(data: bytes | bytearray, name: str) -> dict[str, str]:
+    """The metadata of a header alone."""
+    try:
+        return msgspec.json.decode(memoryview(data)[8:], type=_Metadata).metadata
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _malformed(name, error) from None
+
+
+def find_tensor(data: bytes | bytearray, key: str) -> Tensor | None:
+    """The entry of one tensor, without parsing the others; None where it takes parsing to know that this is it."""
+    text = msgspec.json.encode(key) + b":{"
+    begin = data.find(text)
+    if begin < 0 or data.find(text, begin + 1) >= 0 or b"\\" in data:  # without escapes no text has such marks in it
+        return None
+    entry = bytes(data[begin + len(text) - 1 : data.index(b"}", begin) + 1])
+    with contextlib.suppress(*strict_json.MALFORMED):
+        return msgspec.convert(strict_json.parse(entry), Tensor)
+    return None
+
+
 def decode_header(data: bytes | bytearray, name: str) -> Header:
     """Parses length and header. Offsets are as written; `check` tests them."""
+    metadata = decode_metadata(data, name)
     try:
         text = memoryview(data)[8:]
-        metadata = msgspec.json.decode(text, type=_Metadata).metadata
         if metadata.keys() & {"shape", "data_offsets"}:  # which would be taken for those of a tensor
             text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
         tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
@@ -80,8 +101,12 @@ def decode_header(data: bytes | bytearray, name: str) -> Header:
         if not strict_json.is_plain(content, 4 * len(tensors) + (about is not None) + len(metadata)):
             strict_json.parse(bytes(content))  # perhaps with a key that msgspec has passed over
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptError(f"{name}: the header is not that of a safetensors file: {error}") from None
+        raise _malformed(name, error) from None
     return Header(len(data), tensors, metadata)
+
+
+def _malformed(name: str, error: Exception) -> CorruptError:
+    return CorruptError(f"{name}: the header is not that of a safetensors file: {error}")
 
 
 def check_side_by_side(header: Header, file_size: int, name: str) -> None:

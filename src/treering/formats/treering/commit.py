@@ -8,7 +8,6 @@ is over, so a process that gets a file's lock and then finds it in no manifest k
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
@@ -58,7 +57,7 @@ class Transaction(Files):
             names = check_free(store, path, overwrite=overwrite)
         if overwrite:
             check_removable(store, path)
-        super().__init__(store, path, token or secrets.token_hex(3))
+        super().__init__(store, path, token or os.urandom(3).hex())
         self._overwrite = overwrite
         self._manifest = os.path.join(path, MANIFEST)
         self._published = False  # or about to be

@@ -15,15 +15,13 @@ import numpy as np
 from ..._core.boxes import Box, box_shape, byte_ranges, rows_apart, slices
 from ..._core.leaf_paths import few
 from ..._threads.pool import in_parallel
-from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.buffers import aligned
 from ...stores.ranges import merge
-from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import open_fetched, opened
-from ..safetensors import header as safetensors
+from ...stores.whole_files import open_fetched
 from . import manifest
+from .array_header import ArrayHeader
 from .manifest import BLOCK
 
 _log = logging.getLogger("treering")
@@ -98,37 +96,6 @@ class Memory:
         return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
 
 
-class _About(msgspec.Struct):
-    metadata: Any = msgspec.field(name="__metadata__", default=None)
-
-
-def _check_version(header: bytes | bytearray, path: str) -> None:
-    """Raises `UnsupportedError` for the header of a later version, whose checksum is right."""
-    try:
-        found = msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # decoding the whole header will say what is wrong
-    about = found if isinstance(found, dict) else {}
-    version = about.get("version")
-    requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""
-    if about.get("format") != manifest.FORMAT or version != str(manifest.VERSION) or requires:
-        raise UnsupportedError(
-            f"{path}: expected an array file of version {manifest.VERSION}, found version {version!r:.40}{requires}; "
-            "it is undamaged, but a later release wrote it: upgrade treering to read it"
-        )
-
-
-def check_version(store: Store, path: str, listed: manifest.File) -> None:
-    """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
-    try:
-        with reading(path), opened(store, path, expected=listed.header) as blob:
-            header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
-    except (CorruptError, FileNotFoundError, NotADirectoryError):
-        return  # that header cannot be checked
-    if manifest.xxh3(header) == listed.xxh3:
-        _check_version(header, path)
-
-
 class ArrayFile:
     """An open array file whose size and header have been checked."""
 
@@ -138,25 +105,8 @@ class ArrayFile:
         size = self.size
         if size != listed.size:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
-        data = self._read_header(listed)
-        _check_version(data, self.path)
-        blocks = -(-(self.size - listed.header) // BLOCK)
-        try:
-            if data[8:9] != b"{" or not data.rstrip(b" ").endswith(b"}"):
-                raise CorruptError(f"{self.path}: the header is no JSON object that is padded with spaces")
-            if safetensors.header_size(bytes(data[:8]), size, self.path) != listed.header:
-                raise CorruptError(f"{self.path}: the header does not have the size that the manifest gives")
-            with gc_paused():
-                self.header = safetensors.decode_header(data, self.path)
-            safetensors.check_side_by_side(self.header, size, self.path)
-            self._checksums = self.header.metadata.get("xxh3", "")
-            if self.header.metadata.get("block") != str(BLOCK) or not _is_checksums(self._checksums, blocks):
-                raise CorruptError(f"{self.path}: expected {blocks} checksums of blocks of {BLOCK} bytes")
-        except CorruptError as error:  # in bytes whose checksum is right
-            raise manifest.invalid(str(error)) from None
-        about = self.header.metadata.items()
-        self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
-        self._good = bytearray(blocks)
+        self.header = ArrayHeader(self._read_header(listed), size, self.path)
+        self._good = bytearray(self.header.blocks)
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
         self._remembers = store.object_bytes is None  # or there may be thousands of files
 
@@ -310,7 +260,7 @@ class ArrayFile:
         return bad
 
     def _fits(self, block: int, data: memoryview) -> bool:
-        return manifest.xxh3(data) == self._checksums[16 * block : 16 * block + 16]
+        return manifest.xxh3(data) == self.header.checksums[16 * block : 16 * block + 16]
 
     def _report_second_reading(self, what: str) -> None:
         _log.warning(
@@ -329,10 +279,6 @@ class ArrayFile:
             f"{self.path}: {len(blocks)} of {len(self._good)} blocks are not what was saved (block {blocks[0]} first); "
             f"damaged leaves: {few(tuple(touched))}; restore an earlier step or a copy of this one"
         )
-
-
-def _is_checksums(text: str, count: int) -> bool:
-    return len(text) == 16 * count and not text.strip("0123456789abcdef")
 
 
 def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

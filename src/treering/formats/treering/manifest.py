@@ -24,7 +24,7 @@ _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 class Later(msgspec.Struct, frozen=True):
     """The place of an array that only a later release can read: the features that this takes."""
 
-    requires: list[str]
+    requires: tuple[str, ...]
 
 
 class ArrayRow(
@@ -79,6 +79,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     holders: list[list[list[int]]] = []
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
+
+
+_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | ValueEntry]}  # fields
 
 
 def piece_key(path: str, box: Box | None) -> str:
@@ -197,8 +200,10 @@ def decode(data: bytes, name: str) -> Manifest:
     check_envelope(data, name)
     top: Any = None
     try:
-        top = strict_json.parse(data)
-        manifest = msgspec.convert(top, Manifest)
+        top = strict_json.parse_typed(data, _LARGE)
+        large = {key: top[key] for key in _LARGE if key in top}
+        manifest = msgspec.convert({**top, **{key: [] for key in large}}, Manifest)
+        manifest = msgspec.structs.replace(manifest, **large)
         validity.check(manifest, top)
     except (*strict_json.MALFORMED, OverflowError, TreeringError) as error:
         raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None

@@ -6,7 +6,6 @@ The name of such a file gives the manifest that it belongs to, and the time when
 import contextlib
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -34,7 +33,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
     """Adds metrics, durably, to the checkpoint whose manifest has the checksum `identity`."""
-    token, data = secrets.token_hex(3), manifest.seal(_File(dict(metrics)))
+    token, data = os.urandom(3).hex(), manifest.seal(_File(dict(metrics)))
     _put(store, path, token, data, lambda: f"metrics-{identity}-{time.time_ns():020}-{token}.json")
 
 
@@ -57,7 +56,7 @@ def copy(source: Store, path: str, target: Store, to: str, identity: str) -> Non
         if name not in there:
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # deleted, or copied by another process
                 data = read_file(source, os.path.join(path, name))
-                _put(target, to, secrets.token_hex(3), data, lambda name=name: name)
+                _put(target, to, os.urandom(3).hex(), data, lambda name=name: name)
 
 
 def names(store: Store, path: str, identity: str) -> list[str]:

@@ -230,6 +230,7 @@ class Reader:
             begin, end = begin - size, end - size
             try:
                 file = self._file(number)
+                file.header.tensors  # noqa: B018 (all are checked)
                 bad = file.bad_blocks([(min(first, size), min(last, size))])
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
@@ -279,7 +280,7 @@ class Reader:
     def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> int:
         """The offset of a piece's tensor in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
         file = self._files.get(number) or self._file(number)
-        tensor = file.header.tensors.get(key)
+        tensor = file.header.tensor(key)
         code, itemsize, widened = dtypes.stored_as(dtype)
         if widened:
             shape = (*shape, itemsize)
@@ -287,8 +288,8 @@ class Reader:
         nbytes = math.prod(shape) if widened else itemsize * math.prod(shape)
         ambiguous = dtype if code == "U8" and dtype != "uint8" else None
         same = tensor is not None and tensor.shape == shape and tensor.dtype == code and end - begin == nbytes
-        if not same or file.dtypes.get(key) != ambiguous:
-            about = file.dtypes.get(key) or "no other dtype"
+        if not same or file.header.dtypes.get(key) != ambiguous:
+            about = file.header.dtypes.get(key) or "no other dtype"
             found = tensor and f"{tensor.dtype} {list(tensor.shape)} in {end - begin} bytes, of {about}"
             expected = f"expected a tensor {key!r:.100} of {code} {list(shape)} for {dtype}"
             raise manifest.invalid(f"{file.path}: {expected}, found {found}", self._manifest.software)

@@ -30,7 +30,7 @@ def check_removable(store: Store, path: str) -> None:
     The manifest is decoded as a whole, and of the array files the headers are read. Metrics are read last, for they
     may be added at any time.
     """
-    from . import files  # with NumPy, which who marks or lists steps need not wait for
+    from . import array_header  # with NumPy, which who marks or lists steps need not wait for
 
     name = os.path.join(path, MANIFEST)
     try:
@@ -40,7 +40,7 @@ def check_removable(store: Store, path: str) -> None:
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
     manifest.check_known(found, name)
-    in_parallel(found.files, lambda file: files.check_version(store, os.path.join(path, file.name), file))
+    in_parallel(found.files, lambda file: array_header.check_version(store, os.path.join(path, file.name), file))
     with contextlib.suppress(UnreadableError):
         for _, late in metrics.read(store, path, manifest.xxh3(data)):
             if isinstance(late, UnsupportedError):

@@ -15,20 +15,20 @@ from ..._core import dtypes
 from ..._core.boxes import Cells
 from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.leaf_paths import key_texts
-from ..._core.skeleton import LEAF, Node, Skeleton
+from ..._core.skeleton import LEAF, Node
 from ..._core.values import EXACT, decode, is_shape
 from ...errors import CorruptError
 from ..safetensors.header import MAX_HEADER
 from .schema import MANIFEST
 
 if TYPE_CHECKING:
-    from .manifest import File, Layout, Manifest, Summary
+    from .manifest import ArrayRow, File, Layout, Manifest, Summary
 
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_MOST_REPEATED = 10_000  # nodes of a part of the tree that is looked for behind itself
 _MOST_DEEP = 200  # levels of objects and lists, where users may write anything
-_VALUE_ROW, _ARRAY_ROW = 4, 7  # elements
 
 
 class _Sharding(msgspec.Struct, frozen=True):
@@ -37,12 +37,10 @@ class _Sharding(msgspec.Struct, frozen=True):
 
 
 def check(manifest: "Manifest", top: dict[str, Any]) -> None:
-    """Checks all that can be known without the array files. `top` is the manifest as plain JSON."""
+    """Checks all that can be known without the array files. `top` are its fields, and those it does not know."""
     optional = [("step", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
     if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
         raise ValueError(f"{nulls[0]} is null; a field that is not there is left out")
-    if not set(map(len, top["leaves"])) <= {_VALUE_ROW, _ARRAY_ROW}:
-        raise ValueError("a leaf has fewer elements than it should")
     check_summary(manifest)
     _check_depth("the metadata", manifest.metadata, integers=True)
     for name in top.keys() - {*manifest.__struct_fields__, "xxh3"}:
@@ -64,34 +62,39 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
 
 def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
     """Checks each row. `layouts` are the shapes that the layouts cut."""
-    known: set[Any] = set()
-    ties: list[int] = []
-    for n, row in enumerate(manifest.leaves):
+    arrays: list[Any] = []
+    for row in manifest.leaves:
         if isinstance(row, ValueEntry):
             row.decode()
-            continue
-        kind, where = (row.type, row.dtype, row.shape, row.impl), row.where
-        if kind not in known:
-            _check_array(row)
-            known.add(kind)
-        if isinstance(where, int):
-            if not 0 <= where < len(manifest.files):
-                raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
-        elif isinstance(where, tuple):
-            if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
-                raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
-        elif isinstance(where, str):
-            ties.append(n)
-        elif not where.requires:
-            raise ValueError(f"{row.path!r:.100} requires nothing")
+        else:
+            arrays.append(row)
+    # What many have in common is checked once.
+    common = {(row.type, row.dtype, row.shape, row.impl, row.where): row for row in arrays}
+    for row in {key[:4]: row for key, row in common.items()}.values():
+        _check_array(row)
+    for row in common.values():
+        _check_place(row, len(manifest.files), layouts)
+    tied = str in {type(row.where) for row in common.values()}
+    ties = [row for row in arrays if isinstance(row.where, str)] if tied else []
     numbers = {row.path: n for n, row in enumerate(manifest.leaves)} if ties else {}
-    for n in ties:
-        row: Any = manifest.leaves[n]
-        first = numbers.get(row.where, n)
-        target: Any = manifest.leaves[first]
+    for row in ties:
+        first = numbers.get(row.where, len(numbers))
+        target: Any = manifest.leaves[first] if first < numbers[row.path] else None
         same = type(target) is type(row) and target.at(row.path) == row.at(row.path)
-        if first >= n or not same or isinstance(target.where, str):
+        if not same or isinstance(target.where, str):
             raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
+
+
+def _check_place(row: "ArrayRow", files: int, layouts: Sequence[tuple[int, ...]]) -> None:
+    where = row.where
+    if isinstance(where, int):
+        if not 0 <= where < files:
+            raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
+    elif isinstance(where, tuple):
+        if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
+            raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
+    elif not isinstance(where, str) and not where.requires:
+        raise ValueError(f"{row.path!r:.100} requires nothing")
 
 
 def check_summary(summary: "Manifest | Summary") -> None:
@@ -147,7 +150,7 @@ def _check_array(row: ArrayEntry) -> None:
         raise ValueError(f"{row.path!r:.100} is of the type {row.type} with {row.dtype}, {row.impl!r:.40}")
 
 
-def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
+def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
     """The paths that the tree gives its leaves, in its order. Raises `ValueError` for nodes that make no tree.
 
     It takes time and memory in proportion to the nodes and the paths of the leaves, however deep the tree is.
@@ -155,16 +158,27 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
     found: list[str] = []
     rest: list[list[str]] = [[""]]  # of each container around this place the children still to come, in reverse
     above: list[str] = []
+    begun: list[tuple[int, int]] = []  # where these containers begin in the tree, and their leaves in `found`
     prefix: str | None = ""
     known: dict[tuple[str, ...], list[str]] = {}  # names by kind and keys: layers have the same
     at = 0
-    while at < len(tree):
-        node = tree[at]
-        at += 1
+    while True:
         while rest and not rest[-1]:
             rest.pop()
-            del above[-1:]
             prefix = None
+            if above:
+                name = above.pop()
+                first, leaf = begun.pop()
+                if count := _repeats(tree, first, at, len(rest[-1])):
+                    prefix = "".join(f"{one}/" for one in above[1:])
+                    inside = [path[len(prefix) + len(name) :] for path in found[leaf:]]
+                    siblings = [prefix + rest[-1].pop() for _ in range(count)]
+                    found += [sibling + one for sibling in siblings for one in inside]
+                    at += count * (at - first)
+        if at == len(tree):
+            break
+        node = tree[at]
+        at += 1
         if not rest:
             raise ValueError("the tree has more nodes than places for them")
         name = rest[-1].pop()
@@ -174,11 +188,12 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
             if (count := node.count()) > len(tree) - at:
                 raise ValueError("a container of the tree has fewer children than it says")
             names = _names(node, known)
+            begun.append((at - 1, len(found)))
             if count and tree[at] == LEAF and tree[at : at + count] == [LEAF] * count:  # at once, what most are
                 inside = f"{prefix}{name}/" if above else ""
                 found += [inside + one for one in names]
                 at += count
-                continue
+                names = []
             rest.append(names[::-1])
             above.append(name)
             prefix = None
@@ -192,6 +207,22 @@ def leaf_paths(tree: Skeleton, leaves: int) -> list[str]:
     if len(found) != leaves:
         raise ValueError("the tree does not have the leaves that are listed")
     return found
+
+
+def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
+    """How many times, up to `most`, the nodes [first, end) stand there again from `end` on, one after the other."""
+    if not most or end - first > _MOST_REPEATED or tree[end : end + 1] != tree[first : first + 1]:
+        return 0
+    block = tree[first:end]
+    count, more = 0, 1
+    while more := min(more, most - count):
+        begin = end + count * len(block)
+        if tree[begin : begin + more * len(block)] == block * more:
+            count += more
+            more *= 2
+        else:
+            more //= 2
+    return count
 
 
 def _names(node: Node, known: dict[tuple[str, ...], list[str]]) -> list[str]:

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -211,7 +210,7 @@ class Bucket:
 
     def _refuses(self, key: str, replaces: Version | None) -> bool:
         try:
-            self.put(key, secrets.token_bytes(8), replaces=replaces)
+            self.put(key, os.urandom(8), replaces=replaces)
         except ChangedError:
             return True
         return False
@@ -226,7 +225,7 @@ class Bucket:
 
     def _ask_clock(self, beside: str) -> None:
         """Reads the server's clock off an object that was just put, unless another process has removed that."""
-        probe = f"{_TOKEN.sub('', beside)}.{secrets.token_hex(3)}.tmp"
+        probe = f"{_TOKEN.sub('', beside)}.{os.urandom(3).hex()}.tmp"
         try:
             self.put(probe, b"-", overwrite=True)
             here = now()  # afterwards: what is old is rather taken for younger than it is

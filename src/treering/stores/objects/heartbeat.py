@@ -5,7 +5,6 @@ import datetime
 import functools
 import logging
 import os
-import secrets
 import socket
 import threading
 from typing import Any
@@ -24,7 +23,7 @@ VERSION = 1
 _MAX_BYTES = 4096  # of such an object; larger ones are none
 _UNSEEN = "unseen"  # in the place of the time when a process began
 _log = logging.getLogger("treering")
-_PROCESS = secrets.token_hex(8)  # names this process in the objects that it writes
+_PROCESS = os.urandom(8).hex()  # names this process in the objects that it writes
 _alive: "Alive[Heartbeat]" = Alive()
 
 
@@ -167,7 +166,7 @@ def _about_this_process() -> About:
         host=socket.gethostname(),
         process=os.getpid(),
         since=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        token=secrets.token_hex(8),
+        token=os.urandom(8).hex(),
         owner=_PROCESS,
         machine=_machine(),
         started=_started(os.getpid()),
@@ -213,7 +212,7 @@ def _begin(one: Heartbeat) -> None:
 def _forget_after_fork() -> None:
     """Leaves all of them to the process that this one was forked from."""
     global _PROCESS
-    _PROCESS = secrets.token_hex(8)
+    _PROCESS = os.urandom(8).hex()
     for one in _alive.all():
         one.stopped = one.lost = True
         one._lock = threading.RLock()  # the old one may be held by a thread that the child does not have

@@ -1,0 +1,104 @@
+"""The header of an array file: where its tensors are, and the checksums of its blocks."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..._threads.python_gc import gc_paused
+from ...errors import CorruptError, UnsupportedError
+from ...stores.read_errors import reading
+from ...stores.store import Store
+from ...stores.whole_files import opened
+from ..safetensors import header as safetensors
+from . import manifest
+from .manifest import BLOCK
+
+_LARGE = 1 << 20  # bytes of a header that is not parsed for the sake of a few tensors
+_FEW = 8
+
+
+class ArrayHeader:
+    """The header of an array file of `file_size` bytes, given by its bytes, whose checksum is right.
+
+    `checksums` has 16 hexadecimal digits for each block, `dtypes` those of the tensors whose dtype safetensors does not
+    have. What is not as this version has it raises `UnsupportedError`, about single tensors when one is looked up.
+    """
+
+    def __init__(self, data: bytearray, file_size: int, path: str):
+        self._data, self._file_size, self._path = data, file_size, path
+        self._found = 0  # tensors, without parsing the others
+        self.size = len(data)
+        self.blocks = -(-(file_size - self.size) // BLOCK)
+        _check_version(data, path)
+        try:
+            if data[8:9] != b"{" or not data.rstrip(b" ").endswith(b"}"):
+                raise CorruptError(f"{path}: the header is no JSON object that is padded with spaces")
+            if safetensors.header_size(bytes(data[:8]), file_size, path) != self.size:
+                raise CorruptError(f"{path}: the header does not have the size that the manifest gives")
+            metadata = safetensors.decode_metadata(data, path)
+            self.checksums = metadata.get("xxh3", "")
+            if metadata.get("block") != str(BLOCK) or not _is_checksums(self.checksums, self.blocks):
+                raise CorruptError(f"{path}: expected {self.blocks} checksums of blocks of {BLOCK} bytes")
+        except CorruptError as error:
+            raise manifest.invalid(str(error)) from None
+        about = metadata.items()
+        self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
+        if self.size < _LARGE:
+            self.tensors  # noqa: B018 (checked at once)
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, safetensors.Tensor]:
+        """All tensors by their keys, in the order of the header."""
+        try:
+            with gc_paused():
+                header = safetensors.decode_header(self._data, self._path)
+            safetensors.check_side_by_side(header, self._file_size, self._path)
+        except CorruptError as error:
+            raise manifest.invalid(str(error)) from None
+        self._data = bytearray()
+        return header.tensors
+
+    def tensor(self, key: str) -> safetensors.Tensor | None:
+        """A tensor by its key; None when there is none."""
+        if "tensors" not in self.__dict__ and self._found < _FEW:
+            self._found += 1
+            if tensor := safetensors.find_tensor(self._data, key):
+                return tensor
+        return self.tensors.get(key)
+
+
+class _About(msgspec.Struct):
+    metadata: Any = msgspec.field(name="__metadata__", default=None)
+
+
+def check_version(store: Store, path: str, listed: manifest.File) -> None:
+    """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
+    try:
+        with reading(path), opened(store, path, expected=listed.header) as blob:
+            header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
+    except (CorruptError, FileNotFoundError, NotADirectoryError):
+        return  # that header cannot be checked
+    if manifest.xxh3(header) == listed.xxh3:
+        _check_version(header, path)
+
+
+def _check_version(header: bytes | bytearray, path: str) -> None:
+    """Raises `UnsupportedError` for the header of a later version, whose checksum is right."""
+    try:
+        found = msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # decoding the whole header will say what is wrong
+    about = found if isinstance(found, dict) else {}
+    version = about.get("version")
+    requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""
+    if about.get("format") != manifest.FORMAT or version != str(manifest.VERSION) or requires:
+        raise UnsupportedError(
+            f"{path}: expected an array file of version {manifest.VERSION}, found version {version!r:.40}{requires}; "
+            "it is undamaged, but a later release wrote it: upgrade treering to read it"
+        )
+
+
+def _is_checksums(text: str, count: int) -> bool:
+    return len(text) == 16 * count and not text.strip("0123456789abcdef")
