@@ -22,11 +22,12 @@ def imported_job_state() -> Any:
 
 
 def put_shards() -> Callable[..., Any] | None:
-    """The function in which `jax.device_put` ends: it makes an array of an aval, a sharding, shards and devices."""
+    """The function in which `jax.device_put` ends: it makes an array of an aval, a sharding, shards on the host, a list
+    of devices, and whether it is committed to them."""
     with contextlib.suppress(ImportError):
-        from jax._src.interpreters.pxla import batched_device_put
+        from jaxlib import xla_client
 
-        return batched_device_put
+        return getattr(xla_client, "batched_device_put", None)
     return None
 
 

@@ -47,7 +47,8 @@ def resolve(
             wishes = jax.tree.leaves(spread, is_leaf=is_leaf)
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
-    places = [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]
+    known: dict[Where, Where] = {}  # so that equal ones are one, though JAX makes one for each array
+    places = [known.setdefault(w, w) for w in [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]]
     _check_shapes(places, paths, arrays)
     return places
 
@@ -149,15 +150,16 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     arrays: list[np.ndarray]
 
 
-def on_one_device(where: Sharding) -> bool:
-    """Whether an array with this sharding is one buffer, and that of a device of this process."""
+@functools.lru_cache(maxsize=1024)
+def one_device(where: Sharding) -> Any:
+    """The device where an array with this sharding is one buffer; None if there are several, or another process's."""
     one = isinstance(where, SingleDeviceSharding) or where.num_devices == 1
-    return one and where.is_fully_addressable
+    return next(iter(where.device_set)) if one and where.is_fully_addressable else None
 
 
 def of_key_data(where: Where) -> Where:
     """The sharding of the data of typed keys, which has one more axis; None where that cannot be known."""
-    return where if where is None or isinstance(where, NamedSharding) or on_one_device(where) else None
+    return where if where is None or isinstance(where, NamedSharding) or one_device(where) else None
 
 
 def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
@@ -190,7 +192,7 @@ def _put_quickly(items: Sequence[Item], put_shards: Callable[..., jax.Array]) ->
         where = free if item.where is None else item.where
         shards, devices = _shards(item, where)
         aval = _aval(item.shape, item.dtype, item.weak)
-        out.append(put_shards(aval, where, shards, devices, committed=item.where is not None))
+        out.append(put_shards(aval, where, shards, devices, item.where is not None))
     return out
 
 
@@ -216,8 +218,8 @@ def _put_publicly(items: Sequence[Item]) -> list[jax.Array]:
 
 
 def _shards(item: Item, where: Sharding) -> tuple[list[np.ndarray], list[Any]]:
-    if on_one_device(where):
-        return item.arrays, list(where.device_set)
+    if device := one_device(where):
+        return item.arrays, [device]
     at = dict(zip(boxes(where, item.shape), item.arrays, strict=True))
     indices = where.addressable_devices_indices_map(item.shape)
     return [at[box_of(index or (), item.shape)] for index in indices.values()], list(indices)

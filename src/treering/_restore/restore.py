@@ -262,7 +262,7 @@ class _Group:
             if target.make == "key":
                 place = _place.of_key_data(place)
             entry = _entry(target)
-            if place is None or target.make not in _place.IN_JAX or _place.on_one_device(place):
+            if place is None or target.make not in _place.IN_JAX or _place.one_device(place):
                 self.wanted.append((entry, whole(entry.shape)))
                 self._counts.append(1)
             else:
@@ -306,10 +306,9 @@ def _entry(target: Target) -> ArrayEntry:
 
 def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
     """Whether arrays only pass through host memory, on their way to a device."""
-    wanted = [place for target, place in zip(targets, places, strict=True) if target.make == "jax"]
-    bound = [place.device_set for place in wanted if place is not None]
-    platforms = {device.platform for device in set[Any]().union(*bound)}
-    if len(bound) < len(wanted):
+    wanted = {place for target, place in zip(targets, places, strict=True) if target.make == "jax"}
+    platforms = {device.platform for place in wanted if place is not None for device in place.device_set}
+    if None in wanted:
         platforms.add(jax.default_backend())
     return not platforms <= {"cpu"}
 

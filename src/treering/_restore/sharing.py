@@ -120,7 +120,7 @@ def _layout(target: Target, where: Where) -> Layout | None:
     """The spread of an array over processes; None for one that each process has for itself."""
     if target.make == "key":
         where = _place.of_key_data(where)
-    if where is None or target.make not in _place.IN_JAX or _place.on_one_device(where):
+    if where is None or target.make not in _place.IN_JAX or _place.one_device(where):
         return None
     assert target.entry is not None
     layout = layout_of(where, target.entry.shape)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import itertools
 import logging
 import math
 import os
@@ -142,9 +143,13 @@ class Reader:
             self._open_together(wanted)
         parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for found in parts:
-            for part in found:
-                ranges.setdefault(part.file, []).extend(part.ranges or [(part.begin, part.end)])
+        for part in itertools.chain.from_iterable(parts):
+            if part.file not in ranges:
+                ranges[part.file] = []
+            if part.ranges:
+                ranges[part.file] += part.ranges
+            else:
+                ranges[part.file].append((part.begin, part.end))
         memory = self._memory(ranges, verify, mmap)
         arrays = _assemble(wanted, parts, memory)
         arrays = [
@@ -178,7 +183,7 @@ class Reader:
             number, piece, key, inner = one
             whole_size = self._manifest.files[number].size
             file = self._file(number, whole_size if size * math.prod(box_shape(inner)) * 2 > whole_size else 0)
-            begin = self._tensor(number, key, row.dtype, box_shape(piece))
+            begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
             for part in parts_of(number, begin, piece, inner, box, size, apart=True):
                 memory = file.memory(merge(part.ranges or [(part.begin, part.end)]), verify, None)
                 own[part.at] = memory.view(part, own.dtype)
@@ -263,37 +268,32 @@ class Reader:
         Raises `UnsupportedError` when header and manifest disagree about them, for both are as they were written.
         """
         row = self._resolve(entry)
-        size = dtypes.itemsize(row.dtype)
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
-            nbytes = size * math.prod(row.shape)
-            begin = self._tensor(row.where, piece_key(row.path, None), row.dtype, row.shape)
-            return [Part(row.where, begin, begin + nbytes, row.shape)] if nbytes else []
+            begin, end = self._tensor(row.where, piece_key(row.path, None), row.dtype, row.shape)
+            return [Part(row.where, begin, end, row.shape)] if begin < end else []
+        size = dtypes.itemsize(row.dtype)
         parts: list[Part] = []
         for number, piece, key in self._pieces(row, box):
-            begin = self._tensor(number, key, row.dtype, box_shape(piece))
+            begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
             inner = intersect(piece, box)
             if inner is not None:
                 apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
                 parts += parts_of(number, begin, piece, inner, box, size, apart=apart)
         return joined(parts, box_shape(box))
 
-    def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """The offset of a piece's tensor in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
+    def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Where a piece's tensor is in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
         file = self._files.get(number) or self._file(number)
         tensor = file.header.tensor(key)
-        code, itemsize, widened = dtypes.stored_as(dtype)
-        if widened:
-            shape = (*shape, itemsize)
         begin, end = tensor.data_offsets if tensor else (0, 0)
-        nbytes = math.prod(shape) if widened else itemsize * math.prod(shape)
-        ambiguous = dtype if code == "U8" and dtype != "uint8" else None
-        same = tensor is not None and tensor.shape == shape and tensor.dtype == code and end - begin == nbytes
-        if not same or file.header.dtypes.get(key) != ambiguous:
+        found = tensor and (tensor.dtype, tensor.shape, end - begin, file.header.dtypes.get(key))
+        if found != _stored(dtype, shape):
             about = file.header.dtypes.get(key) or "no other dtype"
             found = tensor and f"{tensor.dtype} {list(tensor.shape)} in {end - begin} bytes, of {about}"
-            expected = f"expected a tensor {key!r:.100} of {code} {list(shape)} for {dtype}"
+            code, stored, *_ = _stored(dtype, shape)
+            expected = f"expected a tensor {key!r:.100} of {code} {list(stored)} for {dtype}"
             raise manifest.invalid(f"{file.path}: {expected}, found {found}", self._manifest.software)
-        return begin
+        return begin, end
 
     def _pieces(self, row: ArrayRow, box: Box) -> Iterable[tuple[int, Box, str]]:
         """The pieces that have a part of a box, or all of an array without elements: file, box, name in the file."""
@@ -317,7 +317,7 @@ class Reader:
     def _resolve(self, row: ArrayEntry) -> ArrayRow:
         """The row that says where the bytes are. Raises `UnsupportedError` when only a later release can read them."""
         found = self._target(row)
-        if isinstance(found.where, manifest.Later):
+        if not isinstance(found.where, int | tuple | str):
             raise manifest.requiring(f"{self.path}: {found.path}", found.where.requires)
         return found
 
@@ -355,6 +355,14 @@ class Reader:
         """The files that a leaf lies in."""
         row = self._target(row)
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int, str | None]:
+    """The dtype and shape of the tensor that holds an array, its bytes, and the dtype that its file gives beside it."""
+    code, itemsize, widened = dtypes.stored_as(dtype)
+    beside = dtype if code == "U8" and dtype != "uint8" else None
+    return code, (*shape, itemsize) if widened else shape, itemsize * math.prod(shape), beside
 
 
 def _as_bools(array: np.ndarray) -> np.ndarray:
