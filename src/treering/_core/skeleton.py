@@ -165,7 +165,14 @@ def assemble(
         else:
             node, names = describe(at, list(value))
             skeleton.append(node)
-            stack += [(f"{at}/{name}" if at else name, value.get(name)) for name in reversed(names)]
+            inside = [value.get(name) for name in names]
+            if set(map(type, inside)) == {str}:  # leaves alone, which are most places
+                order += inside
+                skeleton += [LEAF] * len(inside)
+            else:
+                stack += [
+                    (f"{at}/{name}" if at else name, one) for name, one in zip(names[::-1], inside[::-1], strict=True)
+                ]
     return order, skeleton
 
 

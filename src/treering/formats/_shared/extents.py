@@ -41,7 +41,7 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
     dtype: np.dtype[Any]
     nbytes: int
     box: Box
-    native: bool
+    alignment: int  # that an array in memory needs; 0 where it can be none as it lies in the file
 
 
 def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout:
@@ -50,7 +50,8 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
     stored = dtype if stored == dtype else stored  # one object, so that the two are quickly compared
     check_shape(shape, name)
-    return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, whole(shape), stored.isnative)
+    alignment = dtype.alignment if stored.isnative else 0
+    return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, whole(shape), alignment)
 
 
 class Runs(msgspec.Struct, frozen=True, gc=False):
@@ -77,9 +78,8 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def is_array(self) -> bool:
         """Whether the bytes are an array as they lie there: in one run, native-endian and aligned."""
-        if len(self.runs) != 1 or not self.layout.native:
-            return False
-        return self.runs[0][1] % self.layout.dtype.alignment == 0
+        alignment = self.layout.alignment
+        return len(self.runs) == 1 and alignment > 0 and self.runs[0][1] % alignment == 0
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
         for _, array in mapped([(0, self, box)] if mmap else ()):
