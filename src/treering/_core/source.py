@@ -70,7 +70,10 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """A text that changes when the checkpoint is replaced by another; "" where that is not known."""
+        """A text that changes when the checkpoint is replaced by another, as far as the format tells.
+
+        "" where that is not known, or where processes had better not divide what they read of it.
+        """
         ...
 
     @property

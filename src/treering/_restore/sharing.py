@@ -30,7 +30,7 @@ _log = logging.getLogger("treering")
 _CHECKED = 1 << 20  # bytes that are read and checked together
 _WORTH = 1.05  # times what is needed, up to which each process may as well read for itself
 _MOST_RECEIVERS = 1024  # processes; among more of them, who gets which part of an array would take too long to work out
-_NO_IDENTITY = "the format records nothing by which processes can tell that they read the same checkpoint"
+_NO_IDENTITY = "its arrays lie in the files in chunks, or in other ways in which several processes would each read all"
 
 _Found = Mapping[str, tuple[ArrayEntry, Layout | None]]
 

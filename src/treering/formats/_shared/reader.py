@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
+import xxhash
 
 from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.dtypes import itemsize
@@ -75,7 +77,6 @@ class ForeignReader:
 
     positional = False
     ambiguous_dtypes: frozenset[str] = frozenset()
-    identity = ""
 
     def __init__(
         self,
@@ -106,6 +107,16 @@ class ForeignReader:
         self._immutable = immutable  # files that are not rewritten in place may be mapped by default
 
     def check_present(self) -> None: ...
+
+    @property
+    def identity(self) -> str:
+        """Of the leaves and the sizes of the files: other values in the same places are not told apart.
+
+        "" where arrays are not parts of files as they are, of which several processes could each read some.
+        """
+        if {*map(type, self._arrays.values())} - {Runs}:
+            return ""
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode([self.nbytes, *self.entries.values()]))
 
     def stored(self) -> Collection[Stored]:
         """The arrays in their files."""
