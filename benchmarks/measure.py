@@ -5,10 +5,24 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 _SLOW = 1.0  # seconds a round
 _SLOW_ROUNDS = 2
+
+
+class Median(float):
+    """The median of several rounds. `spread` is half the distance between their quartiles, as a share of it."""
+
+    spread: float | None = None
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> "Median":
+        found = cls(statistics.median(rounds))
+        if len(rounds) > _SLOW_ROUNDS and found:
+            low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+            found.spread = (high - low) / 2 / found
+        return found
 
 
 def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
@@ -28,7 +42,7 @@ def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, flo
             begun = time.perf_counter()
             results[name].append(runs[name]())
             spent[name] += time.perf_counter() - begun
-    return {name: statistics.median(found) for name, found in results.items()}
+    return {name: Median.of(found) for name, found in results.items()}
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -8,7 +8,6 @@ import concurrent.futures
 import functools
 import itertools
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import treering as tr
 from treering import stores
 from treering.stores.objects.upload import OBJECT_BYTES
 
+from . import measure
 from .table import Row
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))  # whose server and proxy these are
@@ -92,4 +92,4 @@ def _medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
             call()
             if turn:
                 times[name].append(time.perf_counter() - begun)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: measure.Median.of(found) for name, found in times.items()}

@@ -2,11 +2,11 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 
+from . import measure
 from .table import Row
 
 _LEAVES = 100_000
@@ -25,7 +25,7 @@ def rows(directory: str, repeats: int) -> list[Row]:
         json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         for _ in range(repeats)
     ]
-    median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    median = {key: measure.Median.of([run[key] for run in runs]) for key in runs[0]}
     state = f"{_LEAVES:,} leaves"
     return [
         Row("JAX and NumPy modules that `import treering` loads", "–", "", {"treering": median["heavy"]}),

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+import treering as tr
+
 from . import contestants, floor, measure, states
 from .contestants import Contestant
 from .table import Row
@@ -103,6 +105,10 @@ def warm(arena: Arena) -> list[Row]:
     )
     second = found.values.pop("unverified")
     rows = [found, Row("restore, warm, verify=False", arena.name, "s", {**found.values, "treering": second})]
+    if arena.name == "small":
+        plain = {c.name: c.restore for c in arena.entered if c.name == "safetensors"} | {"treering": tr.restore}
+        runs = {name: functools.partial(run, restore, name, False) for name, restore in plain.items()}
+        rows.append(arena.row("restore into NumPy, warm", runs))
     if arena.name == "large":
         uses = {c.name: functools.partial(run, c.restore, c.name, True) for c in [*arena.entered[1:], unverified]}
         rows.append(arena.row("restore, warm, verify=False, and read every byte", uses))

@@ -64,7 +64,8 @@ def _table(page: str) -> dict[tuple[str, str], dict[str, str]]:
     for line in lines[2:]:
         if len(line) != len(head):
             break
-        found[line[0], line[1]] = dict(zip(head[2:], line[2:], strict=True))
+        cells = [cell.partition(" ±")[0] for cell in line[2:]]
+        found[line[0], line[1]] = dict(zip(head[2:], cells, strict=True))
     return found
 
 

@@ -29,7 +29,11 @@ class Row:
         return self.values[name] * _SCALES[self.unit]
 
     def shown(self, name: str) -> str:
-        return f"{_three_digits(self.amount(name))} {self.unit}".rstrip() if name in self.values else "–"
+        if name not in self.values:
+            return "–"
+        text = f"{_three_digits(self.amount(name))} {self.unit}".rstrip()
+        spread = getattr(self.values[name], "spread", None)
+        return text if spread is None else f"{text} ±{spread:.0%}"
 
     def of_floor(self) -> float | None:
         """Treering's throughput, with the floor's as 1."""
