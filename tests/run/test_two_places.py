@@ -168,6 +168,46 @@ def test_a_step_that_is_not_copied_and_not_wanted_any_more_goes(near: str, tmp_p
     assert tr.steps(near) == [5] and tr.steps(far) == [3, 4, 5]
 
 
+def test_a_step_becomes_the_best_before_it_is_copied(near: str, tmp_path: pathlib.Path) -> None:
+    """An evaluator gives it its metric while a newer one takes long to be copied."""
+    far = tmp_path / "far"
+    (far / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
+    keep = tr.keep.best(1, "loss", "min", unscored="drop")
+    ckpts = tr.Checkpointer(far, local=near, keep=keep)
+    places: Any = ckpts._directory
+    ckpts.save(1, _state(1), metrics={"loss": 0.5})
+    _save(ckpts, 2, 3)
+    _until(lambda: tr.steps(far) == [1, 3] and not places.busy)
+    places._copies._copy_all = lambda: None
+    tr.record(near, 2, {"loss": 0.1})
+    _save(ckpts, 4, 5)
+    ckpts.close()
+    assert 2 in tr.steps(near)
+
+
+@pytest.mark.parametrize("change", ["rewind", "delete"])
+def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pathlib.Path, change: str) -> None:
+    """What was decided about it counts no more, even if copying does not come to decide anew before the next save."""
+    far = tmp_path / "far"
+    (far / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3))
+    places: Any = ckpts._directory
+    for step in (2, 3, 4, 5):
+        _save(ckpts, step)
+        _until(lambda step=step: step == 2 or step in tr.steps(far))
+    _until(lambda: not places.busy)
+    assert [one.step for one in places._seen_far] == [3, 4, 5] and 2 in tr.steps(near)
+    places._copies._copy_all = lambda: None
+    if change == "rewind":
+        ckpts.rewind(2)
+    else:
+        ckpts.delete(3)
+        ckpts.delete(4)
+    _save(ckpts, 6)
+    ckpts.close()
+    assert tr.steps(near)[0] == 2
+
+
 _SLOWLY = """
 import sys
 import numpy as np

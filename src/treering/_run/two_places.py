@@ -45,9 +45,8 @@ class TwoPlaces:
         self._keep = keep
         self._process = os.getpid()
         self._claimed = False
-        # Versions and identities of manifests near that are far as well, and versions of those that need not be.
-        self._copied: dict[int, tuple[object, str]] = {}
-        self._unwanted: dict[int, object] = {}
+        self._copied: dict[int, tuple[object, str]] = {}  # versions and identities of manifests near that are far, too
+        self._seen_far: list[Saved] = []  # when it was last looked
         self._saved: set[int] = set()  # here, and not known to be far
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
@@ -219,11 +218,11 @@ class TwoPlaces:
 
     def needed(self) -> set[int]:
         """What is not known to be far stays; if the policy wants it, as far as that is known here."""
-        good, paths = self.near.good(), self.near.steps.committed()
+        good = self.near.good()
         wanted = {one.step for one in good if self._keep is None or one is good[-1]}
-        if self._keep is not None:
-            kept = self._keep.kept(good)
-            wanted |= {step for step in kept if not (step in paths and self._known_unwanted(step, paths[step]))}
+        if self._keep is not None:  # newer ones may be far alone
+            both = {one.step: one for one in [*self._seen_far, *good]}
+            wanted |= self._keep.kept([both[step] for step in sorted(both)])
         self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
@@ -264,6 +263,7 @@ class TwoPlaces:
 
     def delete(self, step: int) -> None:
         with self._copies.paused():
+            self._seen_far = []
             places = self.candidates(step)
             if any(pins.pinned(place.store, place.path) for place in places):
                 raise MismatchError(f"{places[0].path}: the step is pinned; unpin it first")
@@ -278,6 +278,7 @@ class TwoPlaces:
 
     def _set_aside_after(self, step: int) -> None:
         with self._copies.paused():
+            self._seen_far = []
             for one in (self.near, self.far):
                 one.check_own_after(step)
             self.near.set_aside_after(step)
@@ -334,28 +335,21 @@ class TwoPlaces:
     def to_copy(self) -> list[int]:
         """The good steps that are not far, or not whole there, and that the policy wants, the newest first."""
         near, far = self.near.steps.committed(), self.far.steps.committed()
-        whole = {one.step for one in self.far.good()}
+        self._seen_far = self.far.good()
+        whole = {one.step for one in self._seen_far}
         good = [one.step for one in self.near.good() if one.step in near]
         lacking = [step for step in good if step not in whole or not self._is_copied(step, near[step], far.get(step))]
         if lacking and self._keep:
-            versions = {step: self._version(near[step]) for step in lacking}  # before the policy is asked about them
             both = self.good()
             wanted = self._keep.kept(both) | {both[-1].step}
             wanted.update(step for step in lacking if pins.pinned(self.near.steps.store, near[step]))
             self._saved.difference_update(set(lacking) - wanted)
-            self._unwanted = {step: versions[step] for step in lacking if step not in wanted}
             lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
 
-    def _version(self, path: str) -> object:
-        seen = summary.look(self.near.steps.store, path)
-        return seen and seen.version
-
     def _known_copied(self, step: int, path: str) -> bool:
-        return step in self._copied and self._copied[step][0] == self._version(path)
-
-    def _known_unwanted(self, step: int, path: str) -> bool:
-        return step in self._unwanted and self._unwanted[step] == self._version(path)
+        seen = summary.look(self.near.steps.store, path)
+        return seen is not None and step in self._copied and self._copied[step][0] == seen.version
 
     def _is_copied(self, step: int, path: str, far: str | None) -> bool:
         if far is None:
