@@ -65,6 +65,7 @@ def test_a_tensor_is_found_without_the_others() -> None:
     parsed = decode_header(data, "x").tensors
     for key, tensor in tensors.items():
         assert find_tensor(data, key) == tensor == Tensor(*msgspec.structs.astuple(parsed[key]))
+    assert find_tensor(data.replace(b'"l7/w":', b'"l7/w": '), "l7/w") == tensors["l7/w"]
     assert find_tensor(data, "l1") is find_tensor(data, "/w") is find_tensor(data, "format") is None
 
 
@@ -76,7 +77,9 @@ def test_a_tensor_is_found_without_the_others() -> None:
         lambda text: text.replace('"l7/w":{', '"l7/w":{"dtype":"U8",'),  # a key twice
         lambda text: text.replace('"l7/w":{"dtype":"F32",', '"l7/w":{'),
         lambda text: text.replace('"l7/w":{"dtype":"F32","shape":[2,2]', '"l7/w":{"dtype":"F32","shape":[2,-0]'),
-        lambda text: text.replace('"l7/w":{', '"l7/w": {'),
+        lambda text: text.replace('"l7/w":', '"l7":'),
+        lambda text: text.replace('"l7/w":', '"l7":').replace("[48,56]", '[48,56],"x":{"l7/w":{"data_offsets":[0,8]}}'),
+        lambda text: text.replace('"l7/w":', '"l7/w": ').replace("[0,8]", '[0,8],"l7/w":{"shape":[1]}'),
     ],
 )
 def test_a_tensor_of_which_one_cannot_be_sure_is_left_to_parsing(change: Any) -> None:
@@ -110,9 +113,7 @@ def test_a_few_leaves_of_many(many: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     ckpt = tr.open(many)
     for n in range(0, 20_000, 2000):
         assert np.array_equal(ckpt[f"l{n:05}/w"][:], np.full(3, n, np.float32))
-        assert len(made) == 1 and ("tensors" in made[0].__dict__) == (n >= 8 * 2000), (
-            "all are parsed when many are read"
-        )
+        assert len(made) == 1 and (made[0]._tensors is not None) == (n >= 4 * 2000), "all are parsed when many are read"
     restored: Any = tr.restore(many)
     assert all(np.array_equal(restored[f"l{n:05}"]["w"], np.full(3, n, np.float32)) for n in range(20_000))
     assert tr.verify(many).ok

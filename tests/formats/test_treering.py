@@ -425,6 +425,16 @@ def test_a_key_of_an_unknown_implementation_is_refused_by_name(tmp_path: pathlib
             use()
 
 
+@pytest.mark.parametrize("keys", [(1, True), (0.0, -0.0), ((1,), (True,)), (2, 2.0)])
+def test_keys_that_are_equal_and_not_the_same(keys: tuple[Any, Any], tmp_path: pathlib.Path) -> None:
+    """Side by side they stand in parts of a tree that are equal, as far as Python tells."""
+    tree = [{keys[0]: np.zeros(3)}, {keys[1]: np.ones(3)}, {keys[0]: np.ones(2)}]
+    tr.save(tmp_path / "c", tree)
+    restored: Any = tr.restore(tmp_path / "c")
+    assert repr([list(one) for one in restored]) == repr([list(one) for one in tree])
+    assert not tr.diff(tmp_path / "c", tree)
+
+
 def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
     """Containers of nothing but leaves, which are gone through at once, and repeated ones, at any depth."""
     draw = random.Random(0)

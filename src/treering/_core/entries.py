@@ -66,7 +66,7 @@ class ValueEntry(
 
     path: str
     type: ValueType
-    value: Any
+    value: Any = None
 
     def at(self, path: str) -> "ValueEntry":
         """This value under another path."""

@@ -131,7 +131,7 @@ def describe(
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
-            found.entries.append(ValueEntry(path, "none", None))  # keeps the positions of the others
+            found.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))

@@ -114,7 +114,7 @@ def _without(entries: Sequence[Entry], values: Sequence[int]) -> Sequence[Entry]
         return entries
     bare = list(entries)
     for n in values:
-        bare[n] = ValueEntry(entries[n].path, "none", None)
+        bare[n] = ValueEntry(entries[n].path, "none")
     return bare
 
 

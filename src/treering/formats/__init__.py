@@ -114,7 +114,10 @@ def register(format: Format) -> None:
 
 
 def _register_installed() -> None:
-    """Adds the formats that installed packages offer as entry points, once. One that fails is logged and left out."""
+    """Adds the formats that installed packages offer as entry points, once.
+
+    One that fails, or has the name of a shipped one, is logged and left out.
+    """
     global _looked
     if _looked:
         return
@@ -125,7 +128,10 @@ def _register_installed() -> None:
         if point.name in _MODULES or point.name in _registered:
             continue  # what the program itself has registered counts
         try:
-            register(point.load())
+            format = point.load()
+            if format.name in _MODULES:  # or what a file is would depend on whether anyone had looked
+                raise MismatchError(f"the name {format.name!r} is that of a format of Treering's own")
+            register(format)
         except Exception as error:  # of another package, without which all else goes on
             _log.warning("the format %r of %s is not there, for loading it failed: %r", point.name, point.value, error)
 

@@ -11,7 +11,8 @@ MALFORMED = (
     ValueError,
     RecursionError,
     msgspec.MsgspecError,
-)  # what parsing and converting raise; `msgspec` 0.19 its own
+    SystemError,
+)  # what parsing and converting raise; `msgspec` 0.19 its own, and the last for integers of thousands of digits
 _MINUS_ZERO = (b"-0,", b"-0]", b"-0}", b"-0 ", b"-0\n", b"-0\r", b"-0\t")  # where one may be; parsing is slower then
 
 

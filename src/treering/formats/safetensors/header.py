@@ -6,7 +6,7 @@ header (JSON, padded with spaces), and the tensors without holes.
 
 import contextlib
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -75,14 +75,14 @@ def decode_metadata(data: bytes | bytearray, name: str) -> dict[str, str]:
 
 
 def find_tensor(data: bytes | bytearray, key: str) -> Tensor | None:
-    """The entry of one tensor, without parsing the others; None where it takes parsing to know that this is it."""
-    text = msgspec.json.encode(key) + b":{"
-    begin = data.find(text)
-    if begin < 0 or data.find(text, begin + 1) >= 0 or b"\\" in data:  # without escapes no text has such marks in it
+    """The entry of one tensor, without making those of the others; None where one cannot be sure of it so."""
+    text = msgspec.json.encode(key)
+    if b"\\" in data or data.count(text) != 1:  # it may stand there twice, or in another entry
         return None
-    entry = bytes(data[begin + len(text) - 1 : data.index(b"}", begin) + 1])
+    one = msgspec.defstruct("One", [("entry", msgspec.Raw, msgspec.field(name=key, default=msgspec.Raw()))])
     with contextlib.suppress(*strict_json.MALFORMED):
-        return msgspec.convert(strict_json.parse(entry), Tensor)
+        found: Any = msgspec.json.decode(memoryview(data)[8:], type=one)
+        return msgspec.convert(strict_json.parse(bytes(found.entry)), Tensor)
     return None
 
 

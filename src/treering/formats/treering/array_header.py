@@ -1,6 +1,5 @@
 """The header of an array file: where its tensors are, and the checksums of its blocks."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from . import manifest
 from .manifest import BLOCK
 
 _LARGE = 1 << 20  # bytes of a header that is not parsed for the sake of a few tensors
-_FEW = 8
+_FEW = 4
 
 
 class ArrayHeader:
@@ -28,6 +27,7 @@ class ArrayHeader:
 
     def __init__(self, data: bytearray, file_size: int, path: str):
         self._data, self._file_size, self._path = data, file_size, path
+        self._tensors: Mapping[str, safetensors.Tensor] | None = None
         self._found = 0  # tensors, without parsing the others
         self.size = len(data)
         self.blocks = -(-(file_size - self.size) // BLOCK)
@@ -48,25 +48,30 @@ class ArrayHeader:
         if self.size < _LARGE:
             self.tensors  # noqa: B018 (checked at once)
 
-    @functools.cached_property
+    @property
     def tensors(self) -> Mapping[str, safetensors.Tensor]:
         """All tensors by their keys, in the order of the header."""
+        data = self._data  # first: another thread drops it when it has parsed it
+        if self._tensors is not None:
+            return self._tensors
         try:
             with gc_paused():
-                header = safetensors.decode_header(self._data, self._path)
+                header = safetensors.decode_header(data, self._path)
             safetensors.check_side_by_side(header, self._file_size, self._path)
         except CorruptError as error:
             raise manifest.invalid(str(error)) from None
+        self._tensors = header.tensors
         self._data = bytearray()
         return header.tensors
 
     def tensor(self, key: str) -> safetensors.Tensor | None:
         """A tensor by its key; None when there is none."""
-        if "tensors" not in self.__dict__ and self._found < _FEW:
+        if self._tensors is None and self._found < _FEW:
             self._found += 1
-            if tensor := safetensors.find_tensor(self._data, key):
+            tensor = safetensors.find_tensor(self._data, key)
+            if tensor and 0 <= tensor.data_offsets[0] <= tensor.data_offsets[1] <= self._file_size - self.size:
                 return tensor
-        return self.tensors.get(key)
+        return (self._tensors or self.tensors).get(key)
 
 
 class _About(msgspec.Struct):

@@ -81,7 +81,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     leaves: list[ArrayRow | ValueEntry]
 
 
-_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | ValueEntry]}  # fields
+class _ValueRow(ValueEntry, tag="value", frozen=True, gc=False, forbid_unknown_fields=True):
+    """A `ValueEntry` that leaves nothing out; an `ArrayRow` cannot, for no place is what stands for the last one."""
+
+    value: Any  # pyright: ignore[reportGeneralTypeIssues]
+
+
+_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | _ValueRow]}  # fields
 
 
 def piece_key(path: str, box: Box | None) -> str:
@@ -202,6 +208,8 @@ def decode(data: bytes, name: str) -> Manifest:
     try:
         top = strict_json.parse_typed(data, _LARGE)
         large = {key: top[key] for key in _LARGE if key in top}
+        if _ValueRow in set(map(type, large.get("leaves", ()))):
+            large["leaves"] = [row.at(row.path) if isinstance(row, _ValueRow) else row for row in large["leaves"]]
         manifest = msgspec.convert({**top, **{key: [] for key in large}}, Manifest)
         manifest = msgspec.structs.replace(manifest, **large)
         validity.check(manifest, top)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MOST_REPEATED = 10_000  # nodes of a part of the tree that is looked for behind itself
+_MOST_REPEATED = 500  # nodes of a part of the tree that is looked for behind itself
 _MOST_DEEP = 200  # levels of objects and lists, where users may write anything
 
 
@@ -68,14 +68,17 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
             row.decode()
         else:
             arrays.append(row)
-    # What many have in common is checked once.
-    common = {(row.type, row.dtype, row.shape, row.impl, row.where): row for row in arrays}
-    for row in {key[:4]: row for key, row in common.items()}.values():
+    for row in {(row.type, row.dtype, row.shape, row.impl): row for row in arrays}.values():  # one of each kind
         _check_array(row)
-    for row in common.values():
-        _check_place(row, len(manifest.files), layouts)
-    tied = str in {type(row.where) for row in common.values()}
-    ties = [row for row in arrays if isinstance(row.where, str)] if tied else []
+    elsewhere: list[Any] = []
+    for row in arrays:
+        if not isinstance(row.where, int):
+            elsewhere.append(row)
+        elif not 0 <= row.where < len(manifest.files):
+            raise ValueError(f"{row.path!r:.100} is in file {row.where}, which is not listed")
+    for row in elsewhere:
+        _check_place(row, layouts)
+    ties = [row for row in elsewhere if isinstance(row.where, str)]
     numbers = {row.path: n for n, row in enumerate(manifest.leaves)} if ties else {}
     for row in ties:
         first = numbers.get(row.where, len(numbers))
@@ -85,15 +88,13 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
             raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
 
 
-def _check_place(row: "ArrayRow", files: int, layouts: Sequence[tuple[int, ...]]) -> None:
+def _check_place(row: "ArrayRow", layouts: Sequence[tuple[int, ...]]) -> None:
+    """Checks the place of a row that is not whole in one file."""
     where = row.where
-    if isinstance(where, int):
-        if not 0 <= where < files:
-            raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
-    elif isinstance(where, tuple):
+    if isinstance(where, tuple):
         if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
             raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
-    elif not isinstance(where, str) and not where.requires:
+    elif not isinstance(where, str | int) and not where.requires:
         raise ValueError(f"{row.path!r:.100} requires nothing")
 
 
@@ -170,11 +171,12 @@ def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
                 name = above.pop()
                 first, leaf = begun.pop()
                 if count := _repeats(tree, first, at, len(rest[-1])):
-                    prefix = "".join(f"{one}/" for one in above[1:])
-                    inside = [path[len(prefix) + len(name) :] for path in found[leaf:]]
-                    siblings = [prefix + rest[-1].pop() for _ in range(count)]
-                    found += [sibling + one for sibling in siblings for one in inside]
+                    siblings = [rest[-1].pop() for _ in range(count)]
                     at += count * (at - first)
+                    if len(found) > leaf:
+                        prefix = "".join(f"{one}/" for one in above[1:])
+                        inside = [path[len(prefix) + len(name) :] for path in found[leaf:]]
+                        found += [prefix + sibling + one for sibling in siblings for one in inside]
         if at == len(tree):
             break
         node = tree[at]
@@ -214,7 +216,11 @@ def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
     if not most or end - first > _MOST_REPEATED or tree[end : end + 1] != tree[first : first + 1]:
         return 0
     block = tree[first:end]
-    count, more = 0, 1
+    if tree[end : end + len(block)] != block:
+        return 0
+    if not all(isinstance(node, int) or _has_plain_keys(node) for node in block):
+        return 0  # 1, 1.0 and True are equal, and are different keys
+    count = more = 1
     while more := min(more, most - count):
         begin = end + count * len(block)
         if tree[begin : begin + more * len(block)] == block * more:
@@ -225,9 +231,13 @@ def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
     return count
 
 
+def _has_plain_keys(node: Node) -> bool:
+    return isinstance(node.keys, int) or set(map(type, node.keys)) == {str}
+
+
 def _names(node: Node, known: dict[tuple[str, ...], list[str]]) -> list[str]:
     """The path components of a container's children; `known` has those of earlier ones whose keys are text."""
-    if isinstance(node.keys, list) and set(map(type, node.keys)) == {str}:
+    if isinstance(node.keys, list) and _has_plain_keys(node):
         key = (node.kind, *node.keys)
         if key not in known:
             known[key] = _checked_names(node)
