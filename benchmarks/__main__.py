@@ -111,7 +111,8 @@ def report(rows: list[table.Row], repeats: int) -> str:
     packages = ("treering", "jax", "numpy", "orbax-checkpoint", "safetensors")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     rounds = f"Medians of {repeats} interleaved rounds (of 2 for what takes seconds)"
-    head = f"{rounds}, and ± half the distance between the quartiles; {versions}."
+    spread = "± half the distance between the quartiles of those that are taken in one process"
+    head = f"{rounds}, and {spread}; {versions}."
     return "\n\n".join([head, _NOTE, table.results(rows), targets.verdicts(rows)])
 
 

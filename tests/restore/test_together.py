@@ -135,6 +135,9 @@ def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
                     error = str(caught)
                 right = all(same(restored[key], value) for key, value in tree.items()) if restored else None
                 found[f"{format} {name} {read}"] = [disk.nbytes, right, error]
+    rules = [tr.rules.transpose("wide", (1, 0)), tr.rules.rename("tall", "named"), tr.rules.cast("half", "float32")]
+    turned = tr.restore(tmp / "safetensors.safetensors", sharding=where(mesh(2)), rules=rules, read="once")
+    assert same(turned["wide"], tree["wide"].T) and same(turned["named"], tree["tall"])
     report([sum(value.nbytes for value in tree.values()), found])
     """
     results = run(tmp_path, body, processes=2, devices=1)

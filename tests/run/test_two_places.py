@@ -24,6 +24,7 @@ import treering as tr
 from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
+from treering._run import copies
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
@@ -206,6 +207,27 @@ def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pa
     _save(ckpts, 6)
     ckpts.close()
     assert tr.steps(near)[0] == 2
+
+
+def test_copying_is_tried_again_without_another_save(
+    near: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network is away for a moment after the only save in a long while."""
+    monkeypatch.setattr(copies, "_AGAIN_SECONDS", 0.05)
+    with proxy(s3_server) as between:
+        buckets = ObjectStore()
+        buckets.add("away://b", s3.client(between.url, retry_config={"max_retries": 0}))
+        far = f"away://b/{secrets.token_hex(4)}"
+        with stores.using(buckets, "away"), tr.Checkpointer(far, local=near) as ckpts:
+            _save(ckpts, 1)
+            _until(lambda: tr.steps(far) == [1])
+            between.fault = lambda request: "503 SlowDown"
+            _save(ckpts, 2)
+            places: Any = ckpts._directory
+            _until(lambda: places._copies._wait > 0.15)  # it has failed more than once
+            between.fault = lambda request: None
+            _until(lambda: ckpts.uncopied == [])
+            assert tr.steps(far) == [1, 2]
 
 
 _SLOWLY = """

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..errors import MismatchError, TreeringError
+from .._threads.pool import start
+from ..errors import MismatchError, SaveError, TreeringError
 from ..stores.claims import TakenOverError
 from ..stores.read_errors import is_momentary
 from .chores import Chores
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treering")
 _NAP_SECONDS = 0.2
+_AGAIN_SECONDS, _MOST_SECONDS = 10.0, 600.0  # between one attempt that failed and the next: longer after each
 
 
 class _PausedError(Exception):
@@ -27,7 +29,8 @@ class _PausedError(Exception):
 class Copies:
     """Copies what is lacking, one step after the other, the newest first.
 
-    `step` is the one that is being copied. What fails is logged, and tried again with the next save and at the end.
+    `step` is the one that is being copied. What fails is logged, and tried again: after a while, with the next save and
+    at the end.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Copies:
         self._stopped = False
         self._error: BaseException | None = None  # of the last attempt
         self._told: BaseException | None = None  # the error that the user's function was given last
+        self._wait = _AGAIN_SECONDS  # before the next attempt, if this one fails
+        self._timer: threading.Timer | None = None
 
     @property
     def busy(self) -> bool:
@@ -86,6 +91,9 @@ class Copies:
     def finish(self) -> BaseException | None:
         """Waits until all is copied, without a limit, and old steps are deleted. Returns the error of the attempt."""
         self._pace.lift()
+        if timer := self._timer:
+            timer.cancel()
+            self._timer = None
         self.begin()
         self._chores.wait()
         self._far.wait()
@@ -101,6 +109,7 @@ class Copies:
                     tried.add(todo[0])
                     self._copy(todo[0])
                 self._far.retain(None)
+                self._wait = _AGAIN_SECONDS if self._error is None else self._wait
             except _PausedError as error:  # it begins anew when the run was changed
                 self._error = error
             except BaseException as error:  # whatever it is, `finish` must not say that all is copied
@@ -132,8 +141,27 @@ class Copies:
 
     def _report(self, error: BaseException) -> None:
         self._error = error
-        about = "%s: copying steps failed; it is tried again with the next save: %s"
+        about = "%s: copying steps failed; it is tried again after a while, and with the next save: %s"
         _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
+        if not isinstance(error, TakenOverError):
+            self._begin_later()
+
+    def _begin_later(self) -> None:
+        """Begins anew after a while, unless that is to happen already."""
+        if self._timer:
+            return
+
+        def again() -> None:
+            self._timer = None
+            self.begin()
+
+        self._timer = threading.Timer(self._wait, again)
+        self._timer.daemon = True
+        self._wait = min(2 * self._wait, _MOST_SECONDS)
+        try:
+            start(self._timer)
+        except SaveError:  # no more threads are allowed: the next save tries again
+            self._timer = None
 
     def _moved(self, nbytes: int) -> None:
         self._pace.spend(nbytes)
