@@ -28,8 +28,8 @@ from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
+from treering.formats._zarr.chunks import divided
 from treering.formats.t5x import write
-from treering.formats.t5x.write import chunk_shape
 
 FORMAT = formats.get("t5x")
 GZIP = {"id": "gzip", "level": 1}
@@ -468,9 +468,8 @@ def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
         ((), 1, []),
     ],
 )
-def test_chunks(monkeypatch: pytest.MonkeyPatch, shape: Any, elements: int, expected: list[int]) -> None:
-    monkeypatch.setattr(write, "CHUNK", 2 * elements)
-    assert chunk_shape(shape, 2) == expected
+def test_chunks(shape: Any, elements: int, expected: list[int]) -> None:
+    assert divided(shape, 2, 2 * elements) == expected
 
 
 def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats._zarr import array as zarr
 from treering.formats._zarr.array import ZarrArray, write
+from treering.formats._zarr.chunks import Chunks
 from treering.formats._zarr.metadata import can_hold
 from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
@@ -453,7 +454,7 @@ def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool)
         folder = tmp_path / str(n)
         writer = zarr.Writer(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
         with pytest.raises(OSError, match="the source"):
-            writer.add("a", (9, 1 << 20), "float32", read_box, chunks=(1, 1 << 20), compressor=None)
+            writer.add("a", (9, 1 << 20), "float32", read_box, chunks=Chunks((1, 1 << 20)), compressor=None)
         shutil.rmtree(folder)
         time.sleep(0.01)
         assert not folder.exists()

@@ -55,6 +55,11 @@ class Layout:
         """The number of elements of the largest box."""
         return int(self.elements.max())
 
+    @functools.cached_property
+    def is_regular(self) -> bool:
+        """Whether all boxes have one shape, so that chunks of one shape can be parts of each."""
+        return all(len(set(map(operator.sub, axis[1:], axis))) == 1 for axis in self.boxes.cuts)
+
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """A piece of a leaf that this process writes, or a run of one: `nbytes` bytes of `shard`, from `begin`."""

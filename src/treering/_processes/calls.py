@@ -1,9 +1,11 @@
 """A call that all processes of a job make together, as each of them sees it."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+_ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
 _alone = itertools.count()  # calls of this process alone
 
 
@@ -74,3 +76,14 @@ class SingleProcess:
     def cancel(self, reason: BaseException) -> None: ...
 
     def close(self, error: BaseException | None = None) -> None: ...
+
+
+ALONE = SingleProcess()  # for what is no call of its own
+
+
+def raise_cause(call: Call) -> None:
+    """Raises what process 0 is about to say, which has removed what this process was writing; returns if it doesn't."""
+    if call.index:
+        for _ in range(_ERROR_POLLS):
+            call.check()
+            time.sleep(0.1)

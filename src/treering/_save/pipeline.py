@@ -1,7 +1,8 @@
 """The stages of a save: one source, the assignment of its pieces to processes, their supply to the writers, writing.
 
 A live tree in the native format goes straight from its arrays; a source that rules or other formats change is read box
-by box; what several processes cannot write together goes through a native checkpoint beside the path.
+by box, by each process its part; what several processes cannot write together goes through a native checkpoint beside
+the path.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from .._threads.reentry import alone
 from ..errors import UnsupportedError
-from ..formats import Format
+from ..formats import Format, JointFormat
 from ..formats.treering import write as native
-from . import inputs
+from . import inputs, joint
 from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
 
@@ -105,9 +106,10 @@ def _writes_together(target: Target, view: View, live: LiveTree) -> bool:
 
     They agree on it: an array that lies in one process alone looks to that one like any of its own.
     """
-    if target.format.name != "treering":
-        return False
-    return target.call.gather_and_decide(not inputs.spread_over_processes(view, live), all)
+    can = target.format.name == "treering"
+    if isinstance(target.format, JointFormat) and target.store.has_folders:
+        can = joint.can_write(target.format, inputs.described(view, live, None).catalogue)
+    return target.call.gather_and_decide(can and not inputs.spread_over_processes(view, live), all)
 
 
 def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
@@ -141,12 +143,14 @@ def _prepare_view(
         return _prepare_in_process_0(target, view)
     fits = limit is None or sum(shard.nbytes for shard in live.shards if shard.copies) <= limit if live else True
     staging = live.stage() if live and fits else None
-    if target.format.name != "treering":
-        reading = OnDemand(view, [], hold=not fits, check=check)
-        supply = staging or reading
-        return Prepared(supply, _ending(reading, lambda pool: _write_foreign(target, view, supply.check)))
     assert view.skeleton is not None
     skeleton = view.skeleton
+    if target.format.name != "treering":
+        compared = joint.compared(inputs.described(view, live, None)) if call.count > 1 else None
+        reading = OnDemand(view, compared.shards if compared else [], hold=not fits, check=check)
+        supply = staging or reading
+        write = lambda pool: _write_foreign(target, view, skeleton, compared, reading, supply.check)  # noqa: E731
+        return Prepared(supply, _ending(reading, write))
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
     parallel = limit is None or limit >= _PARALLEL_BYTES
     alone = call.count == 1
@@ -253,15 +257,28 @@ def _walk(tree: Any, format: Format) -> walk.Walk:
 
 
 @alone  # a function of a rule that saved in the middle of it would wait for this save
-def _write_foreign(target: Target, view: View, check: Callable[[], None]) -> Written:
-    format, place, options = target.format, target.path, target.options
-    check_replaceable(target)
+def _write_foreign(
+    target: Target,
+    view: View,
+    skeleton: Skeleton,
+    compared: Described | None,
+    reading: OnDemand,
+    check: Callable[[], None],
+) -> Written:
+    call, format, place, options = target.call, target.format, target.path, target.options
+    call.broadcast(lambda: check_replaceable(target))
     check_no_iterators(place, view)
+    write: Callable[..., int] = format.write
+    if compared:
+        catalogue, single = check_consistent(call, skeleton, compared.catalogue, reading)
+        call.doing("writing")
+        assert isinstance(format, JointFormat)
+        write = functools.partial(format.write_together, call=call, layouts=joint.layouts(catalogue, single))
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
         watched: Any = progress_bar.Watched(view, moved, check)
-        nbytes = format.write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
+        nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
     return Written(nbytes, time.perf_counter() - begun)
 
 

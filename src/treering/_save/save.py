@@ -74,9 +74,9 @@ def save(
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
-        saves what this process has, as if there were no others. For a save that only one process can write (other
-        formats, rules that need parts of several processes) all save the tree beside `path` first, in the native
-        format, and process 0 makes the requested checkpoint of that.
+        saves what this process has, as if there were no others. For a save that only one process can write (formats of
+        one file, rules that need parts of several processes, other formats in a bucket) all save the tree beside `path`
+        first, in the native format, and process 0 makes the requested checkpoint of that.
     timeout: seconds without a sign of life after which another process is taken for dead.
     memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
         are not laid out in C order); one larger array passes alone. With rules and in other formats they are then read

@@ -7,8 +7,8 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 import importlib
 import logging
 import os
-from collections.abc import Collection, Container, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, Entry, ValueEntry
@@ -21,6 +21,10 @@ from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from ._shared import kinds
 
+if TYPE_CHECKING:
+    from .._processes.assignment import Layout
+    from .._processes.calls import Call
+
 _log = logging.getLogger("treering")
 
 # The names that a format of another package needs.
@@ -29,6 +33,7 @@ __all__ = [
     "Box",
     "Entry",
     "Format",
+    "JointFormat",
     "Problem",
     "Share",
     "Skeleton",
@@ -84,6 +89,33 @@ class Format(Protocol):
         """Writes a checkpoint in one step and returns its size in bytes.
 
         Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold.
+        """
+        ...
+
+
+@runtime_checkable
+class JointFormat(Format, Protocol):
+    """A format of which several processes of a job can write one checkpoint, each its part of the arrays."""
+
+    def splits(self, entry: ArrayEntry) -> bool:
+        """Whether an array can be written in parts, of which each process has some."""
+        ...
+
+    def write_together(
+        self,
+        store: Store,
+        path: str,
+        contents: Source,
+        call: "Call",
+        layouts: "Mapping[str, Layout]",
+        *,
+        overwrite: bool,
+        **options: Any,
+    ) -> int:
+        """Writes a checkpoint, together with the other processes of a call, and returns its size; see `write`.
+
+        layouts: the processes that have the parts of an array, by path; the others are whole in each process. A part
+        that this process does not have can't be read.
         """
         ...
 

@@ -45,10 +45,14 @@ class PendingReads:
         try:
             yield
         except BaseException:
-            while self._futures:
-                with contextlib.suppress(Exception):
-                    self._futures.popleft()[0].result()
+            self.settle()
             raise
+
+    def settle(self) -> None:
+        """Waits for all, whatever comes of them."""
+        while self._futures:
+            with contextlib.suppress(Exception):
+                self._futures.popleft()[0].result()
 
     def _end_one(self) -> None:
         future, nbytes, path = self._futures.popleft()

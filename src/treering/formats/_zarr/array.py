@@ -5,7 +5,6 @@ It fills in missing chunks unless it is told not to, believes sizes, and ends th
 them; so sizes are checked first, against the files where that can be done.
 """
 
-import itertools
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, slices
+from ..._processes.calls import ALONE, Call
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
@@ -25,6 +25,7 @@ from ...stores.store import Stat, Store
 from ...stores.whole_files import opened, read_file
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
+from .chunks import Chunks
 
 Driver = Literal["zarr", "zarr3"]
 IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
@@ -52,13 +53,15 @@ _GZIP = {"id": "gzip", "level": 1}
 class Folder:
     """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
 
-    def __init__(self, store: Store, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None):
+    def __init__(
+        self, store: Store, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None, context: Any = None
+    ):
         import tensorstore as ts
 
         self.store, self.path, self.ocdbt = store, path, ocdbt
         if ocdbt and options is None:
             self._check_database()
-        self.context = ts.Context(_CONTEXT)
+        self.context = context or ts.Context(_CONTEXT)
         spec = store.tensorstore(path, self.context)
         if ocdbt:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
@@ -301,12 +304,36 @@ def read(wanted: Sequence[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
 class Writer:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
-    Nothing is synced: the code that publishes the folder does that.
+    The processes of a `call` write one folder together. What process 0 writes is not synced: the code that publishes
+    the folder does that. What the others write is durable after `close`.
     """
 
-    def __init__(self, store: Store, path: str, *, driver: Driver, ocdbt: bool, limit: int = IN_FLIGHT):
-        self._folder, self._driver = Folder(store, path, ocdbt=ocdbt, options=_DATABASE), driver
+    def __init__(
+        self, store: Store, path: str, *, driver: Driver, ocdbt: bool, call: Call = ALONE, limit: int = IN_FLIGHT
+    ):
+        import tensorstore as ts
+
+        self._path, self._call, self._driver = path, call, driver
+        self._merges = ocdbt and call.count > 1  # each process writes a database of its own
+        own = _part_of_database(path, call.index) if self._merges else path
+        context = ts.Context({**_CONTEXT, "file_io_sync": call.index > 0})
+        self._folder = Folder(store, own, ocdbt=ocdbt, options=_DATABASE, context=context)
         self._waiting = PendingReads(store, limit)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes it or, after an error, waits until nothing is written any more: the folder is about to be removed."""
+        if kind is None:
+            self.close()
+        else:
+            self._waiting.settle()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which writes what is no part of an array."""
+        return self._call.index == 0
 
     def add(
         self,
@@ -315,10 +342,10 @@ class Writer:
         dtype: str,
         read_box: Callable[[Box], np.ndarray],
         *,
-        chunks: Sequence[int],
+        chunks: Chunks,
         compressor: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to write an array in chunks of a shape, which `read_box` returns one by one. All of them are stored.
+        """Begins to write this process's chunks of an array, which `read_box` returns one by one. All are stored.
 
         The arrays that `read_box` returns must not change until `close`.
         """
@@ -331,28 +358,48 @@ class Writer:
             self._waiting.end()
         self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context)
 
+    def merge(self) -> None:
+        """Makes one database of those of all processes. Called in process 0 when all have closed theirs.
+
+        The data stays where it is. So does Orbax when several processes have saved.
+        """
+        import tensorstore as ts
+
+        if not self._merges:
+            return
+        store, context = self._folder.store, self._folder.context  # one context: else everything would be copied
+        with errors(store, self._path):
+            together = ts.Transaction(atomic=True)
+            whole = Folder(store, self._path, ocdbt=True, options=_DATABASE, context=context)
+            target = whole.keys.with_transaction(together)
+            for index in range(self._call.count):
+                path = _part_of_database(self._path, index)
+                part = Folder(store, path, ocdbt=True, options=_DATABASE, context=context)
+                part.keys.experimental_copy_range_to(target).result()
+            together.commit_async().result()
+
     def _add(
         self,
         name: str,
         shape: Sequence[int],
         dtype: str,
         read_box: Callable[[Box], np.ndarray],
-        chunks: Sequence[int],
+        chunks: Chunks,
         compressor: Mapping[str, Any] | None,
     ) -> None:
         import tensorstore as ts
 
-        metadata = zarr_metadata.new(self._driver, shape, dtype, chunks, compressor)
+        metadata = zarr_metadata.new(self._driver, shape, dtype, chunks.shape, compressor)
         path, keys = os.path.join(self._folder.path, name), self._folder.keys / _below(name)
-        text = msgspec.json.encode(metadata)
-        self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+        if self.is_first:
+            text = msgspec.json.encode(metadata)
+            self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
         with errors(self._folder.store, path):
             context = self._folder.context
             array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
-        nbytes = math.prod(chunks) * dtypes.itemsize(dtype)
-        for index in itertools.product(*(range(0, size, chunk) for size, chunk in zip(shape, chunks, strict=True))):
-            box = tuple((n, min(n + c, size)) for n, c, size in zip(index, chunks, shape, strict=True))
+        nbytes = math.prod(chunks.shape) * dtypes.itemsize(dtype)
+        for box in chunks.written(shape):
             self._waiting.make_room(nbytes)
             part = array[tuple(slice(*bounds) for bounds in box)]
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
@@ -375,9 +422,8 @@ def write(
     Raises `UnsupportedError` for dtypes that zarr does not have, see `zarr_metadata.can_hold`.
     """
     folder, name = _place(path, base)
-    writer = Writer(store, folder, driver=driver, ocdbt=base is not None)
-    writer.add(name, shape, dtype, read_box, chunks=chunks, compressor=compressor)
-    writer.close()
+    with Writer(store, folder, driver=driver, ocdbt=base is not None) as writer:
+        writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor=compressor)
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
@@ -401,6 +447,11 @@ def _check_file(path: str, there: Stat | None) -> Stat:
     if not there.is_file:
         raise CorruptError(f"{path}: expected a file, found a folder, a pipe or a device")
     return there
+
+
+def _part_of_database(path: str, index: int) -> str:
+    """The folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
+    return os.path.join(path, f"ocdbt.process_{index}")
 
 
 def _below(name: str) -> str:

@@ -12,6 +12,8 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, in_slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
+from ..._processes.assignment import Layout
+from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
@@ -20,6 +22,7 @@ from .._shared.msgpack import beginning
 from .._shared.reader import ForeignReader, Stored, beginning_within
 from . import array as zarr
 from . import metadata
+from .chunks import Chunks, assigned
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
@@ -104,22 +107,32 @@ def _damage(array: zarr.Array, parts: Iterable[Box]) -> Iterator[str]:
                 return
 
 
-def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Source) -> Sequence[int]:
-    """Writes an array in chunks that lie in one piece where it comes from; returns their shape."""
+def chunks_of(call: Call, layouts: Mapping[str, Layout], entries: Iterable[Entry | None]) -> dict[str, Chunks]:
+    """The chunks of the arrays among some entries, by path; see `assigned`."""
+    arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
+    return assigned(call, arrays, layouts, _CHUNK, _one_run)
+
+
+def _one_run(entry: ArrayEntry) -> list[int]:
+    """The shape of chunks that lie in one piece where an array comes from."""
     first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
-    chunks = [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
+    return [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
+
+
+def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Source, chunks: Chunks) -> None:
+    """Writes an array in chunks."""
 
     def read_box(box: Box) -> np.ndarray:
         return contents.read([(entry, box)], verify=True)[0]
 
     writer.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=None)
-    return chunks
 
 
 def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
     """Writes a number of Python as an array without axes."""
     array = np.array(value)
-    writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=(), compressor=None)
+    own = None if writer.is_first else frozenset[Box]()
+    writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=Chunks((), own), compressor=None)
 
 
 def parts_of(store: Store, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:

@@ -8,20 +8,20 @@ containers leave no trace. Folders of zarr 2 are written, which all releases rea
 import datetime
 import logging
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.read_errors import UnreadableError, refusal
 from ...stores.store import Store
+from .._zarr.joint_format import ZarrFolders
 from ..orbax.schema import CHECKPOINT, TREE
 from .schema import FILE, own_metadata, read_metadata
 
 _log = logging.getLogger("treering")
 
 
-class Levanter:
+class Levanter(ZarrFolders):
     """See `treering.formats.Format`."""
 
     name = "levanter"
@@ -68,10 +68,10 @@ class Levanter:
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("step",) if own_metadata(contents) is None else ("step", "metadata")
 
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def _writer(self) -> Callable[..., int]:
         from .write import write
 
-        return write(store, path, contents, options, overwrite=overwrite)
+        return write
 
 
 FORMAT = Levanter()

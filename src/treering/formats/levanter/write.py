@@ -10,13 +10,16 @@ import msgspec
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.leaf_paths import split
 from ..._core.source import Source
+from ..._processes.assignment import Layout
+from ..._processes.calls import Call
 from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from ...stores.whole_files import is_folder
 from .._shared.folding import Folders
 from .._zarr import array, metadata
-from .._zarr.leaves import add_array, add_number, folder_size, parts_of_arrays
+from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
+from .._zarr.together import write_folder
 from ..orbax.schema import CHECKPOINT, TREE
 from .read import CHUNK, open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata
@@ -24,7 +27,16 @@ from .schema import FILE, NAME, Metadata, own_metadata
 _LONGEST = 255  # bytes of the name of a folder
 
 
-def write(store: Store, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(
+    store: Store,
+    path: str,
+    contents: Source,
+    call: Call,
+    layouts: Mapping[str, Layout],
+    options: Mapping[str, Any],
+    *,
+    overwrite: bool,
+) -> int:
     """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
     if options:
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
@@ -32,24 +44,41 @@ def write(store: Store, path: str, contents: Source, options: Mapping[str, Any],
     _check(entries)
     names = {FILE, CHECKPOINT, TREE, array.DATABASE, *metadata.FILES.values()}
     names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
-    with store.new_folder(path, overwrite=overwrite, owned=_owned, names=names, beside=_check_others) as folder:
+    chunks = chunks_of(call, layouts, entries)
+
+    def begin(folder: str) -> None:
         folders = Folders(store, folder, path)
         for entry in entries:
             folders.add("/".join(split(entry.path)))
-        writer = array.Writer(store, folder, driver="zarr", ocdbt=False)
-        for entry in entries:
-            name = "/".join(split(entry.path))
-            if isinstance(entry, ArrayEntry):
-                add_array(writer, name, entry, contents)
-            else:
-                add_number(writer, name, entry.decode())
-        writer.close()
+
+    def arrays(folder: str) -> None:
+        with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+            for entry in entries:
+                name = "/".join(split(entry.path))
+                if isinstance(entry, ArrayEntry):
+                    add_array(writer, name, entry, contents, chunks[entry.path])
+                else:
+                    add_number(writer, name, entry.decode())
+
+    def rest(folder: str, _: None) -> None:
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
         timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
         with file_of_new_folder(store, os.path.join(folder, FILE)) as file:
             file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))
-        return folder_size(store, folder)
+
+    return write_folder(
+        store,
+        path,
+        call,
+        arrays,
+        rest,
+        begin=begin,
+        overwrite=overwrite,
+        owned=_owned,
+        names=names,
+        beside=_check_others,
+    )
 
 
 def _owned(store: Store, folder: str) -> set[str]:

@@ -13,14 +13,14 @@ Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardC
 """
 
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import is_step
+from .._zarr.joint_format import ZarrFolders
 from .schema import (
     ABOUT_ARRAYS,
     CHECKPOINT,
@@ -35,7 +35,7 @@ from .schema import (
 )
 
 
-class Orbax:
+class Orbax(ZarrFolders):
     """See `treering.formats.Format`."""
 
     name = "orbax"
@@ -93,10 +93,10 @@ class Orbax:
             kept.append("step")
         return kept
 
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def _writer(self) -> Callable[..., int]:
         from .write import write
 
-        return write(store, path, contents, options, overwrite=overwrite)
+        return write
 
 
 def _is_committed(store: Store, path: str) -> bool:

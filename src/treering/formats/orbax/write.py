@@ -11,11 +11,15 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node
 from ..._core.source import Source
+from ..._processes.assignment import Layout
+from ..._processes.calls import Call
 from ...errors import MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._zarr import array, metadata
-from .._zarr.leaves import add_array, add_number, folder_size
+from .._zarr.chunks import Chunks
+from .._zarr.leaves import add_array, add_number, chunks_of
+from .._zarr.together import write_folder
 from .metadata import DICT, SEQUENCE, STRINGS
 from .parts import NAMES, parts
 from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
@@ -46,29 +50,57 @@ class _Leaf(NamedTuple):
         return ".".join(key for key, _ in self.keys)
 
 
-def write(store: Store, path: str, contents: Source, options: Mapping[str, Any], *, overwrite: bool) -> int:
+def write(
+    store: Store,
+    path: str,
+    contents: Source,
+    call: Call,
+    layouts: Mapping[str, Layout],
+    options: Mapping[str, Any],
+    *,
+    overwrite: bool,
+) -> int:
     """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
     if options:
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     leaves = list(_leaves(contents))
     _check(leaves)
-    with store.new_folder(path, overwrite=overwrite, owned=parts, names=NAMES) as folder:
-        begun = time.time_ns()
-        chunks = _write_arrays(store, folder, contents, leaves)
-        _put(store, os.path.join(folder, TREE), _tree(leaves))
-        texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
-        if texts:
-            _put(store, os.path.join(folder, STRINGS), texts)
-        on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
-        if on_device:
-            names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
-            _put(store, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
-            store.make_folder(os.path.join(folder, ABOUT_ARRAYS))
-            about = {"array_metadatas": [_array(leaf, chunks[leaf.name]) for leaf in on_device]}
-            _put(store, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
-        _put(store, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
-        _put(store, os.path.join(folder, COMMITTED), "committed")
-        return folder_size(store, folder)
+    chunks = chunks_of(call, layouts, (leaf.entry for leaf in leaves))
+    begun = time.time_ns()
+
+    def arrays(folder: str) -> array.Writer:
+        with array.Writer(store, folder, driver="zarr", ocdbt=True, call=call) as writer:
+            for leaf in leaves:
+                if isinstance(leaf.entry, ArrayEntry):
+                    add_array(writer, leaf.name, leaf.entry, contents, chunks[leaf.entry.path])
+                elif leaf.kind == "scalar":
+                    add_number(writer, leaf.name, _value(leaf))
+        return writer
+
+    def rest(folder: str, writer: array.Writer) -> None:
+        writer.merge()
+        _write_rest(store, folder, contents, leaves, chunks, begun)
+
+    return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=parts, names=NAMES)
+
+
+def _write_rest(
+    store: Store, folder: str, contents: Source, leaves: Sequence[_Leaf], chunks: Mapping[str, Chunks], begun: int
+) -> None:
+    """Writes everything but the arrays."""
+    _put(store, os.path.join(folder, TREE), _tree(leaves))
+    texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
+    if texts:
+        _put(store, os.path.join(folder, STRINGS), texts)
+    on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
+    if on_device:
+        names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
+        _put(store, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
+        store.make_folder(os.path.join(folder, ABOUT_ARRAYS))
+        about = {"array_metadatas": [_array(leaf, chunks) for leaf in on_device]}
+        _put(store, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
+    _put(store, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
+    _put(store, os.path.join(folder, COMMITTED), "committed")
 
 
 def _leaves(contents: Source) -> Iterator[_Leaf]:
@@ -129,19 +161,6 @@ def _value(leaf: _Leaf) -> Any:
     return leaf.entry.decode()
 
 
-def _write_arrays(store: Store, folder: str, contents: Source, leaves: Sequence[_Leaf]) -> dict[str, Sequence[int]]:
-    """Writes arrays and numbers; returns the shapes of the chunks by name."""
-    writer = array.Writer(store, folder, driver="zarr", ocdbt=True)
-    chunks: dict[str, Sequence[int]] = {}
-    for leaf in leaves:
-        if isinstance(leaf.entry, ArrayEntry):
-            chunks[leaf.name] = add_array(writer, leaf.name, leaf.entry, contents)
-        elif leaf.kind == "scalar":
-            add_number(writer, leaf.name, _value(leaf))
-    writer.close()
-    return chunks
-
-
 def _tree(leaves: Sequence[_Leaf]) -> Any:
     listed: dict[str, Any] = {}
     for leaf in leaves:
@@ -161,10 +180,11 @@ def _tree(leaves: Sequence[_Leaf]) -> Any:
     }
 
 
-def _array(leaf: _Leaf, chunks: Sequence[int]) -> Any:
+def _array(leaf: _Leaf, chunks: Mapping[str, Chunks]) -> Any:
     assert isinstance(leaf.entry, ArrayEntry)
+    shape = chunks[leaf.entry.path].shape
     key = {KEY: leaf.entry.impl} if leaf.entry.type == "key" else None
-    about = {"param_name": leaf.name, "write_shape": leaf.entry.shape, "chunk_shape": chunks, "ext_metadata": key}
+    about = {"param_name": leaf.name, "write_shape": leaf.entry.shape, "chunk_shape": shape, "ext_metadata": key}
     return {"array_metadata": about}
 
 

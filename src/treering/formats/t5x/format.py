@@ -7,21 +7,22 @@ uint16) and 3 are read; 3 is written.
 import itertools
 import os
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
+from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import is_step, may_be_file
 from .._shared.msgpack import MAP, STR, beginning, tokens
+from .._zarr.joint_format import ZarrFolders
 from .schema import FILE, OF_ORBAX
 
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
 _LEVELS = ("target", "state", "flax_mutables")  # of the state itself
 
 
-class T5X:
+class T5X(ZarrFolders):
     """See `treering.formats.Format`."""
 
     name = "t5x"
@@ -79,10 +80,15 @@ class T5X:
         found = _STEP.fullmatch(os.path.basename(path))
         return ("step",) if found and int(found[1]) == contents.step else ()
 
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+    def splits(self, entry: ArrayEntry) -> bool:
+        from .write import splits
+
+        return splits(entry)
+
+    def _writer(self) -> Callable[..., int]:
         from .write import write
 
-        return write(store, path, contents, options, overwrite=overwrite)
+        return write
 
 
 FORMAT = T5X()

@@ -19,7 +19,7 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
 from ..._processes.assignment import Piece, Share
-from ..._processes.calls import Call
+from ..._processes.calls import Call, raise_cause
 from ..._pytree.leaves import Catalogue, LocalShard
 from ..._pytree.on_demand import Supply
 from ..._threads.pool import ThreadPool
@@ -36,7 +36,6 @@ from .new_files import Files
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
-_ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
 
 
 class Info(NamedTuple):
@@ -130,10 +129,8 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
                 call.close()  # without the error, or the other processes would remove their files of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):
             call.check()  # if process 0 has failed and removed the directory, its error is the cause
-        if isinstance(error, FileNotFoundError) and call.index:  # process 0 is about to say why
-            for _ in range(_ERROR_POLLS):
-                time.sleep(0.1)
-                call.check()
+        if isinstance(error, FileNotFoundError):
+            raise_cause(call)
         raise
     if problem:
         call.close()  # without the error: the other processes have it from the decision, and keep their files

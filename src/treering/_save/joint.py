@@ -1,0 +1,50 @@
+"""A checkpoint of another library that several processes write: which they can, and what lies where."""
+
+import math
+from collections.abc import Mapping
+
+from .._core.boxes import Cells, whole
+from .._core.entries import ArrayEntry
+from .._processes.assignment import Layout, held_by, layout_of, owner
+from .._pytree.leaves import Catalogue, Described
+from ..formats import JointFormat
+
+
+def can_write(format: JointFormat, catalogue: Catalogue) -> bool:
+    """Whether each process can write its part of the arrays that lie in several."""
+    for leaf in catalogue.global_leaves:
+        entry = _array(catalogue, leaf)
+        layout = layout_of(catalogue.shardings[leaf], entry.shape)
+        if not layout.is_regular or not format.splits(entry):
+            return False
+    return True
+
+
+def compared(described: Described) -> Described:
+    """Describes the arrays that each process has for itself, which must be equal in all."""
+    catalogue, shards, _ = described
+    chosen = tuple(shard for shard in shards if shard.leaf not in catalogue.global_leaves)
+    return Described(catalogue, chosen, [None] * len(chosen))
+
+
+def layouts(catalogue: Catalogue, single: Mapping[int, int]) -> dict[str, Layout]:
+    """The processes that have the parts of each array that not every one has whole, by path.
+
+    `single`: the leaves that exist in one process alone, and that process.
+    """
+    found: dict[str, Layout] = {}
+    for leaf in catalogue.global_leaves - single.keys():
+        entry = _array(catalogue, leaf)
+        layout = layout_of(catalogue.shardings[leaf], entry.shape)
+        if math.prod(entry.shape) and owner(layout) is None:
+            found[entry.path] = layout
+    for leaf, process in single.items():
+        entry = _array(catalogue, leaf)
+        found[entry.path] = held_by(Cells.of([whole(entry.shape)])[0], (process,))
+    return found
+
+
+def _array(catalogue: Catalogue, leaf: int) -> ArrayEntry:
+    entry = catalogue.entries[leaf]
+    assert isinstance(entry, ArrayEntry)
+    return entry

@@ -1,0 +1,63 @@
+"""A folder whose arrays all processes of a call write, and process 0 everything else."""
+
+import contextlib
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from ..._processes.calls import Call, raise_cause
+from ...errors import CorruptError
+from ...stores.store import Beside, Owned, Store
+from .leaves import folder_size
+
+T = TypeVar("T")
+
+
+def write_folder(
+    store: Store,
+    path: str,
+    call: Call,
+    arrays: Callable[[str], T],
+    rest: Callable[[str, T], None],
+    *,
+    begin: Callable[[str], None] = lambda folder: None,
+    overwrite: bool,
+    owned: Owned,
+    names: Collection[str],
+    beside: Beside | None = None,
+) -> int:
+    """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
+
+    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, and process 0 `rest`, when all have
+    returned, with what its own has returned. What one of them raises is raised in all.
+    """
+    with contextlib.ExitStack() as place:
+
+        def make() -> str:
+            new = store.new_folder(path, overwrite=overwrite, owned=owned, names=names, beside=beside)
+            begin(folder := place.enter_context(new))
+            return folder
+
+        def finish(folder: str, own: T) -> int:
+            rest(folder, own)
+            nbytes = folder_size(store, folder)
+            place.close()
+            return nbytes
+
+        folder = call.broadcast(make)
+        try:
+            own = _written(folder, call, arrays)
+            call.doing("waiting for the commit")
+            return call.gather_and_decide(None, lambda _: finish(folder, own))
+        except BaseException:
+            if call.index and not call.undecided:  # its files may have come after process 0 has removed all others
+                with contextlib.suppress(OSError):
+                    store.remove_leftover(folder)
+            raise
+
+
+def _written(folder: str, call: Call, arrays: Callable[[str], T]) -> T:
+    try:
+        return arrays(folder)
+    except (CorruptError, FileNotFoundError):  # nothing is where TensorStore has put it
+        raise_cause(call)
+        raise

@@ -1,0 +1,237 @@
+"""Formats of other libraries that several processes write: each its part of the arrays, nothing twice."""
+
+import os
+import pathlib
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from jobs import run_job
+from treering._core.boxes import Cells
+from treering._core.entries import ArrayEntry
+from treering._processes.assignment import Layout
+from treering._processes.calls import SingleProcess
+from treering.formats._zarr.chunks import assigned
+
+STATE = """
+def random(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+values = {
+    "rows": random(0, 1024, 2048), "columns": random(1, 2048, 1032), "replicated": random(2, 1009, 1024),
+    "grid": random(3, 1024, 1024), "bf16": random(4, 512, 64).astype(jnp.bfloat16), "empty": random(5, 0, 64),
+    "long": random(6, 524_296), "scalar": np.float32(2.5), "small": random(7, 8), "alone": random(8, 9, 5),
+}
+def state():
+    n, last = len(devices), Mesh(np.array([d for d in devices if d.process_index == COUNT - 1]), ("x",))
+    return {
+        "rows": put(values["rows"], P("x")), "columns": put(values["columns"], P(None, "x")),
+        "replicated": put(values["replicated"]), "grid": put(values["grid"], P("y", "x"), mesh(2, n // 2)),
+        "bf16": put(values["bf16"], P("x")), "empty": put(values["empty"], P(None, "x")),
+        "long": put(values["long"], P("x")), "scalar": put(values["scalar"]), "small": put(values["small"], P("x")),
+        "alone": put(values["alone"], P(), last), "here": jnp.arange(5.0), "step": 7,
+        "numpy": np.random.default_rng(9).integers(0, 1 << 30, 500_000, np.int32),
+    }
+def written():
+    with open("/proc/self/io") as file:
+        return int(dict(line.split(": ") for line in file)["wchar"])
+"""
+FORMATS = ["orbax", "t5x", "levanter"]
+VALUES: dict[str, Any] = {
+    "rows": (0, (1024, 2048)),
+    "columns": (1, (2048, 1032)),
+    "replicated": (2, (1009, 1024)),
+    "grid": (3, (1024, 1024)),
+    "empty": (5, (0, 64)),
+    "long": (6, (524_296,)),
+    "small": (7, (8,)),
+    "alone": (8, (9, 5)),
+}
+
+
+def check(found: Any) -> None:
+    """That a tree holds the state's values, to the bit."""
+    for name, (seed, shape) in VALUES.items():
+        expected = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        assert np.asarray(found[name]).tobytes() == expected.tobytes(), name
+        assert np.shape(found[name]) == shape
+    assert found["bf16"].dtype == "bfloat16" and found["bf16"].shape == (512, 64)
+    assert found["scalar"] == np.float32(2.5) and int(found["step"]) == 7
+    assert np.asarray(found["here"]).tolist() == [0, 1, 2, 3, 4]
+    numbers = np.random.default_rng(9).integers(0, 1 << 30, 500_000, np.int32)
+    assert (np.asarray(found["numpy"]) == numbers).all()
+
+
+def files(path: pathlib.Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_process_writes_its_part(tmp_path: pathlib.Path, processes: int) -> None:
+    body = (
+        STATE
+        + """
+tree, counts = state(), {}
+tr.save(tmp / "warm", {"x": put(values["rows"], P("x"))}, format="orbax")
+for format in FORMATS:
+    for again in range(2):
+        before = written()
+        saved = tr.save(tmp / format, tree, format=format, overwrite=bool(again), memory_limit=[1 << 20, None][again])
+        counts[format] = [written() - before, saved.nbytes]
+    pending = tr.save_async(tmp / f"{format} later", tree, format=format)
+    tree["numpy"] += 1
+    pending.result()
+    tree["numpy"] -= 1
+keys = jax.random.wrap_key_data(put(np.arange(32, dtype=np.uint32).reshape(16, 2), P("x")))
+tr.save(tmp / "keys", {"keys": keys}, format="orbax")
+rules = [tr.rules.rename("rows", "renamed"), tr.rules.cast("renamed", "bfloat16")]
+tr.save(tmp / "rules", tree, format="orbax", rules=rules)
+report(counts)
+"""
+    )
+    results = run_job(tmp_path, body, processes=processes, FORMATS=FORMATS)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    for format in FORMATS:
+        size = files(tmp_path / format)
+        counts = [result.report[format][0] for result in results]
+        assert [result.report[format][1] for result in results] == [size] * processes
+        assert sum(counts) < 1.1 * size, (format, counts, size)  # the state once, by all together
+        assert max(counts) < size / processes + (4 << 20), (format, counts, size)  # and about as much by each
+        for name in (format, f"{format} later"):
+            assert tr.verify(tmp_path / name).ok
+            check(tr.restore(tmp_path / name))
+    keys = np.asarray(tr.open(tmp_path / "keys")["keys"])
+    assert keys.tolist() == np.arange(32).reshape(16, 2).tolist()
+    renamed = tr.open(tmp_path / "rules")["renamed"]
+    expected = np.random.default_rng(0).standard_normal((1024, 2048), np.float32)
+    assert renamed.dtype == "bfloat16" and (renamed[...] == expected.astype(renamed.dtype)).all()
+
+
+@pytest.mark.long
+@pytest.mark.peers
+def test_orbax_reads_what_several_have_written(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    body = STATE + 'tr.save(tmp / "c", state(), format="orbax"); report(1)'
+    run_job(tmp_path, body, processes=2)
+    with ocp.StandardCheckpointer() as theirs:
+        found = theirs.restore(tmp_path / "c")
+    check(found)
+    (tmp_path / "c").rename(tmp_path / "moved")  # what the database says of its parts goes with it
+    with ocp.StandardCheckpointer() as theirs:
+        check(theirs.restore(tmp_path / "moved"))
+
+
+@pytest.mark.long
+def test_tensorstore_reads_the_arrays_of_t5x_and_levanter(tmp_path: pathlib.Path) -> None:
+    """As their libraries do, by the names and specifications that were written."""
+    import tensorstore as ts
+
+    body = STATE + 'for f in ("t5x", "levanter"): tr.save(tmp / f, state(), format=f)\nreport(1)'
+    run_job(tmp_path, body, processes=2)
+    for format, name in (("t5x", "columns"), ("levanter", "columns"), ("t5x", "small"), ("levanter", "small")):
+        kvstore = {"driver": "file", "path": f"{tmp_path / format / name}/"}
+        array = ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
+        seed, shape = VALUES[name]
+        assert array.tobytes() == np.random.default_rng(seed).standard_normal(shape, np.float32).tobytes()
+
+
+@pytest.mark.long
+def test_what_one_process_cannot_write_in_parts(tmp_path: pathlib.Path) -> None:
+    """By way of a native checkpoint: rules that need parts of several, and what T5X has no files for."""
+    body = """
+big = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
+tree = {"rows": put(big, P("x")), "w": {"v_row": put(big[:, 0], P("x"))}}
+tr.save(tmp / "across", tree, format="levanter", rules=[tr.rules.transpose("rows", (1, 0))])
+tr.save(tmp / "factors", tree, format="t5x")
+report(1)
+"""
+    run_job(tmp_path, body, processes=2)
+    big = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
+    assert (tr.restore(tmp_path / "across")["rows"] == big.T).all()
+    factors = tr.restore(tmp_path / "factors")
+    assert (factors["rows"] == big).all() and (factors["w"]["v_row"] == big[:, 0]).all()
+    assert not (tmp_path / "factors" / "w.v_row").exists()
+    assert sorted(os.listdir(tmp_path)) == ["across", "factors", "report-0.json", "report-1.json"]
+
+
+DIES = """
+from treering.formats._zarr import array
+first = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9)}
+second = {"w": put(np.full((64, 64), 2.0, np.float32), P("x")), "n": np.arange(9) + 1}
+tr.save(tmp / "c", first, format=FORMAT)
+close = array.Writer.close
+def dies(self):
+    close(self)  # after its part is written
+    if INDEX == WHO:
+        HOW()
+array.Writer.close = dies
+report(caught(tr.save, tmp / "c", second, format=FORMAT, overwrite=True, timeout=4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, format: str, who: int) -> None:
+    body = DIES.replace("HOW()", "os.kill(os.getpid(), signal.SIGKILL)")
+    expect = {n: -signal.SIGKILL if n == who else None for n in range(2)}
+    results = run_job(tmp_path, body, processes=2, recoverable=True, expect=expect, FORMAT=format, WHO=who)
+    if who:  # or JAX ends the others as well
+        assert results[0].report[0] == "PeerError"
+    found = tr.restore(tmp_path / "c")
+    assert (found["w"] == 1).all() and (found["n"] == np.arange(9)).all()
+    tr.save(tmp_path / "c", {"w": np.zeros(3)}, format=format, overwrite=True)  # removes what the killed one has left
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("format", "who"), [("orbax", 1), ("t5x", 0), ("levanter", 1)])
+def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, format: str, who: int) -> None:
+    body = DIES.replace("HOW()", 'raise OSError(28, "No space left on device")')
+    results = run_job(tmp_path, body, processes=2, FORMAT=format, WHO=who)
+    for kind, text in (result.report for result in results):
+        assert kind == "SaveError" and "No space left" in text
+    assert (tr.restore(tmp_path / "c")["w"] == 1).all()
+    assert sorted(os.listdir(tmp_path)) == ["c", "report-0.json", "report-1.json"]
+
+
+# The chunks
+
+
+class _Call(SingleProcess):
+    def __init__(self, index: int, count: int):
+        self.index, self.count = index, count
+
+
+@pytest.mark.parametrize("most", [1, 64, 1000, 1 << 20, 1 << 22])
+def test_every_element_is_written_by_one_that_has_it(most: int) -> None:
+    rng = np.random.default_rng(most)
+    for _ in range(50):
+        count = int(rng.integers(2, 6))
+        arrays: list[ArrayEntry] = []
+        layouts: dict[str, Layout] = {}
+        for n in range(4):
+            cells = rng.integers(1, 4, size=rng.integers(0, 4))
+            sizes = rng.integers(1, 300 if len(cells) < 2 else 40, size=len(cells))
+            boxes = Cells(range(0, int(c * s) + 1, int(s)) for c, s in zip(cells, sizes, strict=True))
+            holders = [tuple(sorted({int(p) for p in rng.integers(0, count, size=2)})) for _ in boxes]
+            entry = ArrayEntry(str(n), "jax", "float32", tuple(int(c * s) for c, s in zip(cells, sizes, strict=True)))
+            arrays.append(entry)
+            if n:
+                layouts[entry.path] = Layout(boxes, holders)
+        chosen = [assigned(_Call(k, count), arrays, layouts, most, lambda entry: entry.shape) for k in range(count)]
+        for entry in arrays:
+            times = np.zeros(entry.shape, int)
+            assert len({tuple(own[entry.path].shape) for own in chosen}) == 1
+            for process, own in enumerate(chosen):
+                for box in own[entry.path].written(entry.shape):
+                    times[tuple(slice(*bounds) for bounds in box)] += 1
+                    layout = layouts.get(entry.path)
+                    if layout:
+                        (cell,) = layout.boxes.overlapping(box)  # no chunk lies in the parts of two
+                        assert process in layout.holders[cell]
+            assert (times == 1).all()
