@@ -208,12 +208,12 @@ def test_only_what_is_the_same_is_joined() -> None:
     tree = {f"layers/{n}/w": np.ones(3 if n != 4 else 2, "float32") for n in range(7)}
     tree |= {f"h_{n}/b": n for n in (1, 2, 5)} | {"w1": 1, "w2": 1, "x/1": np.ones(2), "x/2": np.ones(2, "int8")}
     ckpt = _saved_tree(tree)
-    names = [(level, node.name, node.alike) for level, node in outline(ckpt._entries).walk()]
+    names = [(level, node.name, node.alike) for level, node in outline(ckpt._source.entries).walk()]
     assert (1, "0…3,5…6", 6) in names and (1, "4", 1) in names, "another shape"
     assert [name for _, name, _ in names if name.startswith("h_")] == ["h_1", "h_2", "h_5"], "their values differ"
     assert (0, "w1…2", 2) in names and (1, "1", 1) in names and (1, "2", 1) in names
-    assert sum(node.leaves for level, node in outline(ckpt._entries).walk() if level == 0) == len(tree)
-    every = [node.path for _, node in outline(ckpt._entries, collapse=False).walk() if node.entry]
+    assert sum(node.leaves for level, node in outline(ckpt._source.entries).walk() if level == 0) == len(tree)
+    every = [node.path for _, node in outline(ckpt._source.entries, collapse=False).walk() if node.entry]
     assert every == list(ckpt)
 
 

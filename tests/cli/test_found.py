@@ -257,7 +257,7 @@ def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeyp
     }
     tr.save(tmp_path / "c", tree, format=format)
     ckpt = tr.open(tmp_path / "c")
-    kind: Any = type(ckpt._reader)
+    kind: Any = type(ckpt._source)
     original = kind._damage_of
     read: list[int] = []
     for number in range(1, 5):

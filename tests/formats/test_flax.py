@@ -467,7 +467,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 1 << 16)
     tree = {"w": np.random.default_rng(0).random((100, 1000)), "long": np.arange(100_000)}
     tr.save(tmp_path / "native", tree)
-    reader: Any = Watched(tr.open(tmp_path / "native")._reader)
+    reader: Any = Watched(tr.open(tmp_path / "native")._source)
     size = formats.get("flax").write(stores.of(""), str(tmp_path / "x.msgpack"), reader, overwrite=False)
     assert max(sizes) <= 1 << 16 and sum(sizes) == 1_600_000
     assert size == os.path.getsize(tmp_path / "x.msgpack")

@@ -306,7 +306,7 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("treering.formats._shared.reader._CHECK_SLICE_BYTES", 64)
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.ones((8, 16), np.float32), "b": np.ones(3, np.float32)}, path)
-    reader: Any = tr.open(path)._reader
+    reader: Any = tr.open(path)._source
     os.truncate(path, path.stat().st_size - 12 - 64 * 3)
     problems = list(reader.problems())
     assert [problem.leaves for problem in problems] == [("a",)] * 3 + [("b",)]

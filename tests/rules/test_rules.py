@@ -433,13 +433,13 @@ def test_each_of_eight_devices_reads_its_part(
     where = jax.NamedSharding(mesh, jax.P("x"))
     ckpt = tr.open(path)
     reads: list[tuple[str, int]] = []
-    read = ckpt._reader.read
+    read = ckpt._source.read
 
     def counted(wanted: Any, **options: Any) -> Any:
         reads.extend((entry.path, int(np.prod(tr._core.boxes.box_shape(box), dtype=int))) for entry, box in wanted)
         return read(wanted, **options)
 
-    monkeypatch.setattr(ckpt._reader, "read", counted)
+    monkeypatch.setattr(ckpt._source, "read", counted)
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)}
     found = ckpt.restore(like, rules=[rule], extra="ignore")[name]
     assert found.sharding == where and len(found.addressable_shards) == 8

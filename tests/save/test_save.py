@@ -1014,7 +1014,7 @@ def test_what_is_read_while_it_is_written_obeys_guards(tmp_path: pathlib.Path, a
 @pytest.mark.parametrize("format", ["treering", "safetensors", "flax"])
 def test_ctrl_c_ends_a_copy_of_a_checkpoint(tmp_path: pathlib.Path, format: str) -> None:
     tr.save(tmp_path / "c", {f"w{n}": np.ones(6 << 20, np.float32) for n in range(8)})
-    source = doubles.interrupted(tr.open(tmp_path / "c")._reader, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    source = doubles.interrupted(tr.open(tmp_path / "c")._source, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = everything(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         ckpt = tr.Checkpoint(Slow(source), source.entries, source.skeleton)

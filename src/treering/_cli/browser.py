@@ -60,7 +60,7 @@ class CheckpointTree(Tree[Place]):
                 place = Place(None, None, row.step, self.source.path)
                 self.root.add(Text(f"step {row.step}{notes}"), place, allow_expand=row.state == "good")
         else:
-            self.root.data = Place(self.source, _grouped(outline(self.source._entries, collapse=False)))
+            self.root.data = Place(self.source, _grouped(outline(self.source._source.entries, collapse=False)))
             self._fill(self.root)
         self.root.expand()
 
@@ -78,7 +78,7 @@ class CheckpointTree(Tree[Place]):
             except (TreeringError, OSError) as error:
                 self.notify(escape(safe(error)), severity="error")
                 return
-            place = node.data = Place(ckpt, _grouped(outline(ckpt._entries, collapse=False)), place.step)
+            place = node.data = Place(ckpt, _grouped(outline(ckpt._source.entries, collapse=False)), place.step)
         assert place.ckpt is not None and place.node is not None
         for child in place.node.children:
             about = describe_node(place.ckpt, child)

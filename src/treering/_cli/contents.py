@@ -51,12 +51,14 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
         return
     ckpt = ckpt.at(path)
     if json_:
-        say_json({**_about(ckpt), "leaves": {name: _entry(ckpt, entry) for name, entry in ckpt._entries.items()}})
+        say_json(
+            {**_about(ckpt), "leaves": {name: _entry(ckpt, entry) for name, entry in ckpt._source.entries.items()}}
+        )
         return
     _show_head(ckpt, path)
     from .._core.outline import outline
 
-    tree = outline(ckpt._entries, collapse=not everything, about=ckpt._reader.sharding)
+    tree = outline(ckpt._source.entries, collapse=not everything, about=ckpt._source.sharding)
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
     columns = width()
@@ -77,7 +79,7 @@ def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
     from .._core.entries import ArrayEntry
 
     if isinstance(entry, ArrayEntry):
-        sharding = ckpt._reader.sharding(entry)
+        sharding = ckpt._source.sharding(entry)
         about = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
         return about if sharding is None else {**about, "sharding": sharding}
     return {"type": entry.type, "value": entry.value}
@@ -88,7 +90,7 @@ def _show_head(ckpt: "Checkpoint", path: str) -> None:
 
     created = ckpt.created and ckpt.created.timestamp()
     parts = [ckpt.format, *([] if ckpt.step is None else [f"step {ckpt.step}"]), count(len(ckpt), "leaf", "leaves")]
-    size = sum(entry.nbytes for entry in ckpt._entries.values() if isinstance(entry, ArrayEntry))
+    size = sum(entry.nbytes for entry in ckpt._source.entries.values() if isinstance(entry, ArrayEntry))
     parts += [nbytes(size if path else ckpt.nbytes), *([f"saved {when(created)}"] if created else [])]
     say(click.style(safe(ckpt.path + (f", at {path}" if path else "")), bold=True))
     say(" · ".join(parts))
@@ -113,7 +115,7 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
         for line in leaf_lines(ckpt, path):
             say(line)
         return
-    entry = ckpt._entries.get(path)
+    entry = ckpt._source.entries.get(path)
     about = _entry(ckpt, entry) if entry else {}
     found = statistics(ckpt[path])
     say_json({"path": path, **about, **({"stats": dataclasses.asdict(found)} if found else {})})

@@ -248,7 +248,7 @@ def _parts_of_checkpoint(path: str, depth: int) -> tuple[str, list[tuple[str, in
     from .._run.open import open_checkpoint
 
     ckpt = open_checkpoint(path)
-    tree = outline(ckpt._entries, collapse=False)
+    tree = outline(ckpt._source.entries, collapse=False)
     parts = [(node.path, node.nbytes) for level, node in tree.walk() if level < depth and node.nbytes]
     rest = ckpt.nbytes - sum(node.nbytes for node in tree.children)
     return ckpt.path, [*parts, *([("(what describes them)", rest)] if rest > 0 else [])], ckpt.nbytes

@@ -11,7 +11,7 @@ from .._core import skeleton as _skeleton
 from .._core.entries import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import all_meant, below, closest, few, meant
-from .._core.skeleton import Skeleton
+from .._core.part import below_of, name_of, part_of, whole_of
 from .._core.source import Source
 from .._core.tracebacks import methods_at_the_caller
 from ..errors import NotFoundError
@@ -34,90 +34,96 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
     """
 
-    def __init__(self, reader: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, part: str = ""):
-        self._reader, self._entries, self._skeleton, self._part = reader, entries, skeleton, part
+    def __init__(self, source: Source):
+        self._source = source
 
     @property
     def path(self) -> str:
         """The absolute path of the checkpoint."""
-        return self._reader.path
+        return self._source.path
 
     @property
     def format(self) -> str:
         """The name of its format."""
-        return self._reader.format
+        return self._source.format
 
     @property
     def step(self) -> int | None:
         """The step it was saved with, None when it was saved without."""
-        return self._reader.step
+        return self._source.step
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics saved with it."""
-        return dict(self._reader.metrics)
+        return dict(self._source.metrics)
 
     @property
     def metadata(self) -> Any:
         """The value that was passed as `metadata=`; tuples have become lists."""
-        return self._reader.metadata
+        return self._source.metadata
 
     @property
     def created(self) -> datetime.datetime | None:
         """The time of the commit, in UTC; None where the format does not record it."""
-        return self._reader.created
+        return self._source.created
 
     @property
     def nbytes(self) -> int:
         """Bytes on the disk, of the whole checkpoint."""
-        return self._reader.nbytes
+        return self._source.nbytes
 
     def __getitem__(self, path: str) -> LazyArray | Any:
-        entry = self._entries.get(path) or self._entries.get(meant(path, self._entries))
+        entry = self._source.entries.get(path) or self._source.entries.get(meant(path, self._source.entries))
         if entry is None:
             check_whole(self._lost_above(path))
-            near = closest(path, list(self._entries))
-            inside = sum(below(name, path) is not None for name in self._entries)
+            near = closest(path, list(self._source.entries))
+            inside = sum(below(name, path) is not None for name in self._source.entries)
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
             hint = hint or (f"; the closest name is {near}" if near else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
         check_whole([entry])
-        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._reader, entry)
+        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._source.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._source.entries)
 
     def _lost_above(self, path: str) -> Iterator[Entry]:
         """The lost tree that a path may belong to."""
-        return (entry for name, entry in self._entries.items() if is_lost_tree(entry) and below(path, name) is not None)
+        return (
+            entry
+            for name, entry in self._source.entries.items()
+            if is_lost_tree(entry) and below(path, name) is not None
+        )
 
     def at(self, path: str) -> "Checkpoint":
         """The part below a path, with paths relative to it. Raises `NotFoundError` when there is none."""
         if not path:
             return self
-        entries = {rest: entry for name, entry in self._entries.items() if (rest := below(name, path)) is not None}
-        skeleton = None if self._skeleton is None else _skeleton.subtree(self._skeleton, path)
+        entries = {
+            rest: entry for name, entry in self._source.entries.items() if (rest := below(name, path)) is not None
+        }
+        skeleton = None if self._source.skeleton is None else _skeleton.subtree(self._source.skeleton, path)
         if not entries and skeleton is None:
-            if (known := meant(path, _skeleton.places(self._entries))) != path:
+            if (known := meant(path, _skeleton.places(self._source.entries))) != path:
                 return self.at(known)
             check_whole(self._lost_above(path))
-            level = getattr(self._reader, "level", "")
-            if level and not self._part and (rest := below(path, level)) is not None:
+            level = getattr(self._source, "level", "")
+            if level and (rest := below(path, level)) is not None:
                 return self.at(rest)
-            places = dict.fromkeys(name[:i] for name in self._entries for i, c in enumerate(name) if c == "/")
-            near = closest(path, [*places, *self._entries])
-            top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._entries))
+            places = dict.fromkeys(name[:i] for name in self._source.entries for i, c in enumerate(name) if c == "/")
+            near = closest(path, [*places, *self._source.entries])
+            top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._source.entries))
             hint = f"; closest: {near}" if near else f"; there are {few(top)}" if any(top) else ""
-            if self._reader.positional:
+            if self._source.positional:
                 hint = (
                     "; its leaves have only numbers; restore into a template of the whole and take the part of it, or "
                     "choose leaves: tr.open(path).select(['4', '5']).restore(part)"
                 )
             raise NotFoundError(f"{self.path}: nothing lies at {path!r}{hint}")
-        return Checkpoint(self._reader, entries, skeleton, f"{self._part}/{path}".lstrip("/"))
+        return Checkpoint(part_of(self._source, entries, skeleton, path))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
@@ -125,17 +131,17 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         A damaged part whose leaves' names are not known is among them where any of these could fit.
         Raises `NotFoundError` when there are none; of several globs, one that fits nothing is logged.
         """
-        globs = all_meant(glob, self._entries)
-        entries = {path: entry for path, entry in self._entries.items() if fits(path, entry, globs)}
+        globs = all_meant(glob, self._source.entries)
+        entries = {path: entry for path, entry in self._source.entries.items() if fits(path, entry, globs)}
         idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
         if idle or not entries:
-            near = closest(idle[0], list(self._entries)) if idle else None
-            shown = few(tuple(self._entries)) + (f"; the closest name is {near}" if near else "")
+            near = closest(idle[0], list(self._source.entries)) if idle else None
+            shown = few(tuple(self._source.entries)) + (f"; the closest name is {near}" if near else "")
             problem = f"{self.path}: none of {len(self)} leaves fits {few(tuple(idle))!r}, found {shown}"
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)
-        return Checkpoint(self._reader, entries, None, self._part)
+        return Checkpoint(part_of(self._source, entries, None))
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
         """The leaves as `treering.rules` change them, when they are read. Print it to see every name and shape.
@@ -145,13 +151,14 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core import views
         from .._rules.base import apply
 
-        leaves = apply(rules, views.leaves_of(self._entries))
+        leaves = apply(rules, views.leaves_of(self._source.entries))
         # Leaves without names go by their order, unless rules give them names, or change bytes of an unknown dtype.
-        numbered = self._reader.positional and [path for path in self._entries if path in leaves] == list(leaves)
-        known = all(leaf.plain for path, leaf in leaves.items() if path in self._reader.ambiguous_dtypes)
-        view = views.View(self._reader, leaves, positional=numbered and known)
-        same = list(leaves) == list(self._entries)
-        return Checkpoint(view, view.entries, self._skeleton if same else None, self._part)
+        numbered = self._source.positional and [path for path in self._source.entries if path in leaves] == list(leaves)
+        known = all(leaf.plain for path, leaf in leaves.items() if path in self._source.ambiguous_dtypes)
+        view = views.View(whole_of(self._source), leaves, positional=numbered and known)
+        same = list(leaves) == list(self._source.entries)
+        skeleton = self._source.skeleton if same else None
+        return Checkpoint(part_of(view, view.entries, skeleton, below_of(self._source)))
 
     def abstract(self) -> Any:
         """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
@@ -176,9 +183,13 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
                 return np.broadcast_to(np.zeros((), dtype), entry.shape)
             return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
 
-        check_whole(self._entries.values())
-        values = [shape(entry) for entry in self._entries.values()]
-        return _skeleton.nest(self, values) if self._skeleton is None else _skeleton.build(self._skeleton, values)
+        check_whole(self._source.entries.values())
+        values = [shape(entry) for entry in self._source.entries.values()]
+        return (
+            _skeleton.nest(self, values)
+            if self._source.skeleton is None
+            else _skeleton.build(self._source.skeleton, values)
+        )
 
     @overload
     def restore(self, like: None = None, **options: "Unpack[RestoreOptions]") -> Any: ...
@@ -219,7 +230,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._processes import consistency, coordinator
 
         with coordinator.begun(f"restore({self.path!r})", "restoring") as call:
-            attempt = lambda: (self._reader.identity, self._restore(like, call, **options))  # noqa: E731
+            attempt = lambda: (self._source.identity, self._restore(like, call, **options))  # noqa: E731
             return consistency.on_all_processes(call, attempt)[1]
 
     def _restore(
@@ -239,18 +250,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from . import restore as _restore
 
         view = self.at(at).apply(rules) if rules else self.at(at)
-        name = self.path + (f", at {view._part}" if view._part else "")
         policy = match.Policy(missing, extra, dtype, at, bool(rules))
-        return _restore.restore(
-            view._reader,
-            view._entries,
-            view._skeleton,
-            like,
-            policy,
-            name=name,
-            call=call,
-            **options,
-        )
+        return _restore.restore(view._source, like, policy, call=call, **options)
 
     def _repr_html_(self) -> str:
         from .._core import html, readable
@@ -259,7 +260,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         def what(entry: Entry) -> str:
             if not isinstance(entry, ArrayEntry):
                 return f"{describe(entry)} {shorten(entry.decode())}"
-            sharding = self._reader.sharding(entry)
+            sharding = self._source.sharding(entry)
             return describe(entry) + ("" if sharding is None else f" {readable.sharding(sharding)}")
 
         step = "" if self.step is None else f"step {self.step}"
@@ -267,8 +268,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         leaves = readable.count(len(self), "leaf", "leaves")
         head = html.line(self.format, step, leaves, readable.nbytes(self.nbytes), saved)
         metrics = html.table(self.metrics) if self.metrics else ""
-        part = f", at {self._part}" if self._part else ""
-        return html.page(f"{self.path}{part}", head, metrics, html.tree(self._entries, what))
+        return html.page(name_of(self._source), head, metrics, html.tree(self._source.entries, what))
 
     def __repr__(self) -> str:
         return self._text(_MAX_SHOWN_LEAVES)
@@ -281,9 +281,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core.describe import describe, shorten
 
         step = "" if self.step is None else f", step {self.step}"
-        part = f", at {self._part}" if self._part else ""
-        head = f"Checkpoint {self.path}{part} ({self.format}{step}, {len(self)} leaves)"
-        shown = dict(itertools.islice(self._entries.items(), most))
+        head = f"Checkpoint {name_of(self._source)} ({self.format}{step}, {len(self)} leaves)"
+        shown = dict(itertools.islice(self._source.entries.items(), most))
         width = max(map(len, shown), default=0)
         lines = []
         for path, entry in shown.items():

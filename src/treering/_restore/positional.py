@@ -1,7 +1,6 @@
 """Checkpoints without names: their leaves are those of a template, in order."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from .._core import dtypes, views
 from .._core.describe import describe
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import few
+from .._core.part import whole_of
 from .._core.source import Source
 from .._core.values import encode
 from .._pytree.walk import Walk
@@ -20,13 +20,14 @@ _log = logging.getLogger("treering")
 _SCALARS = (bool, int, float, complex)
 
 
-def named(reader: Source, entries: Mapping[str, Entry], walked: Walk, name: str) -> views.View:
-    """The leaves of a positional reader, or the chosen ones of them, under the paths of the template's, of their kinds.
+def named(source: Source, walked: Walk, name: str) -> views.View:
+    """The leaves of a positional source, or the chosen ones of them, under the paths of the template's, of their kinds.
 
     Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes whose dtype the
     format does not give are of the template's dtype.
     Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of records.
     """
+    entries, reader = source.entries, whole_of(source)
     if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
         raise MismatchError(
             f"{name}: expected the whole model as the template, found ... at {few(skipped)}; the {len(entries)} "

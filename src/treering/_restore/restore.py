@@ -16,6 +16,7 @@ from .._core import dtypes
 from .._core.boxes import Box, whole
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import below, few
+from .._core.part import name_of
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
 from .._processes import progress_bar as _progress
@@ -51,12 +52,9 @@ class _Plan(NamedTuple):
 @devices.explicit()
 def restore(
     source: Source,
-    entries: Mapping[str, Entry],
-    skeleton: Skeleton | None,
     like: Any,
     policy: Policy,
     *,
-    name: str,
     call: Call | None,
     sharding: Any = None,
     verify: bool = True,
@@ -65,7 +63,7 @@ def restore(
     progress: bool = False,
     read: str | None = None,
 ) -> Any:
-    """The tree of `entries` in the shape of `like`, or as nested containers when that is None.
+    """The tree of a source in the shape of `like`, or as nested containers when that is None.
 
     In this order: match the leaves, read and place them, unflatten. With a `call`, all processes of the job do this
     together.
@@ -75,11 +73,12 @@ def restore(
         raise MismatchError(f"read={read!r}: expected 'each' or 'once'")
     if isinstance(sharding, str) and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
+    name = name_of(source)
     with gc_paused():
         plan = (
-            _plan_without_template(source, entries, skeleton, policy, name, sharding)
+            _plan_without_template(source, policy, name, sharding)
             if like is None
-            else _plan_by_template(source, entries, skeleton, like, policy, name, sharding)
+            else _plan_by_template(source, like, policy, name, sharding)
         )
     values = _values(plan, verify, mmap, memory_limit, progress, read, call)
     values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)
@@ -91,9 +90,8 @@ def restore(
     return tree
 
 
-def _plan_without_template(
-    source: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, name: str, sharding: Any
-) -> _Plan:
+def _plan_without_template(source: Source, policy: Policy, name: str, sharding: Any) -> _Plan:
+    entries, skeleton = source.entries, source.skeleton
     as_saved = isinstance(sharding, str)
     to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
     targets = match.untemplated(list(entries.values()), policy, to_jax, name)
@@ -104,22 +102,15 @@ def _plan_without_template(
     return _Plan(source, entries, paths, targets, places, paths, build_tree)
 
 
-def _plan_by_template(
-    source: Source,
-    entries: Mapping[str, Entry],
-    skeleton: Skeleton | None,
-    like: Any,
-    policy: Policy,
-    name: str,
-    sharding: Any,
-) -> _Plan:
+def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
     template, join = flax.split(like)
     walked = walk.walk(template)
+    skeleton = source.skeleton
     if source.positional:
-        source = positional.named(source, entries, walked, name)
-        entries = source.entries
+        source = positional.named(source, walked, name)
+    entries = source.entries
     level = getattr(source, "level", "")
-    if level and entries is source.entries and skeleton and _has_level(walked.paths, entries, level):
+    if level and skeleton and _has_level(walked.paths, entries, level):
         alone = skeleton[0] == LEAF
         entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
         skeleton = [Node("dict", "", [level]), *skeleton]

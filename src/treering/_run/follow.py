@@ -77,8 +77,8 @@ def _mark(store: Store, path: str) -> object:
 def _open(store: Store, step: int, path: str) -> Checkpoint | None:
     try:
         ckpt = open_one(store, path)
-        if isinstance(ckpt._reader, Reader):
-            ckpt._reader.hold()
+        if isinstance(ckpt._source, Reader):
+            ckpt._source.hold()
     except NotFoundError:
         _log.info("step %d was deleted before it was reached", step)
         return None

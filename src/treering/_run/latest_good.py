@@ -42,7 +42,7 @@ def open_one(store: Store, path: str) -> Checkpoint:
         if isinstance(error, TreeringError):
             raise
         raise ReplacedError(f"{path}: deleted or replaced while it was opened; open it again") from error
-    return Checkpoint(reader, reader.entries, reader.skeleton)
+    return Checkpoint(reader)
 
 
 def _places(store: Store, place: str, step: int | None) -> list[Place] | None:

@@ -37,7 +37,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
 
     def use(ckpt: Checkpoint) -> Checkpoint:
         if step is None and ckpt.path != place:  # one that is asked for by name may lack leaves
-            check_whole(ckpt._entries.values())
+            check_whole(ckpt._source.entries.values())
         return ckpt
 
     return _use(place, step, use, fallback=step is None)
@@ -142,7 +142,7 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
 
     with coordinator.begun(f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring") as call:
         on_all = functools.partial(consistency.on_all_processes, call)
-        use = lambda ckpt: (ckpt._reader.identity, ckpt._restore(like, call, **options))  # noqa: E731
+        use = lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options))  # noqa: E731
 
         def attempt() -> tuple[str, Any]:
             found = call.broadcast(candidates)

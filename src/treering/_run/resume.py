@@ -55,7 +55,7 @@ def restore(
         return latest_good(
             directory.root,
             places,
-            lambda ckpt: (ckpt._reader.identity, ckpt._restore(like, call, **options)),
+            lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options)),
             fallback=fallback and step is None,
             damaged=directory.mark_damaged,
             on_all_processes=lambda attempt: consistency.on_all_processes(call, attempt),

@@ -11,6 +11,7 @@ from .._core.boxes import Box, box_shape, in_slices, whole
 from .._core.entries import ArrayEntry, check_whole
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import few
+from .._core.part import whole_of
 from .._core.rebuilt import rebuilt
 from .._core.skeleton import Node, Skeleton, containers
 from .._core.source import Source
@@ -55,8 +56,8 @@ def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
         skeleton += nodes
         paths += [f"{at}/{path}" if path else at for path in own]
         guessed += [f"{at}/{path}" if path else at for path in unsure]
-        entries = leaf._entries
-        leaves += [LazyArray(leaf._reader, e) if isinstance(e := entries[path], ArrayEntry) else e for path in own]
+        source, entries = whole_of(leaf._source), leaf._source.entries
+        leaves += [LazyArray(source, e) if isinstance(e := entries[path], ArrayEntry) else e for path in own]
     return walk.Walk(paths, leaves, skeleton, walked.boxes), tuple(guessed)
 
 
@@ -72,7 +73,7 @@ def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -
             if isinstance(leaf.entry, ArrayEntry) and dtypes.is_float(dtypes.to_numpy(leaf.entry.dtype))
         ]
         leaves.update({path: views.cast(leaves[path], text) for path in floats})
-    view = views.View(changed._reader, leaves, skeleton)
+    view = views.View(whole_of(changed._source), leaves, skeleton)
     view.guessed = guessed
     view.step = info.step
     view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
@@ -85,11 +86,12 @@ def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[
 
     Raises `CorruptError` for leaves that are lost.
     """
-    check_whole(ckpt._entries.values())
-    leaves = views.leaves_of(ckpt._entries)
-    if ckpt._skeleton is not None:
-        return leaves, ckpt._skeleton, ()
-    reader = ckpt._reader
+    source = ckpt._source
+    check_whole(source.entries.values())
+    leaves = views.leaves_of(source.entries)
+    if source.skeleton is not None:
+        return leaves, source.skeleton, ()
+    reader = whole_of(source)
     plain = views.View(reader, leaves)
     sources = {path: plain.source(path) for path in leaves}
     all_of_it = isinstance(reader, views.View) and len(leaves) == len(reader.leaves)  # and no selection

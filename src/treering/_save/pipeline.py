@@ -76,7 +76,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
             return _prepare_tree(target, walked.skeleton, described)
     live = LiveTree(path, walked.skeleton, described)
     change = functools.partial(_changed, target, walked.boxes, guessed)
-    view = change(Checkpoint(live, live.entries, live.skeleton))
+    view = change(Checkpoint(live))
     if call.count > 1 and not _writes_together(target, view, live):
         if format.name != "treering":
             check_kept(target, view)
@@ -230,7 +230,7 @@ def _copy(
     target: Target, change: Callable[[Checkpoint], View], path: str, pool: ThreadPool, check: Callable[[], None]
 ) -> Written:
     saved = formats.get("treering").open(target.store, path)
-    view = change(Checkpoint(saved, saved.entries, saved.skeleton))
+    view = change(Checkpoint(saved))
     own = target._replace(call=coordinator.begin("copy", processes="this"))
     return _prepare_view(own, view, None, check).write(pool)
 

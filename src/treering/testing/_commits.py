@@ -140,8 +140,8 @@ class Commits(Subject):
         for at in range(1, 7):
             for target, overwrite in ((path, True), (self.place(tmp_path / "new", "x"), False)):
                 with pytest.raises(OSError, match="injected"):
-                    source = interrupted(open_checkpoint(native)._reader, at, _raise)
-                    ckpt = Checkpoint(source, source.entries, source.skeleton)
+                    source = interrupted(open_checkpoint(native)._source, at, _raise)
+                    ckpt = Checkpoint(source)
                     save(target, ckpt, format=self.name, overwrite=overwrite, **self.options)
                 assert listing(tmp_path) == before, f"read {at}, overwrite={overwrite}"
             self.assert_holds(path, old)
@@ -154,7 +154,7 @@ class Commits(Subject):
         trees = {"first": {"a": sample("float32", (90, 300))}, "second": {"b": sample("float32", (40, 500), 1)}}
         for name, tree in trees.items():
             save(tmp_path / "native" / name, tree)
-        sources = {name: open_checkpoint(tmp_path / "native" / name)._reader for name in trees}
+        sources = {name: open_checkpoint(tmp_path / "native" / name)._source for name in trees}
         folder = tmp_path / "here"
         folder.mkdir()
         for overwrite in (False, True):

@@ -112,7 +112,7 @@ class Detection(Subject):
         if self.checksums:
             assert not verify(path).ok
         for name, leaf in self.leaves(tree).items():
-            entry = ckpt._entries[name]
+            entry = ckpt._source.entries[name]
             assert isinstance(entry, ArrayEntry)
             try:
                 found = np.asarray(ckpt[name])

@@ -139,7 +139,7 @@ class Writing(Subject):
             if self.writes:
                 source = ones(shape)
                 with memory_bounded(self.most_memory):
-                    save(path, Checkpoint(source, source.entries, source.skeleton), format=self.name, **self.options)
+                    save(path, Checkpoint(source), format=self.name, **self.options)
             else:
                 self.make(path, {"w": np.ones(shape, np.float32)})
             lazy = next(iter(open_checkpoint(path).values()))

@@ -187,7 +187,7 @@ def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPat
     path = "odd://t/step-1"
     for n, tree in enumerate((_ONE, _TWO)):
         tr.save(f"odd://t/{n}", tree)
-    one, two = (tr.open(f"odd://t/{n}")._reader for n in range(2))
+    one, two = (tr.open(f"odd://t/{n}")._source for n in range(2))
     copy, numbers = Bucket.copy, itertools.count()
     refused: list[BaseException] = []
 

@@ -272,5 +272,5 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     report = tr.save(bucket, {"w": np.zeros((1000, 9000))})
     ckpt = tr.open(report.path)
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
-    files = ckpt._reader._files.values()
+    files = ckpt._source._files.values()
     assert len(files) > 1 and not any(len(file._blob._head) for file in files)

@@ -148,7 +148,7 @@ def _number(value: float | None) -> float | str | None:
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     """The tree by size. What is too small to be seen is one part of what is around it."""
-    root = outline(ckpt._entries, about=ckpt._reader.sharding)
+    root = outline(ckpt._source.entries, about=ckpt._source.sharding)
     total = sum(node.nbytes for node in root.children)
 
     def part(node: Node, times: int) -> dict[str, Any]:
