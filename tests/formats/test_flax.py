@@ -45,6 +45,7 @@ from treering.errors import (
 )
 from treering.formats._shared import extents, state_dict_write
 from treering.formats._shared import msgpack as msgpack_scanner
+from treering.stores.memory import MemoryStore
 from treering.stores.posix import Disk
 
 REAL, CLUS = (Path(__file__).parent.parent / "real" / name for name in ("flax", "clu"))
@@ -570,6 +571,19 @@ def save_beside(path: Path, name: str, array: Any) -> None:
     place = f"{path}_gda/{name}" if name else f"{path}_gda"
     os.makedirs(place)
     asyncio.run(async_serialize(jnp.asarray(array), get_tensorstore_spec(place)))
+
+
+def test_arrays_of_several_processes_in_a_store(tmp_path: Path) -> None:
+    w = np.arange(40, dtype=np.float32).reshape(8, 5)
+    save_beside(tmp_path / "checkpoint_20", "params/w", w)
+    tree = {"params": {"w": "//GDAPlaceholder:params/w"}}
+    (tmp_path / "checkpoint_20").write_bytes(serialization.to_bytes(tree))
+    store = MemoryStore()
+    stores.register(store, "flax-arrays")
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        with store.new_file(f"flax-arrays://bucket/{file.relative_to(tmp_path)}", overwrite=False) as copy:
+            copy.write(file.read_bytes())
+    assert_equal(tr.restore("flax-arrays://bucket"), {"params": {"w": w}})
 
 
 def test_arrays_of_several_processes(tmp_path: Path) -> None:

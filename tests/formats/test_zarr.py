@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats._zarr import array as zarr
-from treering.formats._zarr.array import ZarrArray, write
+from treering.formats._zarr.array import ZarrArray
 from treering.formats._zarr.chunks import Chunks
 from treering.formats._zarr.metadata import can_hold
 from treering.stores.filesystem import Filesystem
@@ -70,6 +70,15 @@ def version_3(**changes: Any) -> dict[str, Any]:
     }
 
 
+def write(
+    path: str, shape: Any, dtype: str, read_box: Any, *, chunks: Any, driver: Any = "zarr", base: Any = None
+) -> None:
+    """Writes one array, in a folder or under a name in a database."""
+    folder, name = os.path.split(path) if base is None else (base, path)
+    with zarr.Writer(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
+        writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor={"id": "gzip", "level": 1})
+
+
 def lay(folder: Path, metadata: dict[str, Any] | bytes, chunks: dict[str, bytes]) -> ZarrArray:
     """An array of files with these contents."""
     text = metadata if isinstance(metadata, bytes) else json.dumps(metadata).encode()
@@ -108,7 +117,6 @@ def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: 
             path = Path(name) if ocdbt else tmp_path / name
             if own:
                 write(
-                    Filesystem(Disk()),
                     str(path),
                     shape,
                     dtype,
@@ -138,7 +146,7 @@ def test_only_dtypes_that_tensorstore_has_can_be_written(tmp_path: Path) -> None
     assert [text for text in others if can_hold(text)] == []
     for text in ("uint4", "<U3"):
         with pytest.raises(UnsupportedError, match="dtype"):
-            write(Filesystem(Disk()), str(tmp_path / "a"), (), text, lambda box: np.zeros(()), chunks=())
+            write(str(tmp_path / "a"), (), text, lambda box: np.zeros(()), chunks=())
 
 
 @pytest.mark.parametrize(

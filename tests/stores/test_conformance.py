@@ -1,9 +1,13 @@
 """The stores pass the tests of stores; what those tests are there for, they find."""
 
 import contextlib
+import ntpath
+import os
 import pathlib
+import posixpath
 import secrets
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +64,22 @@ class TestObstoreMemory(_Buckets):
     @pytest.fixture
     def client(self) -> Any:
         return obstore.store.MemoryStore()
+
+
+class TestUrlsOnWindows(TestObstoreMemory):
+    """URLs have slashes where the paths of the system have others."""
+
+    @pytest.fixture(autouse=True)
+    def windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Gives URLs, of all paths, to what `os.path` is on Windows, which this machine is not."""
+
+        def on_windows(name: str) -> Any:
+            here, there = getattr(posixpath, name), getattr(ntpath, name)
+            return lambda path, *rest: (there if "://" in str(path) else here)(path, *rest)
+
+        functions = ("abspath", "basename", "dirname", "join", "normpath", "realpath", "relpath", "split")
+        known = {**vars(posixpath), **{name: on_windows(name) for name in functions}}
+        monkeypatch.setattr(os, "path", types.SimpleNamespace(**known))
 
 
 @pytest.mark.long

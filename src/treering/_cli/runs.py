@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import posixpath
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +234,7 @@ def _parts_of_run(place: str) -> list[tuple[str, int]]:
     files = 0
     with store.glance(place):
         for name in sorted(store.list(place)):
-            path = os.path.join(place, name)
+            path = posixpath.join(place, name)
             found = store.stat(path)
             if found and found.is_file:
                 files += found.nbytes

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import os
+import posixpath
 from collections.abc import Callable, Collection, Mapping
 
 from .._core.entries import step_number
@@ -154,7 +154,7 @@ class Directory:
     def unmark_finished(self) -> None:
         """Removes the mark of a finished run."""
         with contextlib.suppress(FileNotFoundError):
-            self._store.delete(os.path.join(self._root, run.FINISHED))
+            self._store.delete(posixpath.join(self._root, run.FINISHED))
 
     def mark_finished(self) -> None:
         """Marks the run as finished, for a job that has the lock."""
@@ -226,7 +226,7 @@ class Directory:
 
     def own_path(self, step: int) -> str:
         """The directory of a step that Treering saves."""
-        return os.path.join(self._root, run.step_name(self._prefix, step))
+        return posixpath.join(self._root, run.step_name(self._prefix, step))
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:
         if (number := step_number(step)) not in committed:

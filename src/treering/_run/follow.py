@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import posixpath
 import time
 from collections.abc import Iterator
 
@@ -50,7 +51,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     waiting_since = time.monotonic()
     while True:
         with reading(run):
-            finished = store.stat(os.path.join(run, _run.FINISHED))  # asked first: then the listing below is complete
+            finished = store.stat(posixpath.join(run, _run.FINISHED))  # asked first: then the listing below is complete
         found = [(step, path, _mark(store, path)) for step, path in _run.all_steps(store, run).items() if step > after]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
         for step, path, mark in new:

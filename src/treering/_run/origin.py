@@ -1,6 +1,7 @@
 """Whether the steps on a local disk are those of a run elsewhere, or of a branch that another job has left behind."""
 
 import os
+import posixpath
 from typing import Any
 
 import msgspec
@@ -73,11 +74,11 @@ class Origin:
 
     @property
     def _near_path(self) -> str:
-        return os.path.join(self._near.root, run.COPIED)
+        return posixpath.join(self._near.root, run.COPIED)
 
     @property
     def _far_path(self) -> str:
-        return os.path.join(self._far.root, run.ORIGIN)
+        return posixpath.join(self._far.root, run.ORIGIN)
 
     def _read_far(self) -> str:
         return _read(self._far.store, self._far_path).decode("utf-8", "replace")
@@ -100,7 +101,7 @@ class Origin:
 
 def check_not_near(store: Store, root: str) -> None:
     """Raises `MismatchError` for a directory on a local disk: what changes the run is done where it stays."""
-    if data := _read(store, os.path.join(root, run.COPIED)):
+    if data := _read(store, posixpath.join(root, run.COPIED)):
         try:
             stays = f", that is {msgspec.json.decode(data, type=_Near).run}"
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -110,7 +111,7 @@ def check_not_near(store: Store, root: str) -> None:
 
 def replace(store: Store, root: str) -> None:
     """Says that a run that was copied from somewhere is written by another job now, before it is."""
-    path = os.path.join(root, run.ORIGIN)
+    path = posixpath.join(root, run.ORIGIN)
     if store.stat(path) is not None:
         _write(store, path, os.urandom(16).hex().encode())
 

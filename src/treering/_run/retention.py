@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import os
+import posixpath
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,9 +73,9 @@ class Retention:
                 beside = place_of(name)
                 if beside and run.parse(beside, self._steps.prefix) is not None:
                     with contextlib.suppress(FileNotFoundError):
-                        store.remove_leftover(os.path.join(place, name))
+                        store.remove_leftover(posixpath.join(place, name))
                 if run.parse(name, self._steps.prefix) is not None:
-                    removal.remove_leftovers(store, os.path.join(place, name), remove_empty=True)
+                    removal.remove_leftovers(store, posixpath.join(place, name), remove_empty=True)
         run.settle_aside(store, root)
 
     def after(self, report: SaveReport) -> None:

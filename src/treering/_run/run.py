@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Sequence
 
@@ -80,7 +81,7 @@ def _committed(store: Store, run: str, names: Sequence[str], prefix: str) -> lis
 
 def _is_committed(store: Store, run: str, name: str) -> bool:
     """Whether there is a manifest. A directory that cannot be read is no step, which is logged once."""
-    path = os.path.join(run, name)
+    path = posixpath.join(run, name)
     try:
         with reading(path):
             found = summary.look(store, path)
@@ -111,7 +112,7 @@ def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, st
     """
     with store.glance(run):
         names = committed(store, run, prefix)
-        own = {step: os.path.join(run, name) for step, name in names.items()}
+        own = {step: posixpath.join(run, name) for step, name in names.items()}
         return dict(sorted({**formats.foreign_steps(store, run, set(names.values())), **own}.items()))
 
 
@@ -150,7 +151,7 @@ def check_new(store: Store, run: str, prefix: str) -> None:
     """
     for name in store.list(run):
         if parse(name, prefix) is not None:
-            check_open(store, os.path.join(run, name), UnsupportedError)
+            check_open(store, posixpath.join(run, name), UnsupportedError)
     format = formats.detect(store, run).name if formats.is_known(store, run) else None
     weights = format == "safetensors" or (
         format == "flax" and is_folder(store, run, links=True)
@@ -161,7 +162,7 @@ def check_new(store: Store, run: str, prefix: str) -> None:
             "directory, and restore this one with treering.restore where the run begins"
         )
     numbered = [name for name in store.list(run) if re.search("[0-9]", name)]
-    foreign = tuple([name for name in numbered if formats.is_foreign(store, os.path.join(run, name))])
+    foreign = tuple([name for name in numbered if formats.is_foreign(store, posixpath.join(run, name))])
     if foreign:
         _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
 
@@ -172,11 +173,11 @@ def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     Given the newest first, the steps that remain are at every moment those that the run had at some time.
     """
     taken = (int(match[1]) for name in store.list(run) if (match := _REWOUND.fullmatch(name)))
-    place = os.path.join(run, f"rewound-{max(taken, default=0) + 1}")
+    place = posixpath.join(run, f"rewound-{max(taken, default=0) + 1}")
     store.make_folder(place)
     store.settle(run)
     for path in paths:
-        store.move(path, os.path.join(place, os.path.basename(path)), last=summary.file(""))
+        store.move(path, posixpath.join(place, os.path.basename(path)), last=summary.file(""))
     store.settle(place)
     store.settle(run)
     return place
@@ -184,7 +185,7 @@ def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
 
 def aside(store: Store, run: str) -> list[str]:
     """The directories of steps that were set aside; a file or a link of such a name is not Treering's."""
-    places = [os.path.join(run, name) for name in store.list(run) if _REWOUND.fullmatch(name)]
+    places = [posixpath.join(run, name) for name in store.list(run) if _REWOUND.fullmatch(name)]
     return [place for place in places if is_folder(store, place)]
 
 
@@ -203,5 +204,5 @@ def settle_aside(store: Store, run: str) -> None:
 def mark_finished(store: Store, run: str) -> None:
     """Marks the run, durably, as one to which no step is added any more."""
     with contextlib.suppress(FileExistsError):
-        make_empty(store, os.path.join(run, FINISHED))
+        make_empty(store, posixpath.join(run, FINISHED))
     store.settle(run)

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import posixpath
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -43,7 +44,7 @@ class Steps:
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
         names = run.committed(self.store, self.root, self.prefix)
-        return {step: os.path.join(self.root, name) for step, name in names.items()}
+        return {step: posixpath.join(self.root, name) for step, name in names.items()}
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
         """The undamaged steps, ascending; with `foreign` also those that another library has left in the directory."""

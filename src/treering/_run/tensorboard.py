@@ -1,6 +1,7 @@
 """Metrics from TensorBoard's event files, read without TensorFlow."""
 
 import os
+import posixpath
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -38,7 +39,7 @@ class Events:
                 run = os.path.relpath(directory, self._root)
                 for name in sorted(names):  # which begin with the time
                     if "tfevents" in name:
-                        path = os.path.join(directory, name)
+                        path = posixpath.join(directory, name)
                         try:
                             self._read(path, "" if run == "." else f"{run}/")
                         except Exception as error:  # of TensorBoard, of protobuf or of the system

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import posixpath
 from collections.abc import Callable
 
 from .. import formats, stores
@@ -48,7 +49,7 @@ def copy_all(source: str | os.PathLike[str], target: str | os.PathLike[str], *, 
     if single:
         pairs = {path: to}
     else:
-        pairs = {os.path.join(path, name): os.path.join(to, name) for name in _names(here, path).values()}
+        pairs = {posixpath.join(path, name): posixpath.join(to, name) for name in _names(here, path).values()}
         _check_target(there, to, _run.prefix_of(here, path))
     same = {one: _is_same(here, one, there, other, thorough=overwrite) for one, other in pairs.items()}
     if not overwrite and (differing := [pairs[one] for one, is_same in same.items() if is_same is False]):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import posixpath
 import time
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     store = stores.of(place)
     if store.has_folders and store.stat(place) is None:
         raise NotFoundError(f"{place}: expected a directory, found nothing")
-    folder = os.path.join(place, f"treering-doctor-{os.urandom(4).hex()}")
+    folder = posixpath.join(place, f"treering-doctor-{os.urandom(4).hex()}")
     store.make_folders(folder, [])
     try:
         findings = [*of_disk(store, folder), *_of_any(store, folder), *_rates(store, folder, size)]
@@ -35,15 +36,15 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
 
 
 def _remove(store: Store, folder: str) -> None:
-    removal.remove_leftovers(store, os.path.join(folder, "checkpoint"), remove_empty=True)
+    removal.remove_leftovers(store, posixpath.join(folder, "checkpoint"), remove_empty=True)
     for name in store.list(folder):
         with contextlib.suppress(FileNotFoundError):
-            store.delete(os.path.join(folder, name))
+            store.delete(posixpath.join(folder, name))
     store.remove_folder(folder)
 
 
 def _of_any(store: Store, folder: str) -> Iterator[Finding]:
-    name = os.path.join(folder, "small")
+    name = posixpath.join(folder, "small")
 
     def put(overwrite: bool) -> None:
         with store.new_file(name, overwrite=overwrite) as file:
@@ -65,7 +66,7 @@ def _of_any(store: Store, folder: str) -> Iterator[Finding]:
 
 
 def _rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
-    path = os.path.join(folder, "checkpoint")
+    path = posixpath.join(folder, "checkpoint")
     array = np.frombuffer(np.random.default_rng(0).bytes(size), np.uint8)
     report = save(path, {"x": array}, processes="this")
     yield Finding("save", size / max(report.seconds, 1e-9), "bytes a second")

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import posixpath
 from typing import Literal
 
 from .. import formats, stores
@@ -73,10 +74,10 @@ def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listin
         for name in store.list(place):
             step = _run.parse(name, prefix)
             if step is not None and step not in known:
-                rows.append(_uncommitted(store, step, os.path.join(place, name)))
+                rows.append(_uncommitted(store, step, posixpath.join(place, name)))
         rows.sort(key=lambda row: row.step)
         aside = tuple(_run.aside(store, place))
-        finished = store.stat(os.path.join(place, _run.FINISHED)) is not None
+        finished = store.stat(posixpath.join(place, _run.FINISHED)) is not None
     if keep:
         rows = _marked(store, place, keep, rows)
     return Listing(place, tuple(rows), aside, finished)
@@ -128,7 +129,7 @@ def tree_bytes(store: Store, path: str) -> int:
         return found.nbytes
     if (found is not None and not found.is_folder) or store.is_link(path):
         return 0
-    return sum(tree_bytes(store, os.path.join(path, name)) for name in store.list(path))
+    return sum(tree_bytes(store, posixpath.join(path, name)) for name in store.list(path))
 
 
 def _row(steps: Steps, step: int, path: str) -> Row:

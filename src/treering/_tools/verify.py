@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import operator
 import os
+import posixpath
 from collections.abc import Iterator
 
 from .. import formats, stores
@@ -110,7 +111,7 @@ def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedErr
     single = summary.look(store, place) is not None
     names = [] if single else [name for _, name in directories(store, place)]
     others = [] if single else formats.foreign_steps(store, place, set(names)).values()
-    parts = [os.path.join(place, name) for name in names] + sorted(others)
+    parts = [posixpath.join(place, name) for name in names] + sorted(others)
     if not parts or formats.is_known(store, place):  # such as the weights that a run began with, beside its steps
         parts.insert(0, place)
     total = 0
@@ -118,7 +119,7 @@ def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedErr
     unsupported: list[UnsupportedError] = []
     for part in parts:
         try:
-            total += _verify_one(store, part, "" if part == place else os.path.relpath(part, place), found, share)
+            total += _verify_one(store, part, "" if part == place else posixpath.relpath(part, place), found, share)
         except NotFoundError:
             if part == place:
                 raise
@@ -145,7 +146,7 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem], share
         unsupported: UnsupportedError | None = None
         try:
             problems.extend(
-                problem._replace(file=os.path.join(below, problem.file)) for problem in _problems(reader, share)
+                problem._replace(file=posixpath.join(below, problem.file)) for problem in _problems(reader, share)
             )
         except UnsupportedError as error:
             unsupported = error

@@ -6,7 +6,7 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 
 import importlib
 import logging
-import os
+import posixpath
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -244,7 +244,7 @@ def is_step(format: Format, store: Store, path: str) -> bool:
     """Whether a directory with a step's name is of a format. Raises `PermissionError` when it cannot be read."""
     if accepts(format, store, path):
         return True
-    store.stat(os.path.join(path, "."))
+    store.stat(posixpath.join(path, "."))
     return False
 
 
@@ -269,7 +269,7 @@ def _steps(format: Format, store: Store, folder: str, listed: Sequence[str]) -> 
             format.steps(store, folder, [name])
             open_ones.append(name)
         except PermissionError as error:
-            warn_of_closed(os.path.join(folder, name), error.strerror)
+            warn_of_closed(posixpath.join(folder, name), error.strerror)
     return format.steps(store, folder, open_ones)
 
 
@@ -281,4 +281,4 @@ def foreign_steps(store: Store, folder: str, ours: Container[str] = ()) -> dict[
         for name in names():
             if name != "treering":
                 found = {**_steps(get(name), store, folder, listed), **found}
-    return {step: os.path.join(folder, name) for step, name in found.items()}
+    return {step: posixpath.join(folder, name) for step, name in found.items()}

@@ -1,6 +1,6 @@
 """Pointers of git-lfs: a few lines of text that stand in a repository for a large file until it is fetched."""
 
-import os
+import posixpath
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,6 @@ def _files(store: "Store", path: str, levels: int) -> Iterator[str]:
             elif found is not None and found.is_folder and levels:
                 names = store.list(place)[:left]
                 left -= len(names)
-                stack += [(os.path.join(place, name), levels - 1) for name in sorted(names, reverse=True)]
+                stack += [(posixpath.join(place, name), levels - 1) for name in sorted(names, reverse=True)]
         except (OSError, ValueError):
             continue

@@ -1,7 +1,7 @@
 """Several operations of a store in one: reading whole files, opening them with a look at what they are."""
 
 import contextlib
-import os
+import posixpath
 from collections.abc import Iterator
 
 from ..errors import ExistsError, UnsafeError
@@ -67,7 +67,7 @@ def is_folder(store: Store, path: str, *, links: bool = False) -> bool:
 def files_in(store: Store, path: str) -> Iterator[str]:
     """The files below a folder, by their paths within it. Links count as files, wherever they lead."""
     for name in store.list(path):
-        inner = os.path.join(path, name)
+        inner = posixpath.join(path, name)
         if is_folder(store, inner):
             yield from (f"{name}/{file}" for file in files_in(store, inner))
         else:

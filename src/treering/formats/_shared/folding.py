@@ -1,6 +1,6 @@
 """Different names that are the same on a file system that does not tell upper from lower case."""
 
-import os
+import posixpath
 import unicodedata
 
 from ...errors import UnsupportedError
@@ -18,7 +18,7 @@ class Folders:
         """Adds a name. Raises `UnsupportedError` when the file system takes it, or a part of it, for another's."""
         begin = ""
         for part in name.split("/"):
-            begin = os.path.join(begin, part)
+            begin = posixpath.join(begin, part)
             other = self._known.setdefault(unicodedata.normalize("NFC", begin).casefold(), begin)
             if other != begin and self._is_one(other, begin):
                 raise UnsupportedError(
@@ -28,5 +28,5 @@ class Folders:
                 )
 
     def _is_one(self, a: str, b: str) -> bool:
-        self._store.make_folders(os.path.join(self._folder, a), [])
-        return self._store.stat(os.path.join(self._folder, b)) is not None
+        self._store.make_folders(posixpath.join(self._folder, a), [])
+        return self._store.stat(posixpath.join(self._folder, b)) is not None

@@ -1,6 +1,6 @@
 """Recognizes files that are no checkpoints, and says what to do with them."""
 
-import os
+import posixpath
 
 from ...errors import TreeringError
 from ...stores.store import Store
@@ -44,7 +44,7 @@ def described(store: Store, path: str) -> str | None:
         if not found.is_folder:
             return None
         for name in sorted(name for name in store.list(path) if name.endswith(_OTHERS))[:_MOST_NAMES]:
-            inner = os.path.join(path, name)
+            inner = posixpath.join(path, name)
             there = store.stat(inner)
             if there is not None and there.is_file and (what := _file(store, inner)):
                 return f"{name} in it is {what}"

@@ -7,6 +7,7 @@ them; so sizes are checked first, against the files where that can be done.
 
 import math
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -71,17 +72,17 @@ class Folder:
 
     def _check_database(self) -> None:
         """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
-        manifest = os.path.join(self.path, DATABASE)
+        manifest = posixpath.join(self.path, DATABASE)
         if (size := _check_file(manifest, _stat(self.store, manifest)).nbytes) > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
         names = filter(DATABASE_PARTS.fullmatch, self.store.list(self.path))  # other things may lie beside it
-        places = [os.path.join(self.path, name) for name in names]
+        places = [posixpath.join(self.path, name) for name in names]
         while places:
             there = _stat(self.store, place := places.pop())
             if there is None or not there.is_folder:
                 _check_file(place, there)
             elif not self.store.is_link(place):  # what a link to a folder leads to is read as it is
-                places += [os.path.join(place, name) for name in self.store.list(place)]
+                places += [posixpath.join(place, name) for name in self.store.list(place)]
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
@@ -121,7 +122,7 @@ class Folder:
         Raises `CorruptError` where there is none.
         """
         key = _about(name, driver)
-        path = os.path.join(self.path, key)
+        path = posixpath.join(self.path, key)
         if not self.ocdbt:
             return self._file(path)
         with errors(self.store, self.path):
@@ -137,7 +138,7 @@ class Folder:
         if there.nbytes > _MAX_METADATA_BYTES:
             raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be meant as an array's metadata")
         folder, within = map(self.store.real_path, (self.path, os.path.dirname(path)))
-        if not os.path.join(within, "").startswith(os.path.join(folder, "")):
+        if not posixpath.join(within, "").startswith(posixpath.join(folder, "")):
             raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
         return read_file(self.store, path)
 
@@ -152,7 +153,7 @@ class Array:
     def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
         self.folder, self.name, self.filled = folder, name, filled
         self.driver: Driver = driver
-        self.path = os.path.join(folder.path, name)
+        self.path = posixpath.join(folder.path, name)
         self._layout = zarr_metadata.parse(metadata, driver, self.path)
         self.shape, self.dtype = self._layout.shape, self._layout.dtype
 
@@ -238,7 +239,7 @@ class Array:
         keys = (_below(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
             for key in keys:
-                self._check_file(os.path.join(self.folder.path, key))
+                self._check_file(posixpath.join(self.folder.path, key))
         elif self._layout.blosc:
             for key in keys:
                 with errors(self.folder.store, self.path):
@@ -390,7 +391,7 @@ class Writer:
         import tensorstore as ts
 
         metadata = zarr_metadata.new(self._driver, shape, dtype, chunks.shape, compressor)
-        path, keys = os.path.join(self._folder.path, name), self._folder.keys / _below(name)
+        path, keys = posixpath.join(self._folder.path, name), self._folder.keys / _below(name)
         if self.is_first:
             text = msgspec.json.encode(metadata)
             self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
@@ -403,27 +404,6 @@ class Writer:
             self._waiting.make_room(nbytes)
             part = array[tuple(slice(*bounds) for bounds in box)]
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
-
-
-def write(
-    store: Store,
-    path: str,
-    shape: Sequence[int],
-    dtype: str,
-    read_box: Callable[[Box], np.ndarray],
-    *,
-    chunks: Sequence[int],
-    compressor: Mapping[str, Any] | None = _GZIP,
-    driver: Driver = "zarr",
-    base: str | None = None,
-) -> None:
-    """Writes one array: see `ZarrArray` for `path` and `base`, and `Writer.add` for the rest.
-
-    Raises `UnsupportedError` for dtypes that zarr does not have, see `zarr_metadata.can_hold`.
-    """
-    folder, name = _place(path, base)
-    with Writer(store, folder, driver=driver, ocdbt=base is not None) as writer:
-        writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor=compressor)
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
@@ -451,7 +431,7 @@ def _check_file(path: str, there: Stat | None) -> Stat:
 
 def _part_of_database(path: str, index: int) -> str:
     """The folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
-    return os.path.join(path, f"ocdbt.process_{index}")
+    return posixpath.join(path, f"ocdbt.process_{index}")
 
 
 def _below(name: str) -> str:
@@ -466,4 +446,4 @@ def _about(name: str, driver: Driver) -> str:
 
 def _place(path: str, base: str | None) -> tuple[str, str]:
     """A folder, and the name of an array in it."""
-    return os.path.split(os.path.normpath(path)) if base is None else (base, path.rstrip("/"))
+    return posixpath.split(path.rstrip("/")) if base is None else (base, path.rstrip("/"))

@@ -1,7 +1,7 @@
 """The common parts of formats that consist of zarr arrays: reading them at once, writing leaves, listing files."""
 
 import math
-import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -140,9 +140,9 @@ def parts_of(store: Store, folder: str, name: str, driver: zarr.Driver) -> Itera
 
     The files of an array whose metadata cannot be read are unknown.
     """
-    path, about = os.path.join(folder, name), metadata.FILES[driver]
+    path, about = posixpath.join(folder, name), metadata.FILES[driver]
     try:
-        layout = metadata.parse(read_file(store, os.path.join(path, about)), driver, path)
+        layout = metadata.parse(read_file(store, posixpath.join(path, about)), driver, path)
     except (TreeringError, OSError) as error:
         raise_if_momentary(error)
         return
@@ -156,10 +156,10 @@ def database_parts(store: Store, folder: str) -> Iterator[str]:
 
     Those of the databases that several processes wrote, and from which it was merged, are included.
     """
-    if beginning(store, os.path.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
+    if beginning(store, posixpath.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
         return
     for name in filter(zarr.DATABASE_PARTS.fullmatch, store.list(folder)):
-        place = os.path.join(folder, name)
+        place = posixpath.join(folder, name)
         if name == zarr.DATABASE:
             yield name
         elif name == _DATA and is_folder(store, place):
@@ -179,14 +179,14 @@ def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignRe
         arrays = [array for array in open_reader().stored() if isinstance(array, zarr.Array)]
     except (TreeringError, OSError) as error:
         raise_if_momentary(error)
-        if any(is_folder(store, os.path.join(path, name)) for name in store.list(path)):
+        if any(is_folder(store, posixpath.join(path, name)) for name in store.list(path)):
             raise ExistsError(
                 f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "
                 f"is part of it: {error}; write to another path, or remove it yourself"
             ) from None
         return found
     for array in arrays:
-        folder = os.path.relpath(array.folder.path, path)
+        folder = posixpath.relpath(array.folder.path, path)
         prefix = "" if folder == "." else f"{folder}/"
         if not array.folder.ocdbt:
             found.update(prefix + part for part in parts_of(store, array.folder.path, array.name, array.driver))
@@ -200,7 +200,7 @@ def folder_size(store: Store, path: str) -> int:
     """The bytes of all files in a folder."""
     total = 0
     for name in store.list(path):
-        inner = os.path.join(path, name)
+        inner = posixpath.join(path, name)
         there = store.stat(inner)
         if there is not None and there.is_folder:
             total += 0 if store.is_link(inner) else folder_size(store, inner)

@@ -10,6 +10,7 @@ Their loaders' ``state_params`` or ``trainstate_params`` is ``at="params/params"
 import functools
 import itertools
 import os
+import posixpath
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class FJFormer:
         matches = [found for name in names if (found := _NAME.fullmatch(name))]
         # What has its step in its name comes first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
-            path = os.path.join(folder, found[0])
+            path = posixpath.join(folder, found[0])
             if accepts(self, store, path):
                 step = int(found[2]) if found[2] else _step_of(store, path)
                 if step is not None:
@@ -115,7 +116,7 @@ class FJFormer:
 
 def _main(store: Store, folder: str) -> str | None:
     """The stream without a step in a folder that is opened as a checkpoint; None where there is none."""
-    paths = [os.path.join(folder, name) for name in _USUAL]
+    paths = [posixpath.join(folder, name) for name in _USUAL]
     return next((path for path in paths if (found := store.stat(path)) and found.is_file), None)
 
 

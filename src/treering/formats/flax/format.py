@@ -10,6 +10,7 @@ written, lists and tuples become maps from ``"0"``, as Flax has it; functions, w
 import itertools
 import math
 import os
+import posixpath
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ class Flax:
                 continue  # it was never finished
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
-                path = os.path.join(folder, name)
+                path = posixpath.join(folder, name)
                 if may_be_file(store, path) and accepts(self, store, path):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
@@ -153,7 +154,7 @@ def _main(store: Store, path: str) -> str:
     if found is None and all(is_file(store, path + ending) for ending in (_OF_CLU, _COMMIT)):
         return path + _OF_CLU
     if found is not None and found.is_folder:
-        for file in (os.path.join(path, _INDEX), os.path.join(path, _WEIGHTS)):
+        for file in (posixpath.join(path, _INDEX), posixpath.join(path, _WEIGHTS)):
             if is_file(store, file):
                 return file
     return path
@@ -166,7 +167,7 @@ def _meant(runs: "_Runs") -> dict[int | float, str]:
 
 def _several(folder: str, runs: "_Runs") -> str:
     """The reason why a folder with the steps of several runs is neither a run nor a checkpoint."""
-    latest = [os.path.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
+    latest = [posixpath.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (
         f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "
         f"the file that is meant ({few(tuple(latest))}), or give each run a folder of its own"
@@ -203,7 +204,7 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
         place, name = path + _ARRAYS, value.removeprefix(PLACEHOLDER)
         if name:  # or else the whole tree is one array
             check_inside(place, name)
-            place = os.path.join(place, name)
+            place = posixpath.join(place, name)
         array = attempt(lambda: ZarrArray(store, place))
         if isinstance(array, CorruptError):
             return array
@@ -229,7 +230,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     damage: dict[str, str] = {}
     for name in sorted(set(places.values())):
         check_inside(folder, name)
-        path = os.path.join(folder, name)
+        path = posixpath.join(folder, name)
         opened = attempt(lambda path=path: _open_file(store, check_file(store, path, index)))
         if isinstance(opened, CorruptError):
             damage[name] = str(opened)
@@ -247,7 +248,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     there = {entry.path for entry in found.entries}
     for key, name in places.items():
         if (place := _path(key, index)) not in there:
-            why = f"{os.path.join(folder, name)}: expected the leaf {key!r}, which the index says is here"
+            why = f"{posixpath.join(folder, name)}: expected the leaf {key!r}, which the index says is here"
             found.entries.append(lost(place, damage.get(name, why)))
     check_apart([entry.path for entry in found.entries], index)
     return found, total

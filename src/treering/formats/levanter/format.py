@@ -7,7 +7,7 @@ containers leave no trace. Folders of zarr 2 are written, which all releases rea
 
 import datetime
 import logging
-import os
+import posixpath
 from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
@@ -35,9 +35,9 @@ class Levanter(ZarrFolders):
                 return "there is nothing"
             if not there.is_folder:
                 return "it is a file"
-            if any(store.stat(os.path.join(path, name)) for name in (CHECKPOINT, TREE)):
+            if any(store.stat(posixpath.join(path, name)) for name in (CHECKPOINT, TREE)):
                 return "it was written with Orbax"
-            if store.stat(os.path.join(path, FILE)) is None:
+            if store.stat(posixpath.join(path, FILE)) is None:
                 return f"it is a folder without {FILE}"
             read_metadata(store, path)
         except (CorruptError, OSError) as error:
@@ -54,7 +54,7 @@ class Levanter(ZarrFolders):
         # that, the time came first, which only shows in folders in which a user went back to an earlier step.
         found: dict[int, tuple[datetime.datetime, str]] = {}
         for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
-            path = os.path.join(folder, name)
+            path = posixpath.join(folder, name)
             try:
                 if self.refuses(store, path) is not None:  # or this process may not read it
                     continue

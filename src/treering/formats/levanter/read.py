@@ -2,6 +2,7 @@
 
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator
 
@@ -40,7 +41,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
         for name in _undescribed(names):
             place, file = _path(prefix + name), FILES["zarr3" if folder.ocdbt else "zarr"]
             why = "expected what describes the array whose chunks are here, found nothing"
-            entries.setdefault(place, lost(place, f"{os.path.join(folder.path, name, file)}: {why}"))
+            entries.setdefault(place, lost(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
     paths = sorted(entries)
     check_apart(paths, path)
     return ZarrReader(
@@ -61,7 +62,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[s
     stack = [""]
     while stack:
         prefix = stack.pop()
-        place = os.path.join(path, prefix)
+        place = posixpath.join(path, prefix)
         names = store.list(place)
         if zarr.DATABASE in names:
             folder = zarr.Folder(store, place, ocdbt=True)
@@ -71,7 +72,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[s
         if described:
             files.append(prefix + described[0])
             continue
-        folders = [name for name in names if _is_folder(store, os.path.join(place, name))]
+        folders = [name for name in names if _is_folder(store, posixpath.join(place, name))]
         files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
             _log.warning("%s: passed over, for it is empty; if it was an array, that is lost", place.rstrip("/"))

@@ -1,7 +1,7 @@
 """The metadata file of Levanter's folders."""
 
 import datetime
-import os
+import posixpath
 import re
 
 import msgspec
@@ -44,7 +44,7 @@ def own_metadata(contents: Source) -> tuple[str, bool] | None:
 
 def read_metadata(store: Store, path: str) -> Metadata:
     """Reads ``metadata.json``. Raises `CorruptError`."""
-    file = os.path.join(path, FILE)
+    file = posixpath.join(path, FILE)
     with reading(file), opened(store, file) as blob:
         data = blob.read_up_to(MAX_METADATA_BYTES)
     try:

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def write(
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
         timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
-        with file_of_new_folder(store, os.path.join(folder, FILE)) as file:
+        with file_of_new_folder(store, posixpath.join(folder, FILE)) as file:
             file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))
 
     return write_folder(
@@ -89,7 +90,7 @@ def _owned(store: Store, folder: str) -> set[str]:
 def _check_others(store: Store, folder: str, others: Sequence[str]) -> None:
     """Raises `ExistsError` for other files that a reader would take for parts of the checkpoint."""
     for name in others:
-        place = os.path.join(folder, name)
+        place = posixpath.join(folder, name)
         if CHUNK.fullmatch(name) or (store.is_link(place) and is_folder(store, place, links=True)):
             raise ExistsError(
                 f"{place}: expected nothing beside a checkpoint of Levanter that would be taken for an array of it, "

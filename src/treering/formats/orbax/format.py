@@ -13,6 +13,7 @@ Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardC
 """
 
 import os
+import posixpath
 from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
@@ -51,14 +52,14 @@ class Orbax(ZarrFolders):
                 return "it is a file"
             if UNFINISHED in os.path.basename(path):
                 return "it was never finished"
-            if store.stat(os.path.join(path, CHECKPOINT)) is not None:
+            if store.stat(posixpath.join(path, CHECKPOINT)) is not None:
                 return None if _is_committed(store, path) else "it was never committed"
             if _is_tree(store, path):
                 return None
             # Until 2024 there was no file about the checkpoint as a whole.
             names = store.list(path)
-            checkpoints = [name for name in names if store.stat(os.path.join(path, name, CHECKPOINT)) is not None]
-            items = [name for name in names if _is_tree(store, os.path.join(path, name))]
+            checkpoints = [name for name in names if store.stat(posixpath.join(path, name, CHECKPOINT)) is not None]
+            items = [name for name in names if _is_tree(store, posixpath.join(path, name))]
         except OSError as error:
             return refusal(error, path)
         if any(map(STEP.fullmatch, [*checkpoints, *items])):
@@ -79,7 +80,7 @@ class Orbax(ZarrFolders):
         runs: dict[str, dict[int, str]] = {}
         for name in names:
             found = STEP.fullmatch(name)
-            if found and is_step(self, store, os.path.join(folder, name)):
+            if found and is_step(self, store, posixpath.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
@@ -101,7 +102,7 @@ class Orbax(ZarrFolders):
 
 def _is_committed(store: Store, path: str) -> bool:
     """Whether a checkpoint is complete: where folders cannot be renamed, it has its name from the beginning on."""
-    if store.stat(os.path.join(path, COMMITTED)) is not None:
+    if store.stat(posixpath.join(path, COMMITTED)) is not None:
         return True
     try:
         about = read_about(store, path)
@@ -115,7 +116,7 @@ def _is_committed(store: Store, path: str) -> bool:
 def _is_tree(store: Store, folder: str) -> bool:
     """Whether a tree lies in a folder, even if the list of its leaves is gone."""
     return tree_file(store, folder) is not None or any(
-        store.stat(os.path.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
+        store.stat(posixpath.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
     )
 
 

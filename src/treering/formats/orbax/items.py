@@ -1,7 +1,7 @@
 """The items of an Orbax checkpoint: trees of arrays, and values in JSON."""
 
 import logging
-import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         return Items(_tree_of_values(read_json(store, file), None, file), metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
-        tree = _read_item(store, os.path.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
+        tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0])
     trees: dict[str, Tree] = {}
@@ -69,7 +69,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     for name in names:
         at = key_text(name)
         try:
-            tree = _read_item(store, os.path.join(path, name), at, handlers.get(name), _NESTED)
+            tree = _read_item(store, posixpath.join(path, name), at, handlers.get(name), _NESTED)
         except UnsafeError:
             raise
         except CorruptError as error:
@@ -101,7 +101,7 @@ def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
         return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
     if not has_arrays(store, path):
         return None
-    lacks = "" if store.list(os.path.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
+    lacks = "" if store.list(posixpath.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
     _log.warning("%s: its file %s is gone; leaves are called as their arrays are%s", path, TREE, lacks)
     return read_remnant(store, path, at)
 
@@ -120,7 +120,7 @@ def _read_metrics(
     store: Store, path: str, handlers: Mapping[str, str]
 ) -> tuple[Mapping[str, float] | None, str | None]:
     """The metrics, None for an item that only has their name; and why they cannot be read."""
-    folder = os.path.join(path, _METRICS)
+    folder = posixpath.join(path, _METRICS)
     file = _value_file(store, folder)
     try:
         if file is not None:
@@ -146,7 +146,7 @@ def _read_item(store: Store, path: str, at: str | None, handler: str | None, lev
     unknown: list[str] = []
     for name in _folders(store, path) if levels else ():
         below = join(at or "", key_text(name), root=at is None)
-        tree = _read_item(store, os.path.join(path, name), below, None, levels - 1)
+        tree = _read_item(store, posixpath.join(path, name), below, None, levels - 1)
         if tree is None:
             unknown.append(name)
         else:
@@ -155,7 +155,7 @@ def _read_item(store: Store, path: str, at: str | None, handler: str | None, lev
         _leave_out(path, unknown)
         return _as_saved(_together(found), path, at, handler)
     if handler in _TREES:
-        raise CorruptError(f"{os.path.join(path, TREE)}: expected the list of the tree's leaves, found nothing")
+        raise CorruptError(f"{posixpath.join(path, TREE)}: expected the list of the tree's leaves, found nothing")
     if handler in _JSON:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing")
     return None
@@ -202,7 +202,7 @@ def _folders(store: Store, path: str) -> list[str]:
     """The names of the finished folders in a folder."""
     found: list[str] = []
     for name in store.list(path):
-        there = store.stat(os.path.join(path, name))
+        there = store.stat(posixpath.join(path, name))
         if there is not None and there.is_folder and UNFINISHED not in name:
             found.append(name)
     return found
@@ -210,8 +210,8 @@ def _folders(store: Store, path: str) -> list[str]:
 
 def _value_file(store: Store, path: str) -> str | None:
     for name in VALUES:
-        if is_file(store, os.path.join(path, name)):
-            return os.path.join(path, name)
+        if is_file(store, posixpath.join(path, name)):
+            return posixpath.join(path, name)
     return None
 
 

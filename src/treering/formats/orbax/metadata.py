@@ -1,6 +1,6 @@
 """The description of a tree of arrays, from Orbax's file `_METADATA` or, where it is gone, from the arrays' names."""
 
-import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +44,7 @@ class TreeMetadata(msgspec.Struct):
 
 def read_metadata(store: Store, folder: str) -> TreeMetadata:
     """Reads the file in a folder. Raises `CorruptError`."""
-    file = os.path.join(folder, TREE)
+    file = posixpath.join(folder, TREE)
     try:
         return msgspec.convert(read_json(store, file), TreeMetadata)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -56,18 +56,18 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
 
     Raises `CorruptError` when there are none.
     """
-    ocdbt = store.stat(os.path.join(folder, array.DATABASE)) is not None
+    ocdbt = store.stat(posixpath.join(folder, array.DATABASE)) is not None
     if ocdbt:
         keys = array.Folder(store, folder, ocdbt=True).list()
     else:
-        files = [os.path.join(name, file) for name in store.list(folder) for file in metadata.FILES.values()]
-        keys = [file for file in files if store.stat(os.path.join(folder, file)) is not None]
+        files = [posixpath.join(name, file) for name in store.list(folder) for file in metadata.FILES.values()]
+        keys = [file for file in files if store.stat(posixpath.join(folder, file)) is not None]
     by_driver = {
         driver: [name for key in keys if (name := key.removesuffix(f"/{file}")) != key]
         for driver, file in metadata.FILES.items()
     }
     if all(by_driver.values()) or not any(by_driver.values()):
-        raise CorruptError(f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing")
+        raise CorruptError(f"{posixpath.join(folder, TREE)}: expected the list of the tree's leaves, found nothing")
     kinds = {name: "np.ndarray" for names in by_driver.values() for name in names}
     kinds |= dict.fromkeys(read_texts(store, folder), "string")
     leaves = {
@@ -78,7 +78,7 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
 
 def read_texts(store: Store, folder: str) -> Mapping[str, Any]:
     """The leaves of a tree that are text, by name. Raises `CorruptError`."""
-    file = os.path.join(folder, STRINGS)
+    file = posixpath.join(folder, STRINGS)
     found = read_json(store, file) if store.stat(file) is not None else {}
     if not isinstance(found, dict):
         raise CorruptError(f"{file}: expected a map of texts")

@@ -1,6 +1,7 @@
 """Finds the files in a folder that are an Orbax checkpoint: those that it lists, not others with such names."""
 
 import os
+import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
 
@@ -28,16 +29,16 @@ _MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the m
 def parts(store: Store, folder: str) -> Collection[str]:
     """The files of a checkpoint, by their paths within its folder."""
     found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, _DELETED)}
-    mark = store.stat(os.path.join(folder, _VERSION_1))
+    mark = store.stat(posixpath.join(folder, _VERSION_1))
     if mark is not None and mark.is_file and not mark.nbytes:
         found.add(_VERSION_1)
-    if is_folder(store, os.path.join(folder, "descriptor")):
+    if is_folder(store, posixpath.join(folder, "descriptor")):
         found.add("descriptor/descriptor.pbtxt")
     tree = set(_tree(store, folder))
     if tree:  # right in the folder: then there are no items
         return found | tree
     for name in _items(store, folder):
-        found.update(f"{name}/{part}" for part in _item(store, os.path.join(folder, name), _NESTED))
+        found.update(f"{name}/{part}" for part in _item(store, posixpath.join(folder, name), _NESTED))
     return found
 
 
@@ -49,15 +50,15 @@ def _items(store: Store, folder: str) -> list[str]:
     """
     listed = None
     try:
-        about = read_about(store, folder) if is_file(store, os.path.join(folder, CHECKPOINT)) else {}
+        about = read_about(store, folder) if is_file(store, posixpath.join(folder, CHECKPOINT)) else {}
         listed = about.get("item_handlers") if isinstance(about, Mapping) else ()
     except (TreeringError, OSError) as error:
         raise_if_momentary(error)
-    folders = [name for name in store.list(folder) if is_folder(store, os.path.join(folder, name))]
+    folders = [name for name in store.list(folder) if is_folder(store, posixpath.join(folder, name))]
     if isinstance(listed, Mapping):
         return [name for name in folders if name in listed]
     steps = listed is None and STEP.fullmatch(os.path.basename(folder))
-    nested = [name for name in folders if is_file(store, os.path.join(folder, name, CHECKPOINT))]
+    nested = [name for name in folders if is_file(store, posixpath.join(folder, name, CHECKPOINT))]
     return folders if steps and not nested else []
 
 
@@ -68,7 +69,7 @@ def _item(store: Store, folder: str, levels: int) -> Iterator[str]:
         yield from tree
         return
     for name in store.list(folder):
-        place = os.path.join(folder, name)
+        place = posixpath.join(folder, name)
         if name in VALUES or _ITERATOR.fullmatch(name):
             yield from _json(store, folder, name)
         elif levels and is_folder(store, place):
@@ -81,14 +82,14 @@ def _tree(store: Store, folder: str) -> Iterator[str]:
     zarr3 = None
     found: list[str] = []
     try:
-        if is_file(store, os.path.join(folder, TREE)):
+        if is_file(store, posixpath.join(folder, TREE)):
             about = read_metadata(store, folder)
             zarr3 = about.use_zarr3
             named |= {".".join(key.key for key in leaf.key_metadata) for leaf in about.tree_metadata.values()}
             found.append(TREE)
         data = (
-            beginning(store, os.path.join(folder, STATE), 1 << 16)
-            if is_file(store, os.path.join(folder, STATE))
+            beginning(store, posixpath.join(folder, STATE), 1 << 16)
+            if is_file(store, posixpath.join(folder, STATE))
             else b""
         )
         if next((kind for kind, _ in tokens(data)), None) == MAP:
@@ -103,7 +104,7 @@ def _tree(store: Store, folder: str) -> Iterator[str]:
     yield from found
     for name in (SHARDINGS, STRINGS):
         yield from _json(store, folder, name)
-    about_arrays = files_in(store, os.path.join(folder, ABOUT_ARRAYS))
+    about_arrays = files_in(store, posixpath.join(folder, ABOUT_ARRAYS))
     yield from (f"{ABOUT_ARRAYS}/{name}" for name in about_arrays if _ABOUT_ARRAY.fullmatch(name))
     yield from database_parts(store, folder)
     for name in named:
@@ -112,13 +113,13 @@ def _tree(store: Store, folder: str) -> Iterator[str]:
 
 
 def _marks(store: Store, folder: str) -> Iterator[str]:
-    if beginning(store, os.path.join(folder, COMMITTED), 64).startswith(_MARKS):
+    if beginning(store, posixpath.join(folder, COMMITTED), 64).startswith(_MARKS):
         yield COMMITTED
 
 
 def _json(store: Store, folder: str, name: str) -> Iterator[str]:
     """A file, if it is in JSON."""
-    path = os.path.join(folder, name)
+    path = posixpath.join(folder, name)
     try:
         if is_file(store, path):
             read_json(store, path)

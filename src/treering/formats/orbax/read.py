@@ -5,6 +5,7 @@ import datetime
 import json
 import logging
 import os
+import posixpath
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
         else:
             found = read_items(store, path, about.items, about.deleted, version_1=about.version_1)
     metadata = about.metadata or found.tree.metadata
-    if step is not None and store.stat(os.path.join(os.path.dirname(path), CHECKPOINT)) is None:
+    if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
         of_run = _read_root_metadata(store, os.path.dirname(path))
         both = isinstance(of_run, dict) and isinstance(metadata, dict)
         metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
@@ -85,7 +86,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
 def _read_about(store: Store, path: str) -> _About:
     names = store.list(path)
     found = read_about(store, path) if CHECKPOINT in names else {}
-    deletion = read_json(store, os.path.join(path, _DELETED)) if _DELETED in names else {}
+    deletion = read_json(store, posixpath.join(path, _DELETED)) if _DELETED in names else {}
     if not isinstance(found, dict) or not isinstance(deletion, dict):
         raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")
     handlers = found.get("item_handlers")
@@ -100,7 +101,7 @@ def _read_about(store: Store, path: str) -> _About:
 def _read_root_metadata(store: Store, run: str) -> Any:
     """The metadata that a `CheckpointManager` was given for all its steps; None where there is none."""
     for name in _ROOT_METADATA:
-        file = os.path.join(run, "metadata", name)
+        file = posixpath.join(run, "metadata", name)
         if is_file(store, file):
             try:
                 found = read_json(store, file)
@@ -129,7 +130,7 @@ def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
     """The shardings of arrays, by their names in a folder; those that are not understood are left out."""
     found: dict[str, Any] = {}
     try:
-        listed = read_json(store, os.path.join(folder, SHARDINGS))
+        listed = read_json(store, posixpath.join(folder, SHARDINGS))
         for name, text in listed.items():
             about = json.loads(text)
             if about["sharding_type"] == "NamedSharding":

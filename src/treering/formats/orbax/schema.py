@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import os
+import posixpath
 import re
 from typing import Any
 
@@ -29,9 +29,9 @@ STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 def tree_file(store: Store, folder: str) -> str | None:
     """The file in a folder that says which tree lies there, None where there is none."""
-    if store.stat(os.path.join(folder, TREE)) is not None:
+    if store.stat(posixpath.join(folder, TREE)) is not None:
         return TREE
-    data = beginning(store, os.path.join(folder, STATE), 1 << 16)
+    data = beginning(store, posixpath.join(folder, STATE), 1 << 16)
     if any(prefix.encode() in data for prefix in PLACEHOLDERS):
         return STATE
     first = [kind for kind, _ in itertools.islice(tokens(data), 2)]
@@ -40,8 +40,8 @@ def tree_file(store: Store, folder: str) -> str | None:
 
 def has_arrays(store: Store, folder: str) -> bool:
     """Whether arrays of a tree lie in a folder, in a database or in files."""
-    return any(store.stat(os.path.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
-        store.stat(os.path.join(folder, name, file)) is not None
+    return any(store.stat(posixpath.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
+        store.stat(posixpath.join(folder, name, file)) is not None
         for name in store.list(folder)
         for file in _METADATA_OF_ARRAYS
     )
@@ -49,7 +49,7 @@ def has_arrays(store: Store, folder: str) -> bool:
 
 def read_about(store: Store, path: str) -> Any:
     """The contents of the file about the checkpoint as a whole. Raises `CorruptError`."""
-    file = os.path.join(path, CHECKPOINT)
+    file = posixpath.join(path, CHECKPOINT)
     there = store.stat(file)
     if there is not None and there.nbytes > MAX_METADATA_BYTES:
         raise UnsafeError(f"{file}: {there.nbytes} bytes, which cannot be meant as a description of a checkpoint")

@@ -3,7 +3,7 @@
 Text in them stands for the zarr arrays beside them.
 """
 
-import os
+import posixpath
 
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ...errors import CorruptError
@@ -20,7 +20,7 @@ def read_aggregated(store: Store, folder: str, at: str | None) -> Leaves:
 
     Text that stands for an array is left as it is, see `placeholder`.
     """
-    file = open_fetched(store, os.path.join(folder, STATE))
+    file = open_fetched(store, posixpath.join(folder, STATE))
     scanned = StateDict(file)
     return scanned.leaves(scanned.whole(0, file.size), at)
 
@@ -29,7 +29,7 @@ def read_state(store: Store, folder: str, at: str | None) -> Leaves:
     """The leaves of the file in a folder, with the arrays that text in it stands for. Raises `CorruptError`."""
     leaves = read_aggregated(store, folder, at)
     names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
-    ocdbt = store.stat(os.path.join(folder, zarr.DATABASE)) is not None
+    ocdbt = store.stat(posixpath.join(folder, zarr.DATABASE)) is not None
     for name in () if ocdbt else names.values():
         check_inside(folder, name)
     arrays = zarr.Folder(store, folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []

@@ -3,7 +3,7 @@
 Releases up to 2024 put leaves into one file in MessagePack when they were asked to, as Flax did: aggregated ones.
 """
 
-import os
+import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
     It is not known any more which names were keys with dots in them, which containers were lists, and which leaves were
     no arrays. So a leaf that cannot be read stands for the list.
     """
-    why = f"{os.path.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
+    why = f"{posixpath.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
     tree = _tree(store, folder, at, guess_metadata(store, folder))
     top = tree.skeleton[0]
     if not isinstance(top, Node):
@@ -124,13 +124,13 @@ def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
 
 
 def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tree:
-    inline = read_aggregated(store, folder, at) if is_file(store, os.path.join(folder, STATE)) else Leaves([], {}, ())
+    inline = read_aggregated(store, folder, at) if is_file(store, posixpath.join(folder, STATE)) else Leaves([], {}, ())
     aggregated = {entry.path: entry for entry in inline.entries if placeholder(entry) is None}
     try:
         places, skeleton = _places(_branches(about.tree_metadata.values()), at)
         _check([place for place in places if place.path not in aggregated and not place.aggregated])
     except TreeringError as error:
-        raise type(error)(f"{os.path.join(folder, TREE)}: {error}") from None
+        raise type(error)(f"{posixpath.join(folder, TREE)}: {error}") from None
     listed = [p for p in places if p.kind in _ARRAYS and p.path not in aggregated and not p.aggregated]
     found = dict(zip((place.path for place in listed), _open(store, folder, listed, about), strict=True))
     arrays: dict[str, zarr.Array] = {path: one for path, one in found.items() if isinstance(one, zarr.Array)}
@@ -142,7 +142,7 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
     for place in listed:
         if place.described and place.name in rest and arrays[place.path].shape:
             reasons[place.path] = (
-                f"{os.path.join(folder, ABOUT_ARRAYS)}: expected what tells whether {place.name!r} is a PRNG key or "
+                f"{posixpath.join(folder, ABOUT_ARRAYS)}: expected what tells whether {place.name!r} is a PRNG key or "
                 "plain numbers, found nothing; was the checkpoint copied as a whole?"
             )
     entries: list[Entry] = []
@@ -154,9 +154,9 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
                 stored[path] = inline.arrays[path]
             continue
         if skipped:
-            reasons[path] = f"{os.path.join(folder, STATE)}: expected the leaf {name!r}, found none"
+            reasons[path] = f"{posixpath.join(folder, STATE)}: expected the leaf {name!r}, found none"
         elif kind == "string" and not isinstance(texts.get(name), str):
-            reasons[path] = f"{os.path.join(folder, STRINGS)}: expected the text {name!r}, found none"
+            reasons[path] = f"{posixpath.join(folder, STRINGS)}: expected the text {name!r}, found none"
         if path in reasons:
             entries.append(lost(path, reasons[path]))
         elif path in values or kind in ("None", "string"):
@@ -239,7 +239,7 @@ def _check(places: Sequence[_Place]) -> None:
 def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
     if not places:
         return []
-    manifest = os.path.join(folder, zarr.DATABASE)
+    manifest = posixpath.join(folder, zarr.DATABASE)
     there = store.stat(manifest) is not None
     ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
     if ocdbt and not there:
@@ -278,14 +278,14 @@ def _read_numbers(
 def _read_keys(store: Store, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """The implementations of the named arrays that are typed keys, and the names that are missing."""
     left, found = set(names), dict[str, str]()
-    place = os.path.join(folder, ABOUT_ARRAYS)
+    place = posixpath.join(folder, ABOUT_ARRAYS)
     for file in store.list(place):
         if not left:
             break
         try:
-            about = msgspec.convert(read_json(store, os.path.join(place, file)), _ArraysAbout)
+            about = msgspec.convert(read_json(store, posixpath.join(place, file)), _ArraysAbout)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise CorruptError(f"{os.path.join(place, file)}: {error}") from None
+            raise CorruptError(f"{posixpath.join(place, file)}: {error}") from None
         for one in about.array_metadatas:
             impl = (one.array_metadata.ext_metadata or {}).get(KEY)
             if impl and one.array_metadata.param_name in left:

@@ -2,7 +2,7 @@
 
 import base64
 import json
-import os
+import posixpath
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,19 +88,19 @@ def _write_rest(
     store: Store, folder: str, contents: Source, leaves: Sequence[_Leaf], chunks: Mapping[str, Chunks], begun: int
 ) -> None:
     """Writes everything but the arrays."""
-    _put(store, os.path.join(folder, TREE), _tree(leaves))
+    _put(store, posixpath.join(folder, TREE), _tree(leaves))
     texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
     if texts:
-        _put(store, os.path.join(folder, STRINGS), texts)
+        _put(store, posixpath.join(folder, STRINGS), texts)
     on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
     if on_device:
         names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
-        _put(store, os.path.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
-        store.make_folder(os.path.join(folder, ABOUT_ARRAYS))
+        _put(store, posixpath.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
+        store.make_folder(posixpath.join(folder, ABOUT_ARRAYS))
         about = {"array_metadatas": [_array(leaf, chunks) for leaf in on_device]}
-        _put(store, os.path.join(folder, ABOUT_ARRAYS, "process_0"), about)
-    _put(store, os.path.join(folder, CHECKPOINT), _checkpoint(contents, begun))
-    _put(store, os.path.join(folder, COMMITTED), "committed")
+        _put(store, posixpath.join(folder, ABOUT_ARRAYS, "process_0"), about)
+    _put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, begun))
+    _put(store, posixpath.join(folder, COMMITTED), "committed")
 
 
 def _leaves(contents: Source) -> Iterator[_Leaf]:

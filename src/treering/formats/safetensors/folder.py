@@ -1,7 +1,7 @@
 """Finds the files of a folder that are a checkpoint in safetensors."""
 
 import itertools
-import os
+import posixpath
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,7 +100,7 @@ def written_names(store: Store, folder: str) -> set[str]:
     if not index.endswith(INDEX):
         return set(main.names)
     try:
-        shards = set(weights_of(store, os.path.join(folder, index)).values())
+        shards = set(weights_of(store, posixpath.join(folder, index)).values())
     except (CorruptError, OSError) as error:
         raise_if_momentary(error)
         stem = index.removesuffix(INDEX)

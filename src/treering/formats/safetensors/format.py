@@ -4,7 +4,7 @@ A key is the path as it is, slashes being levels; only ``~`` that escapes nothin
 """
 
 import logging
-import os
+import posixpath
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -75,7 +75,7 @@ class Safetensors:
                     f"{path}: expected as many files as {main.names[0]} says, found {len(main.names)}; fetch "
                     f"{', '.join(main.missing)}, or open a single file by its own path"
                 )
-            files = [os.path.join(path, name) for name in main.names]
+            files = [posixpath.join(path, name) for name in main.names]
             _log_others(path, main.names, names)
         return open_shards(store, path, files[0]) if files[0].endswith(INDEX) else open_files(store, path, files)
 

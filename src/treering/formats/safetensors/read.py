@@ -1,6 +1,7 @@
 """Reading safetensors files, single or in shards with an index."""
 
 import os
+import posixpath
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def open_shards(store: Store, path: str, index: str) -> Source:
     files: dict[str, _Opened] = {}
     damage: dict[str, str] = {}
     for name in dict.fromkeys(weights.values()):
-        place = os.path.join(os.path.dirname(index), name)
+        place = posixpath.join(os.path.dirname(index), name)
         found = attempt(lambda place=place: _open(store, check_file(store, place, index)))
         if isinstance(found, CorruptError):
             damage[name] = str(found)

@@ -3,7 +3,7 @@
 import contextlib
 import decimal
 import functools
-import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -86,7 +86,7 @@ def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool)
         with store.new_folder(
             folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
         ) as temporary:
-            yield lambda name: file_of_new_folder(store, os.path.join(temporary, name))
+            yield lambda name: file_of_new_folder(store, posixpath.join(temporary, name))
 
 
 def _check_others(store: Store, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
@@ -118,7 +118,7 @@ def _added(store: Store, folder: str) -> Iterator[Create]:
 
     @contextlib.contextmanager
     def create(name: str) -> Iterator[Writer]:
-        place = os.path.join(folder, name)
+        place = posixpath.join(folder, name)
         with store.new_file(place, overwrite=False) as file:
             yield file
         added.append(place)

@@ -6,6 +6,7 @@ uint16) and 3 are read; 3 is written.
 
 import itertools
 import os
+import posixpath
 import re
 from collections.abc import Callable, Collection, Sequence
 
@@ -34,10 +35,10 @@ class T5X(ZarrFolders):
             found = store.stat(path)
             if found is None:
                 return "there is nothing"
-            file = os.path.join(path, FILE) if found.is_folder else path
+            file = posixpath.join(path, FILE) if found.is_folder else path
             if store.stat(file) is None:
                 return f"it is a folder without a file {FILE}"
-            if file != path and any(store.stat(os.path.join(path, name)) for name in OF_ORBAX):
+            if file != path and any(store.stat(posixpath.join(path, name)) for name in OF_ORBAX):
                 return "it is a folder of Orbax"
             data = beginning(store, file, 1 << 16)
         except OSError as error:
@@ -66,13 +67,13 @@ class T5X(ZarrFolders):
         folder = there is not None and there.is_folder
         name = os.path.basename(path)
         found = _STEP.fullmatch(os.path.basename(os.path.dirname(path)) if name == FILE and not folder else name)
-        return open_state(store, path, os.path.join(path, FILE) if folder else path, int(found[1]) if found else None)
+        return open_state(store, path, posixpath.join(path, FILE) if folder else path, int(found[1]) if found else None)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
         for name in names:
-            found, path = _STEP.fullmatch(name), os.path.join(folder, name)
-            if found and is_step(self, store, path) and may_be_file(store, os.path.join(path, FILE)):
+            found, path = _STEP.fullmatch(name), posixpath.join(folder, name)
+            if found and is_step(self, store, path) and may_be_file(store, posixpath.join(path, FILE)):
                 steps.setdefault(int(found[1]), name)
         return steps
 

@@ -5,7 +5,7 @@ Numbers of Python become arrays without axes, which T5X can restore.
 
 import functools
 import math
-import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def write(
         for entry in contents.entries.values():
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
-        with file_of_new_folder(store, os.path.join(folder, FILE)) as file:
+        with file_of_new_folder(store, posixpath.join(folder, FILE)) as file:
             writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
 
     return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=_owned, names=names)
@@ -84,7 +84,7 @@ def _is_in_process_0(layout: Layout | None) -> bool:
 
 def _owned(store: Store, folder: str) -> set[str]:
     """The files that T5X has written for a step, the state of its data included, which belongs to that step alone."""
-    arrays = parts_of_arrays(store, folder, lambda: open_state(store, folder, os.path.join(folder, FILE), None))
+    arrays = parts_of_arrays(store, folder, lambda: open_state(store, folder, posixpath.join(folder, FILE), None))
     return {FILE, *filter(_DATA.fullmatch, store.list(folder)), *arrays}
 
 

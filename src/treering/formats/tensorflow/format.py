@@ -8,6 +8,7 @@ Names of variables are paths, slashes being levels. `t5_names` has those of T5 a
 """
 
 import os
+import posixpath
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class TensorFlow:
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
-        return {int(step[2]): step[0] for step in steps if accepts(self, store, os.path.join(folder, step[0]))}
+        return {int(step[2]): step[0] for step in steps if accepts(self, store, posixpath.join(folder, step[0]))}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()

@@ -1,6 +1,7 @@
 """Names of TensorFlow's files."""
 
 import os
+import posixpath
 import re
 
 from ...errors import CorruptError
@@ -18,7 +19,7 @@ def index_of(store: Store, path: str) -> str:
     """The index of the checkpoint that a path means. Raises `CorruptError` when it means none."""
     found = store.stat(path)
     if found is not None and found.is_folder:
-        latest = os.path.join(path, "checkpoint")
+        latest = posixpath.join(path, "checkpoint")
         there = store.stat(latest)
         if there is None or not there.is_file:
             raise CorruptError("a folder without a file called checkpoint")
@@ -27,7 +28,7 @@ def index_of(store: Store, path: str) -> str:
         if match is None:
             raise CorruptError("its file called checkpoint does not begin with model_checkpoint_path")
         # The folder may have moved since: what counts is the name.
-        index = os.path.join(path, os.path.basename(os.fsdecode(match[1])) + INDEX)
+        index = posixpath.join(path, os.path.basename(os.fsdecode(match[1])) + INDEX)
     else:
         index = path if path.endswith(INDEX) else path + INDEX
     there = store.stat(index)

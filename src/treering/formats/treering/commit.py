@@ -8,6 +8,7 @@ is over, so a process that gets a file's lock and then finds it in no manifest k
 import contextlib
 import logging
 import os
+import posixpath
 from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
@@ -59,12 +60,12 @@ class Transaction(Files):
             check_removable(store, path)
         super().__init__(store, path, token or os.urandom(3).hex())
         self._overwrite = overwrite
-        self._manifest = os.path.join(path, MANIFEST)
+        self._manifest = posixpath.join(path, MANIFEST)
         self._published = False  # or about to be
         if any(OWN_FILES.fullmatch(name) for name in names):
             remove_leftovers(store, path)
         name = f"{MANIFEST}.{self.token}.tmp"
-        self._temporary = os.path.join(path, name)
+        self._temporary = posixpath.join(path, name)
         try:
             for attempt in range(CREATE_ATTEMPTS):
                 try:

@@ -4,7 +4,7 @@ import bisect
 import logging
 import math
 import mmap
-import os
+import posixpath
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -100,7 +100,7 @@ class ArrayFile:
     """An open array file whose size and header have been checked."""
 
     def __init__(self, store: Store, directory: str, listed: manifest.File, expected: int = 0):
-        self._blob = blob = open_fetched(store, os.path.join(directory, listed.name), expected)
+        self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected)
         self.path, self.size = blob.path, blob.size
         size = self.size
         if size != listed.size:

@@ -1,6 +1,6 @@
 """The native format: a manifest beside safetensors files. `docs/format.md` specifies it."""
 
-import os
+import posixpath
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ class Native:
     boxes: tuple[str, ...] = ()
 
     def refuses(self, store: Store, path: str) -> str | None:
-        return None if store.stat(os.path.join(path, MANIFEST)) else f"there is no {MANIFEST}"
+        return None if store.stat(posixpath.join(path, MANIFEST)) else f"there is no {MANIFEST}"
 
     def open(self, store: Store, path: str) -> Source:
         from .read import Reader as NativeReader

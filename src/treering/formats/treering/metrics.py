@@ -5,6 +5,7 @@ The name of such a file gives the manifest that it belongs to, and the time when
 
 import contextlib
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,7 @@ def _put(store: Store, path: str, token: str, data: bytes, name: Callable[[], st
     try:
         sink = files.create(f"metrics.json.{token}.tmp")
         write_whole(sink, data)
-        sink.publish(os.path.join(path, name()), overwrite=False)  # the last to be published counts
+        sink.publish(posixpath.join(path, name()), overwrite=False)  # the last to be published counts
     finally:
         files.abort()  # of the two names, the temporary one
     store.settle(path)
@@ -55,7 +56,7 @@ def copy(source: Store, path: str, target: Store, to: str, identity: str) -> Non
     for name in names(source, path, identity):
         if name not in there:
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # deleted, or copied by another process
-                data = read_file(source, os.path.join(path, name))
+                data = read_file(source, posixpath.join(path, name))
                 _put(target, to, os.urandom(3).hex(), data, lambda name=name: name)
 
 
@@ -72,7 +73,7 @@ def read(
 ) -> Iterator[tuple[str, dict[str, float] | CorruptError | UnsupportedError]]:
     """The files and their metrics, or the error in reading them, the oldest first."""
     for name in names(store, path, identity):
-        file = os.path.join(path, name)
+        file = posixpath.join(path, name)
         try:
             data = read_file(store, file)
             manifest.check(data, file)

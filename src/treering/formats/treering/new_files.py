@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 
@@ -43,7 +44,7 @@ class Files:
 
         Raises `SaveError` when this process cannot see the save after `timeout` seconds.
         """
-        marker = os.path.join(path, f"{MANIFEST}.{token}.tmp")
+        marker = posixpath.join(path, f"{MANIFEST}.{token}.tmp")
         if wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
             return cls(store, path, token, made)
         raise SaveError(
@@ -53,7 +54,7 @@ class Files:
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""
-        path = os.path.join(self.path, name)
+        path = posixpath.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
             with contextlib.suppress(FileExistsError):  # another process took it for a leftover, and removes it soon
                 sink = self._open[path] = self.store.create(path, visible=visible, expected=expected)

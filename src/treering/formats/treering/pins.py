@@ -1,7 +1,7 @@
 """Pinned checkpoints, which are never deleted."""
 
 import contextlib
-import os
+import posixpath
 
 from ...errors import NotFoundError
 from ...stores.read_errors import reading
@@ -13,17 +13,17 @@ from .schema import MANIFEST, PIN
 def pinned(store: Store, path: str) -> bool:
     """Whether a checkpoint is marked never to be deleted."""
     with reading(path):
-        return store.stat(os.path.join(path, PIN)) is not None
+        return store.stat(posixpath.join(path, PIN)) is not None
 
 
 def pin(store: Store, path: str, wanted: bool) -> None:
     """Sets or removes the mark, durably. Raises `NotFoundError` when the checkpoint is deleted meanwhile."""
-    mark = os.path.join(path, PIN)
+    mark = posixpath.join(path, PIN)
     if wanted and not pinned(store, path):
         try:
             with contextlib.suppress(FileExistsError):  # set meanwhile, or its answer was lost
                 make_empty(store, mark)
-            if store.stat(os.path.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
+            if store.stat(posixpath.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
                 store.delete(mark)
                 raise FileNotFoundError
         except FileNotFoundError:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 import math
-import os
+import posixpath
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ class Reader:
     def __init__(self, store: Store, path: str):
         self.path = path
         self._store = store
-        name = os.path.join(path, MANIFEST)
+        name = posixpath.join(path, MANIFEST)
         try:
             self._manifest_bytes = read_file(store, name)
         except (FileNotFoundError, NotADirectoryError):
@@ -89,7 +89,7 @@ class Reader:
 
     def _check_present(self) -> None:
         for file in self._manifest.files:
-            path = os.path.join(self.path, file.name)
+            path = posixpath.join(self.path, file.name)
             found = self._store.stat(path)
             if found is None:
                 self._raise_missing(file.name)
@@ -328,7 +328,7 @@ class Reader:
         with self._opening if self._store.object_bytes is None else contextlib.nullcontext():
             listed = self._manifest.files[number]
             if listed.requires:
-                raise manifest.requiring(os.path.join(self.path, listed.name), listed.requires)
+                raise manifest.requiring(posixpath.join(self.path, listed.name), listed.requires)
             if number not in self._files:
                 try:
                     self._files[number] = ArrayFile(self._store, self.path, listed, expected)
@@ -340,12 +340,12 @@ class Reader:
 
     def _raise_missing(self, name: str) -> NoReturn:
         try:
-            now = manifest.xxh3(read_file(self._store, os.path.join(self.path, MANIFEST)))
+            now = manifest.xxh3(read_file(self._store, posixpath.join(self.path, MANIFEST)))
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(f"{self.path}: the checkpoint was deleted while it was open") from None
         if now != self.identity:
             raise ReplacedError(f"{self.path}: the checkpoint was replaced while it was open; open it again") from None
-        raise CorruptError(f"{os.path.join(self.path, name)}: expected an array file, found nothing") from None
+        raise CorruptError(f"{posixpath.join(self.path, name)}: expected an array file, found nothing") from None
 
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))

@@ -5,7 +5,7 @@ A checkpoint of which any part is of a later version of the format is never move
 
 import contextlib
 import logging
-import os
+import posixpath
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -32,7 +32,7 @@ def check_removable(store: Store, path: str) -> None:
     """
     from . import array_header  # with NumPy, which who marks or lists steps need not wait for
 
-    name = os.path.join(path, MANIFEST)
+    name = posixpath.join(path, MANIFEST)
     try:
         data = read_file(store, name)
         with gc_paused():  # three times as fast
@@ -40,7 +40,7 @@ def check_removable(store: Store, path: str) -> None:
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
     manifest.check_known(found, name)
-    in_parallel(found.files, lambda file: array_header.check_version(store, os.path.join(path, file.name), file))
+    in_parallel(found.files, lambda file: array_header.check_version(store, posixpath.join(path, file.name), file))
     with contextlib.suppress(UnreadableError):
         for _, late in metrics.read(store, path, manifest.xxh3(data)):
             if isinstance(late, UnsupportedError):
@@ -63,7 +63,7 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
 def _remove_leftovers(store: Store, path: str) -> None:
     def left_over() -> list[str]:
         try:
-            data = read_file(store, os.path.join(path, MANIFEST))
+            data = read_file(store, posixpath.join(path, MANIFEST))
             keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
         except FileNotFoundError:
             keep, metrics = set(), "/"
@@ -88,7 +88,7 @@ def _remove_leftovers(store: Store, path: str) -> None:
                 return True
 
             with contextlib.suppress(FileNotFoundError):
-                if not store.delete_unused(os.path.join(path, name), still_left_over):
+                if not store.delete_unused(posixpath.join(path, name), still_left_over):
                     warn_of_no_locks(path)
     except (CorruptError, UnsupportedError):
         return  # the files of a damaged checkpoint, or of one of a later version, cannot be known
@@ -102,7 +102,7 @@ def _in_a_living_save(store: Store, path: str, name: str) -> bool:
     if not name.startswith("arrays-"):
         return False
     try:
-        return store.is_in_use(os.path.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp"))
+        return store.is_in_use(posixpath.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp"))
     except FileNotFoundError:
         return False
 
@@ -125,7 +125,7 @@ def unpublish(store: Store, path: str) -> Callable[[], None]:
 
     Raises `UnsupportedError` for a checkpoint of a later release.
     """
-    manifest = os.path.join(path, MANIFEST)
+    manifest = posixpath.join(path, MANIFEST)
     check_removable(store, path)
     names = consists_of(store, path)
     with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
@@ -146,7 +146,7 @@ def consists_of(store: Store, path: str) -> list[str]:
     [] when the manifest cannot be read: `remove_leftovers` finds them once it is gone.
     """
     try:
-        data = read_file(store, os.path.join(path, MANIFEST))
+        data = read_file(store, posixpath.join(path, MANIFEST))
         added = f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
         return [*file_names(data), *(name for name in store.list(path) if name.startswith(added))]
     except (CorruptError, UnsupportedError, OSError):

@@ -1,7 +1,7 @@
 """A checkpoint without opening it: whether it is there, its identity, its metrics and size."""
 
 import logging
-import os
+import posixpath
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Glance(NamedTuple):
 
 def file(path: str) -> str:
     """The path of a checkpoint's manifest."""
-    return os.path.join(path, MANIFEST)
+    return posixpath.join(path, MANIFEST)
 
 
 def look(store: Store, path: str) -> Stat | None:
@@ -47,7 +47,7 @@ def read(store: Store, path: str) -> Glance:
     summary = manifest.summarize(data, path)
     for listed in summary.files:
         with reading(path):
-            found = store.stat(os.path.join(path, listed.name))
+            found = store.stat(posixpath.join(path, listed.name))
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
     numbers = validity.metrics(summary.metrics)

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import functools
 import os
+import posixpath
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.F
     found: dict[str, int | None] = {}
 
     def is_there(file: manifest.File) -> bool:
-        there = store.stat(os.path.join(path, file.name))
+        there = store.stat(posixpath.join(path, file.name))
         found[file.name] = there and there.nbytes
         return found[file.name] == file.size
 
@@ -260,7 +261,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.F
     for process, file in missing:
         if not wait_until(functools.partial(is_there, file), lambda: look_anew(store, path), timeout):
             raise SaveError(
-                f"{os.path.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
+                f"{posixpath.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
                 f"{found[file.name] or 'nothing'}; do all processes see the same file system?"
             )
 
