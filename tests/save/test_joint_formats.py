@@ -187,6 +187,36 @@ def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, for
     assert sorted(os.listdir(tmp_path)) == ["c", "report-0.json", "report-1.json"]
 
 
+@pytest.mark.slow
+def test_a_chunk_that_process_0_does_not_see_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    """As on file systems that are not one: what TensorStore does not find counts as zeros, or as an empty database."""
+    body = """
+import shutil
+from treering.formats._zarr import array
+close = array.Writer.close
+def loses(self):
+    close(self)
+    if INDEX == 1 and (tmp / "loses").exists():
+        one = next(pathlib.Path(self._path).glob(GONE[FORMAT]))
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+array.Writer.close = loses
+tree = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9), "m": np.arange(8)}
+found = []
+for FORMAT in GONE:
+    tr.save(tmp / FORMAT, tree, format=FORMAT)
+sync("saved")
+(tmp / "loses").touch()
+for FORMAT in GONE:
+    found.append(caught(tr.save, tmp / FORMAT, tree, format=FORMAT, overwrite=True, timeout=3))
+report(found)
+"""
+    gone = {"orbax": "ocdbt.process_1", "t5x": "w/2.0", "levanter": "w/3.0"}
+    for result in run_job(tmp_path, body, processes=2, GONE=gone):
+        for kind, text in result.report:
+            assert kind == "SaveError" and "do all processes see the same file system?" in text
+    assert all(tr.verify(tmp_path / format).ok for format in gone)  # what was there
+
+
 # The chunks
 
 

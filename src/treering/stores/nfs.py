@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ..errors import SaveError
 from .store import Store
 
 _log = logging.getLogger("treering")
@@ -38,6 +39,20 @@ def look_anew(store: Store, path: str, made: Sequence[str] = ()) -> None:
     for directory in (*(os.path.dirname(one) for one in made), os.path.dirname(path), path):
         with contextlib.suppress(OSError):  # a directory that cannot be listed is found to be missing later
             store.list(directory)
+
+
+def check_shared(
+    store: Store, marker: str, path: str, made: Sequence[str], timeout: float, check: Callable[[], None]
+) -> None:
+    """Waits until this process sees what process 0 has made for a checkpoint at a path; `check` runs in between.
+
+    Raises `SaveError` when it doesn't after `timeout` seconds.
+    """
+    if not wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
+        raise SaveError(
+            f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
+            'system that all processes share; choose one, or save each process\'s own data with processes="this"'
+        )
 
 
 @functools.lru_cache(maxsize=1000)

@@ -18,12 +18,13 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, slices
 from ..._processes.calls import ALONE, Call
-from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...errors import CorruptError, SaveError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
 from ...stores.buffers import adoptable
+from ...stores.nfs import look_anew, wait_until
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
-from ...stores.whole_files import opened, read_file
+from ...stores.whole_files import files_in, opened, read_file
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 from .chunks import Chunks
@@ -320,6 +321,7 @@ class Writer:
         context = ts.Context({**_CONTEXT, "file_io_sync": call.index > 0})
         self._folder = Folder(store, own, ocdbt=ocdbt, options=_DATABASE, context=context)
         self._waiting = PendingReads(store, limit)
+        self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
 
     def __enter__(self) -> "Writer":
         return self
@@ -359,15 +361,31 @@ class Writer:
             self._waiting.end()
         self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context)
 
-    def merge(self) -> None:
-        """Makes one database of those of all processes. Called in process 0 when all have closed theirs.
+    def complete(self, count: int) -> None:
+        """Checks that all keys of all processes are there; makes one database of theirs, if they have written some.
 
-        The data stays where it is. So does Orbax when several processes have saved.
+        Called in process 0 when all have closed. The data stays where it is; so does Orbax when several processes save.
+        Raises `SaveError` where this process does not see what the others have written.
         """
+        if self._call.count == 1:
+            return
+        store, found = self._folder.store, 0
+
+        def look() -> bool:
+            nonlocal found
+            found = self._merged() if self._merges else sum(1 for _ in files_in(store, self._path))
+            return found == count
+
+        if not wait_until(look, lambda: look_anew(store, self._path), self._call.timeout):
+            raise SaveError(
+                f"{self._path}: expected {count} chunks and descriptions of arrays, written by {self._call.count} "
+                f"processes, found {found}; do all processes see the same file system?"
+            )
+
+    def _merged(self) -> int:
+        """The number of keys in the database, after those of all processes are in it."""
         import tensorstore as ts
 
-        if not self._merges:
-            return
         store, context = self._folder.store, self._folder.context  # one context: else everything would be copied
         with errors(store, self._path):
             together = ts.Transaction(atomic=True)
@@ -378,6 +396,7 @@ class Writer:
                 part = Folder(store, path, ocdbt=True, options=_DATABASE, context=context)
                 part.keys.experimental_copy_range_to(target).result()
             together.commit_async().result()
+            return len(whole.list())
 
     def _add(
         self,
@@ -395,6 +414,7 @@ class Writer:
         if self.is_first:
             text = msgspec.json.encode(metadata)
             self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+            self.count += 1
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
         with errors(self._folder.store, path):
             context = self._folder.context
@@ -404,6 +424,7 @@ class Writer:
             self._waiting.make_room(nbytes)
             part = array[tuple(slice(*bounds) for bounds in box)]
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
+            self.count += 1
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:

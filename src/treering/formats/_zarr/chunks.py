@@ -62,7 +62,7 @@ def assigned(
     # Those that few have come first, and large ones: the others even out what each has to write.
     for entry in sorted(entries, key=lambda entry: (max(map(len, spread[entry.path].holders)), -entry.nbytes)):
         layout, itemsize = spread[entry.path], dtypes.itemsize(entry.dtype)
-        chunk = shape(entry) if len(layout.boxes) == 1 else _within(box_shape(layout.boxes[0]), itemsize, most)
+        chunk = shape(entry) if len(layout.boxes) == 1 else _even_part(box_shape(layout.boxes[0]), itemsize, most)
         nbytes = itemsize * math.prod(chunk)
         own: list[Box] = []
         for cell, holders in zip(layout.boxes, layout.holders, strict=True):
@@ -75,10 +75,11 @@ def assigned(
     return found
 
 
-def _within(cell: Sequence[int], itemsize: int, most: int) -> list[int]:
-    chunk = divided(cell, itemsize, most)
-    tiny = math.prod(chunk) * itemsize < min(_LEAST, math.prod(cell) * itemsize)
-    return [max(size, 1) for size in (cell if tiny else chunk)]
+def _even_part(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
+    """The shape of chunks that divide an array evenly; one chunk where they would be tiny, for lack of factors."""
+    chunk = divided(shape, itemsize, most)
+    tiny = math.prod(chunk) * itemsize < min(_LEAST, math.prod(shape) * itemsize)
+    return [max(size, 1) for size in (shape if tiny else chunk)]
 
 
 def _grid(box: Box, chunk: Sequence[int]) -> Iterator[Box]:

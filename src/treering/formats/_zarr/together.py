@@ -2,22 +2,21 @@
 
 import contextlib
 from collections.abc import Callable, Collection
-from typing import TypeVar
 
 from ..._processes.calls import Call, raise_cause
 from ...errors import CorruptError
+from ...stores.nfs import check_shared
 from ...stores.store import Beside, Owned, Store
+from .array import Writer
 from .leaves import folder_size
-
-T = TypeVar("T")
 
 
 def write_folder(
     store: Store,
     path: str,
     call: Call,
-    arrays: Callable[[str], T],
-    rest: Callable[[str, T], None],
+    arrays: Callable[[str], Writer],
+    rest: Callable[[str], None],
     *,
     begin: Callable[[str], None] = lambda folder: None,
     overwrite: bool,
@@ -27,8 +26,8 @@ def write_folder(
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 
-    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, and process 0 `rest`, when all have
-    returned, with what its own has returned. What one of them raises is raised in all.
+    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, which returns the writer of those that
+    it has written and closed, and process 0 `rest`, when all have returned. What one of them raises is raised in all.
     """
     with contextlib.ExitStack() as place:
 
@@ -37,17 +36,20 @@ def write_folder(
             begin(folder := place.enter_context(new))
             return folder
 
-        def finish(folder: str, own: T) -> int:
-            rest(folder, own)
+        def finish(folder: str, writer: Writer, count: int) -> int:
+            writer.complete(count)
+            rest(folder)
             nbytes = folder_size(store, folder)
             place.close()
             return nbytes
 
         folder = call.broadcast(make)
+        if call.index:
+            check_shared(store, folder, path, (), call.timeout, call.check)
         try:
-            own = _written(folder, call, arrays)
+            writer = _written(folder, call, arrays)
             call.doing("waiting for the commit")
-            return call.gather_and_decide(None, lambda _: finish(folder, own))
+            return call.gather_and_decide(writer.count, lambda counts: finish(folder, writer, sum(counts)))
         except BaseException:
             if call.index and not call.undecided:  # its files may have come after process 0 has removed all others
                 with contextlib.suppress(OSError):
@@ -55,7 +57,7 @@ def write_folder(
             raise
 
 
-def _written(folder: str, call: Call, arrays: Callable[[str], T]) -> T:
+def _written(folder: str, call: Call, arrays: Callable[[str], Writer]) -> Writer:
     try:
         return arrays(folder)
     except (CorruptError, FileNotFoundError):  # nothing is where TensorStore has put it

@@ -52,7 +52,7 @@ def write(
         for entry in entries:
             folders.add("/".join(split(entry.path)))
 
-    def arrays(folder: str) -> None:
+    def arrays(folder: str) -> array.Writer:
         with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry in entries:
                 name = "/".join(split(entry.path))
@@ -60,8 +60,9 @@ def write(
                     add_array(writer, name, entry, contents, chunks[entry.path])
                 else:
                     add_number(writer, name, entry.decode())
+        return writer
 
-    def rest(folder: str, _: None) -> None:
+    def rest(folder: str) -> None:
         named = NAME.fullmatch(os.path.basename(path))
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
         timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)

@@ -77,8 +77,7 @@ def write(
                     add_number(writer, leaf.name, _value(leaf))
         return writer
 
-    def rest(folder: str, writer: array.Writer) -> None:
-        writer.merge()
+    def rest(folder: str) -> None:
         _write_rest(store, folder, contents, leaves, chunks, begun)
 
     return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=parts, names=NAMES)

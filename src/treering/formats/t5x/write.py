@@ -58,11 +58,15 @@ def write(
     names = {FILE, *OF_ORBAX, *(name for _, name in named)}
     chunks = assigned(call, large, layouts, CHUNK, _shape)
 
-    def arrays(folder: str) -> dict[str, bytes]:
-        with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
-            return {entry.path: _add(writer, contents, entry, name, chunks[entry.path]) for entry, name in named}
+    instead: dict[str, bytes] = {}
 
-    def rest(folder: str, instead: dict[str, bytes]) -> None:
+    def arrays(folder: str) -> array.Writer:
+        with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+            for entry, name in named:
+                instead[entry.path] = _add(writer, contents, entry, name, chunks[entry.path])
+        return writer
+
+    def rest(folder: str) -> None:
         for entry in contents.entries.values():
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
@@ -102,8 +106,10 @@ def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str, c
 
 
 def _shape(entry: ArrayEntry) -> list[int]:
-    """The shape of chunks that divide an array evenly."""
-    return divided(entry.shape, dtypes.itemsize(entry.dtype), CHUNK)
+    """The shape of an array's chunks; one chunk for what only lies in files because process 0 does not have it."""
+    if _is_large(entry):
+        return divided(entry.shape, dtypes.itemsize(entry.dtype), CHUNK)
+    return [max(size, 1) for size in entry.shape]
 
 
 def _is_large(entry: ArrayEntry) -> bool:
@@ -111,7 +117,7 @@ def _is_large(entry: ArrayEntry) -> bool:
     itemsize = dtypes.itemsize(entry.dtype)
     if not splits(entry) or not entry.shape or math.prod(entry.shape) * itemsize <= INLINE:
         return False
-    return math.prod(_shape(entry)) * itemsize >= INLINE
+    return math.prod(divided(entry.shape, itemsize, CHUNK)) * itemsize >= INLINE
 
 
 def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:

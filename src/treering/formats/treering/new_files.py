@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ..._threads.alive import Alive
 from ...errors import SaveError
 from ...stores.buffers import aligned
-from ...stores.nfs import look_anew, wait_until
+from ...stores.nfs import check_shared
 from ...stores.store import Sink, Store
 from .schema import MANIFEST
 
@@ -45,12 +45,8 @@ class Files:
         Raises `SaveError` when this process cannot see the save after `timeout` seconds.
         """
         marker = posixpath.join(path, f"{MANIFEST}.{token}.tmp")
-        if wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
-            return cls(store, path, token, made)
-        raise SaveError(
-            f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
-            'system that all processes share; choose one, or save each process\'s own data with processes="this"'
-        )
+        check_shared(store, marker, path, made, timeout, check)
+        return cls(store, path, token, made)
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""
