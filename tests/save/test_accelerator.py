@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import accelerator
 import treering as tr
-from treering._pytree import devices, host_memory
+from treering._pytree import available_memory, devices
 from treering._restore import place
 from treering.testing._doubles import HeldDisk
 
@@ -51,8 +51,8 @@ def test_no_more_is_copied_than_the_host_has_room_for(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rules: Any
 ) -> None:
     double = accelerator.install(monkeypatch)
-    monkeypatch.setattr(host_memory, "_LEAST", MIB)
-    monkeypatch.setattr(host_memory, "available", lambda: 32 * MIB)
+    monkeypatch.setattr(available_memory, "_LEAST", MIB)
+    monkeypatch.setattr(available_memory, "available", lambda: 32 * MIB)
     disk = use_disk(HeldDisk())
     saved = state(32)
     returned = threading.Event()

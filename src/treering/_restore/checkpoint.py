@@ -1,17 +1,16 @@
 """An open checkpoint: names and shapes at once, contents on request."""
 
 import datetime
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .._core import dtypes
 from .._core import skeleton as _skeleton
-from .._core.entries import ArrayEntry, Entry, ValueEntry, check_whole, fits, is_lost_tree
+from .._core.entries import Entry, ValueEntry, check_whole, fits, is_lost_tree
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import all_meant, below, closest, few, meant
-from .._core.part import below_of, name_of, part_of, whole_of
+from .._core.part import below_of, part_of, whole_of
 from .._core.source import Source
 from .._core.tracebacks import methods_at_the_caller
 from ..errors import NotFoundError
@@ -254,42 +253,16 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return _restore.restore(view._source, like, policy, call=call, **options)
 
     def _repr_html_(self) -> str:
-        from .._core import html, readable
-        from .._core.describe import describe, shorten
+        from .._core import printing
 
-        def what(entry: Entry) -> str:
-            if not isinstance(entry, ArrayEntry):
-                return f"{describe(entry)} {shorten(entry.decode())}"
-            sharding = self._source.sharding(entry)
-            return describe(entry) + ("" if sharding is None else f" {readable.sharding(sharding)}")
-
-        step = "" if self.step is None else f"step {self.step}"
-        saved = "" if self.created is None else f"saved {self.created:%Y-%m-%d %H:%M:%S} UTC"
-        leaves = readable.count(len(self), "leaf", "leaves")
-        head = html.line(self.format, step, leaves, readable.nbytes(self.nbytes), saved)
-        metrics = html.table(self.metrics) if self.metrics else ""
-        return html.page(name_of(self._source), head, metrics, html.tree(self._source.entries, what))
+        return printing.page(self._source)
 
     def __repr__(self) -> str:
-        return self._text(_MAX_SHOWN_LEAVES)
+        from .._core import printing
+
+        return printing.text(self._source, _MAX_SHOWN_LEAVES)
 
     def __str__(self) -> str:
-        return self._text(len(self))
+        from .._core import printing
 
-    def _text(self, most: int) -> str:
-        """The names and shapes of so many leaves."""
-        from .._core.describe import describe, shorten
-
-        step = "" if self.step is None else f", step {self.step}"
-        head = f"Checkpoint {name_of(self._source)} ({self.format}{step}, {len(self)} leaves)"
-        shown = dict(itertools.islice(self._source.entries.items(), most))
-        width = max(map(len, shown), default=0)
-        lines = []
-        for path, entry in shown.items():
-            value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
-            if entry.type == "function":  # only its name is recorded, which may be any text
-                value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
-            lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
-        if more := len(self) - len(shown):
-            lines.append(f"  and {more} more; print() shows all")
-        return "\n".join([head, *lines])
+        return printing.text(self._source, len(self))

@@ -26,7 +26,7 @@ from .._pytree.leaves import is_function
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
-from . import match, positional, sharing
+from . import match, positional, shared_reads
 from . import place as _place
 from .match import Policy
 from .place import Where
@@ -211,7 +211,7 @@ def _values(
     passing = _leave_host(targets, places)
     budget = _BUDGET if limit is None else limit
     with gc_paused():
-        joint = sharing.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
+        joint = shared_reads.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)

@@ -24,7 +24,7 @@ from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
 from .._processes.calls import Call
 from .._processes.consistency import check_consistent
-from .._pytree import box_levels, flax, host_memory, structures, walk
+from .._pytree import available_memory, box_levels, flax, structures, walk
 from .._pytree.leaves import SLICE_BYTES, Catalogue, Described, LocalShard
 from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
@@ -88,7 +88,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
 def _with_ceiling(target: Target, shards: Sequence[LocalShard]) -> Target:
     """The same with a limit where the caller has set none and the copies would take too much of the host's memory."""
     copies = sum([shard.nbytes for shard in shards if shard.copies])
-    limit = None if target.options.memory_limit is not None else host_memory.ceiling(copies)
+    limit = None if target.options.memory_limit is not None else available_memory.ceiling(copies)
     if limit is None:
         return target
     _log.info(

@@ -4,7 +4,6 @@ A state dict is nested maps with leaves in them. Arrays are extensions whose pay
 where they are larger than Flax puts into one extension, maps of several of these.
 """
 
-import itertools
 import logging
 import math
 import re
@@ -26,7 +25,6 @@ PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lie
 ARRAY, COMPLEX, SCALAR = 1, 2, 3  # types of extensions
 _PATHS = 64 << 20  # characters of all paths of one file
 _AXES = 64  # of a NumPy array, at most
-_LONGEST = 255  # bytes of a file's name
 _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
 _log = logging.getLogger("treering")
 
@@ -229,15 +227,6 @@ def numbered(value: Any) -> list[Any] | None:
     return [value[str(n)] for n in range(len(value))]
 
 
-def check_apart(paths: Sequence[str], where: str) -> None:
-    """Raises `CorruptError` for two leaves of one path, and for one that has leaves below it."""
-    for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
-        if following == path:
-            raise CorruptError(f"{where}: two leaves have one path: {path}")
-        if following.startswith(path + "/"):
-            raise CorruptError(f"{where}: {path} is a leaf and also has leaves below it, such as {following}")
-
-
 def own_step(leaves: Leaves, path: str) -> int | None:
     """The number of updates that a state itself has counted, in the leaf at a path; None where there is no such."""
     entry = next((entry for entry in leaves.entries if entry.path == path), None)
@@ -252,9 +241,3 @@ def own_step(leaves: Leaves, path: str) -> int | None:
     if isinstance(step, CorruptError):
         _log.warning("opened without the step that the state has counted: %s", step)
     return step if type(step) is int and step >= 0 else None
-
-
-def check_inside(folder: str, name: str) -> None:
-    """Raises `UnsafeError` for a name that is no name in a folder, or leads out of it."""
-    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST for part in name.split("/")):
-        raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")

@@ -122,7 +122,8 @@ def _main(store: Store, folder: str) -> str | None:
 
 def _read(store: Store, path: str) -> "tuple[Leaves, int]":
     """The leaves of a stream, and its size."""
-    from .._shared.state_dict import Leaves, StateDict, check_apart
+    from .._shared.safety import check_apart
+    from .._shared.state_dict import Leaves, StateDict
 
     file = open_fetched(store, path)
     scanned = StateDict(file)

@@ -189,7 +189,8 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
     """The leaves of a file, and the number of bytes that it and the arrays beside it take."""
     from .._shared.reader import attempt
-    from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict, check_inside
+    from .._shared.safety import check_inside
+    from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict
 
     file = open_fetched(store, path)
     beside = 0
@@ -218,7 +219,8 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
 def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     """The leaves of a state dict in several files, which an index names, and the number of their bytes."""
     from .._shared.reader import attempt, check_file
-    from .._shared.state_dict import Leaves, check_apart, check_inside
+    from .._shared.safety import check_apart, check_inside
+    from .._shared.state_dict import Leaves
 
     folder = os.path.dirname(index)
     try:

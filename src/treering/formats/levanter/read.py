@@ -10,7 +10,7 @@ from ..._core.entries import ArrayEntry, Entry, lost
 from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
 from ...stores.store import Store
-from .._shared.state_dict import check_apart
+from .._shared.safety import check_apart
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
 from .._zarr.metadata import FILES

@@ -19,8 +19,8 @@ from ...stores.store import Store
 from ...stores.whole_files import is_folder
 from .._shared.folding import Folders
 from .._zarr import array, metadata
+from .._zarr.joint_write import write_folder
 from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
-from .._zarr.together import write_folder
 from ..orbax.schema import CHECKPOINT, TREE
 from .read import CHUNK, open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata

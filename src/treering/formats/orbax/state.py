@@ -10,7 +10,8 @@ from ...errors import CorruptError
 from ...stores.store import Store
 from ...stores.whole_files import open_fetched
 from .._shared.reader import Stored
-from .._shared.state_dict import Leaves, StateDict, check_inside
+from .._shared.safety import check_inside
+from .._shared.state_dict import Leaves, StateDict
 from .._zarr import array as zarr
 from .schema import PLACEHOLDERS, STATE
 

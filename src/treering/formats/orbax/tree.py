@@ -18,7 +18,8 @@ from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Store
 from ...stores.whole_files import is_file
 from .._shared.reader import Stored
-from .._shared.state_dict import Leaves, check_inside
+from .._shared.safety import check_inside
+from .._shared.state_dict import Leaves
 from .._zarr import array as zarr
 from .metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
 from .schema import ABOUT_ARRAYS, STATE, TREE, read_json

@@ -18,8 +18,8 @@ from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._zarr import array, metadata
 from .._zarr.chunks import Chunks
+from .._zarr.joint_write import write_folder
 from .._zarr.leaves import add_array, add_number, chunks_of
-from .._zarr.together import write_folder
 from .metadata import DICT, SEQUENCE, STRINGS
 from .parts import NAMES, parts
 from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE

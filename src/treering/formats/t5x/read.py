@@ -15,7 +15,8 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Store
 from ...stores.whole_files import open_fetched
 from .._shared.msgpack import named
-from .._shared.state_dict import Elsewhere, StateDict, check_inside, numbered, own_step
+from .._shared.safety import check_inside
+from .._shared.state_dict import Elsewhere, StateDict, numbered, own_step
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
 from .schema import FILE

@@ -26,8 +26,8 @@ from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
 from .._zarr import array, metadata
 from .._zarr.chunks import Chunks, assigned, divided
+from .._zarr.joint_write import write_folder
 from .._zarr.leaves import parts_of_arrays
-from .._zarr.together import write_folder
 from .read import open_state
 from .schema import FILE, OF_ORBAX
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import Result, run_job
-from treering._processes.dealing import deal
+from treering._processes.read_shares import deal
 from treering._threads.ahead import ahead
 
 pytestmark = pytest.mark.long
@@ -410,9 +410,9 @@ def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib
         tr.save(tmp / "a", {"w": value}, processes="this")
     sync("saved")
     from treering._pytree import devices
-    from treering._restore import together
+    from treering._restore import read_once
     tr.restore(tmp / "a", {"w": put(value)}, read="once")
-    rounds, exchange, take = [], devices.exchange, together._Exchange._take
+    rounds, exchange, take = [], devices.exchange, read_once._Exchange._take
     def leaving(*args):
         rounds.append(1)
         if KIND == "interrupt" and len(rounds) == 3:
@@ -426,9 +426,9 @@ def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib
     if INDEX == 1:
         devices.exchange = leaving
         if KIND == "memory":
-            together.adoptable = full
+            read_once.adoptable = full
         if KIND == "copying":
-            together._Exchange._take = full
+            read_once._Exchange._take = full
     begun = time.monotonic()
     try:
         tr.restore(tmp / "a", {"w": put(value)}, read="once")
@@ -456,9 +456,9 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
     tr.save(tmp / "a", {"w": put(value, P("x"))})
     tr.save(tmp / "b", {"w": put(value, P(None, "x"))})
     sync("saved")
-    from treering._restore import sharing
+    from treering._restore import shared_reads
     from treering._run import latest_good
-    shared, opened, attempts = sharing.shared, latest_good.open_one, []
+    shared, opened, attempts = shared_reads.shared, latest_good.open_one, []
     def replaced(*args, **options):  # after process 0 has opened it, and before process 1 does
         attempts.append(1)
         if INDEX == 0 and len(attempts) == 1:
@@ -470,7 +470,7 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
         while not (tmp / "moved").exists():
             time.sleep(0.05)
         return opened(*args)
-    sharing.shared = replaced
+    shared_reads.shared = replaced
     if INDEX == 1:
         latest_good.open_one = later
     found = tr.restore(tmp / "a", {"x": put(value)}, rules=[tr.rules.rename("w", "x")], read="once")
@@ -488,13 +488,13 @@ def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path
         tr.save(tmp / "a", {"part": value, "all": other}, processes="this")
     sync("saved")
     two = Mesh(np.array([device for device in devices if device.process_index < 2]), ("x",))
-    from treering._restore import together
-    message, waited = together._Exchange._message, []
+    from treering._restore import read_once
+    message, waited = read_once._Exchange._message, []
     def slow(self, dealt):
         if self._members == (0, 1) and not waited:
             waited.append(time.sleep(36))
         return message(self, dealt)
-    together._Exchange._message = slow
+    read_once._Exchange._message = slow
     found = tr.restore(tmp / "a", {"part": on(two, P(), value), "all": put(other)}, read="once")
     report([same(found["part"], value), same(found["all"], other)])
     """

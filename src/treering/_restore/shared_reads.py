@@ -23,8 +23,8 @@ from .._pytree import devices
 from ..errors import MismatchError, UnsupportedError
 from . import place as _place
 from .place import Where
+from .read_once import How, ReadTogether
 from .targets import Target
-from .together import How, ReadTogether
 
 _log = logging.getLogger("treering")
 _CHECKED = 1 << 20  # bytes that are read and checked together

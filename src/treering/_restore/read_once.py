@@ -2,7 +2,7 @@
 
 Orbax restores so, too: one replica reads, and a sum over all replicas, to which the others give zeros, brings it to
 them. Here every process reads a share, of arrays that are split along other axes as well, and integers are moved from
-device to device. Which arrays are read so is decided in `sharing`.
+device to device. Which arrays are read so is decided in `shared_reads`.
 """
 
 import functools
@@ -24,7 +24,7 @@ from .._processes import consistency
 from .._processes.assignment import Layout
 from .._processes.calls import Call
 from .._processes.consistency import TogetherError
-from .._processes.dealing import deal
+from .._processes.read_shares import deal
 from .._pytree import devices
 from .._pytree.leaves import alignment
 from .._threads.ahead import ahead

@@ -1,0 +1,44 @@
+"""A checkpoint, or a part of one, as text and as HTML: the names and shapes of its leaves."""
+
+import itertools
+
+from . import html, readable
+from .describe import describe, shorten
+from .entries import ArrayEntry, Entry
+from .part import name_of
+from .source import Source
+
+
+def text(source: Source, most: int) -> str:
+    """The names and shapes of so many leaves, one a line."""
+    entries = source.entries
+    step = "" if source.step is None else f", step {source.step}"
+    head = f"Checkpoint {name_of(source)} ({source.format}{step}, {len(entries)} leaves)"
+    shown = dict(itertools.islice(entries.items(), most))
+    width = max(map(len, shown), default=0)
+    lines = []
+    for path, entry in shown.items():
+        value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
+        if entry.type == "function":  # only its name is recorded, which may be any text
+            value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
+        lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
+    if more := len(entries) - len(shown):
+        lines.append(f"  and {more} more; print() shows all")
+    return "\n".join([head, *lines])
+
+
+def page(source: Source) -> str:
+    """What a notebook shows."""
+
+    def what(entry: Entry) -> str:
+        if not isinstance(entry, ArrayEntry):
+            return f"{describe(entry)} {shorten(entry.decode())}"
+        sharding = source.sharding(entry)
+        return describe(entry) + ("" if sharding is None else f" {readable.sharding(sharding)}")
+
+    step = "" if source.step is None else f"step {source.step}"
+    saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"
+    leaves = readable.count(len(source.entries), "leaf", "leaves")
+    head = html.line(source.format, step, leaves, readable.nbytes(source.nbytes), saved)
+    metrics = html.table(source.metrics) if source.metrics else ""
+    return html.page(name_of(source), head, metrics, html.tree(source.entries, what))
