@@ -217,6 +217,78 @@ report(found)
     assert all(tr.verify(tmp_path / format).ok for format in gone)  # what was there
 
 
+@pytest.mark.long
+def test_processes_that_were_called_otherwise(tmp_path: pathlib.Path) -> None:
+    """Each would write its chunks of another leaf, or in another format, and nobody would notice."""
+    body = """
+tree = {"a": put(np.arange(8.0), P("x")), "b": put(np.arange(8.0) + 100, P("x")), "n": 1}
+swap = [tr.rules.rename("a", "c"), tr.rules.rename("b", "a"), tr.rules.rename("c", "b")]
+same = [tr.rules.rename("a", "c"), tr.rules.rename("c", "a"), tr.rules.cast("b", "float32")]
+found = {}
+for format in ("treering", "orbax", "t5x", "levanter"):
+    found[f"{format} rules"] = caught(tr.save, tmp / "c", tree, format=format, rules=[swap, same][INDEX])
+    found[f"{format} one"] = caught(tr.save, tmp / "c", tree, format=format, rules=[swap, ()][INDEX])
+    found[f"{format} other"] = caught(tr.save, tmp / "c", tree, format=[format, "safetensors"][INDEX])
+    found[f"{format} dtype"] = caught(tr.save, tmp / "c", tree, format=format, dtype=["bfloat16", None][INDEX])
+tr.save(tmp / "good", tree, format="orbax", rules=swap)
+report(found)
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        for name, (kind, text) in result.report.items():
+            assert kind == "MismatchError" and "nothing was written" in text, name
+            assert ("the same rules" if name.endswith("rules") else "the same call") in text, name
+    assert sorted(os.listdir(tmp_path)) == ["good", "report-0.json", "report-1.json"]
+    assert tr.open(tmp_path / "good")["a"][...].tolist() == list(range(100, 108))
+
+
+@pytest.mark.slow
+def test_what_is_still_in_a_checkpoint_is_read_in_parts(tmp_path: pathlib.Path) -> None:
+    body = """
+from treering.formats.treering.read import Reader
+big = np.arange(1 << 24, dtype=np.float32)
+read, counted, largest = Reader.read, [0], [0]
+def counting(self, wanted, **options):
+    sizes = [4 * int(np.prod([b - a for a, b in box])) for entry, box in wanted if entry.path == "big"]
+    counted[0] += sum(sizes)
+    largest[0] = max([largest[0], *sizes])
+    return read(self, wanted, **options)
+Reader.read = counting
+found = {}
+for format in FORMATS:
+    counted[0] = largest[0] = 0
+    tr.save(tmp / format, {"w": put(np.ones((8, 8)), P("x")), "big": tr.open(tmp / "source")["big"]}, format=format)
+    found[format] = [counted[0], largest[0]]
+report(found)
+"""
+    tr.save(tmp_path / "source", {"big": np.arange(1 << 24, dtype=np.float32)})
+    for result in run_job(tmp_path, body, processes=2, FORMATS=FORMATS):
+        for total, largest in result.report.values():
+            assert total <= 2 * (64 << 20)  # once to be compared with that of the others, and what is written
+            assert largest <= 64 << 20
+    for format in FORMATS:
+        assert (tr.open(tmp_path / format)["big"][-3:] == np.arange(1 << 24, dtype=np.float32)[-3:]).all()
+        assert tr.verify(tmp_path / format).ok
+
+
+@pytest.mark.slow
+def test_arrays_of_one_process_and_names_of_orbax_in_t5x(tmp_path: pathlib.Path) -> None:
+    body = """
+from treering.formats.t5x import write
+write.CHUNK = 1 << 12
+last = Mesh(np.array([d for d in devices if d.process_index == COUNT - 1]), ("x",))
+tree = {"prime": put(np.arange(1031.0), P(), last), "empty": put(np.ones((0, 3)), P(), last),
+        "_METADATA": put(np.arange(8.0), P("x")), "manifest": {"ocdbt": put(np.arange(8.0) + 1, P("x"))}}
+tr.save(tmp / "c", tree, format="t5x")
+report(1)
+"""
+    run_job(tmp_path, body, processes=2)
+    found = tr.open(tmp_path / "c")
+    assert found.format == "t5x" and tr.verify(tmp_path / "c").ok
+    assert found["prime"][...].tolist() == list(range(1031)) and len(os.listdir(tmp_path / "c" / "prime")) == 2
+    assert found["empty"].shape == (0, 3) and found["_METADATA"][...].tolist() == list(range(8))
+    assert found["manifest/ocdbt"][...].tolist() == list(range(1, 9))
+
+
 # The chunks
 
 

@@ -29,9 +29,9 @@ class LazyArray:
         """The checkpoint's entry of the array."""
         return self._entry
 
-    def part(self, box: Box) -> "_Part":
+    def part(self, box: Box) -> "LazyPart":
         """A box of the array, which is read when it becomes a NumPy array."""
-        return _Part(self._reader, self._entry, box)
+        return LazyPart(self._reader, self._entry, box)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,11 +114,16 @@ def recorded_sharding(reader: Source, entry: ArrayEntry) -> "jax.sharding.NamedS
         return None
 
 
-class _Part:
+class LazyPart:
     """A box of an array that is still in its checkpoint."""
 
     def __init__(self, reader: Source, entry: ArrayEntry, box: Box):
         self._reader, self._entry, self._box = reader, entry, box
+
+    def part(self, box: Box) -> "LazyPart":
+        """A box of this one, by places within it."""
+        inner = tuple((first + a, first + b) for (first, _), (a, b) in zip(self._box, box, strict=True))
+        return LazyPart(self._reader, self._entry, inner)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
         import numpy as np

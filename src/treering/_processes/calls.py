@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 _ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
+_LOOK_SECONDS = 1.0  # seconds between looks for failures of other processes, while this one has something to do
 _alone = itertools.count()  # calls of this process alone
 
 
@@ -87,3 +88,16 @@ def raise_cause(call: Call) -> None:
         for _ in range(_ERROR_POLLS):
             call.check()
             time.sleep(0.1)
+
+
+def watching(call: Call) -> Callable[[], None]:
+    """A function to call again and again while this process works: now and then it raises what another failed with."""
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked = time.monotonic()
+            call.check_all()
+
+    return look

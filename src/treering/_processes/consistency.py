@@ -27,10 +27,31 @@ _MAX_DIFFERENCES = 20  # differences
 _RESTORE_ATTEMPTS = 5  # at restoring the same checkpoint in all processes, while another job replaces it
 
 
+def gather_alike(call: Call, requested: str, mine: Sequence[Any], decide: Callable[[Sequence[Any]], Any]) -> Any:
+    """Sends a message to process 0, which decides, if all processes were called alike; see `Call.gather_and_decide`.
+
+    The first exchange of any way to save is of this form, for processes that were called otherwise go another way.
+    Raises `MismatchError` for those.
+    """
+
+    def chosen(messages: Sequence[Any]) -> Any:
+        for process, message in enumerate(messages):
+            if message[0] != messages[0][0]:
+                raise MismatchError(
+                    f"expected the same call in every process: process 0 saves with {messages[0][0]}, process "
+                    f"{process} with {message[0]}; nothing was written"
+                )
+        return decide([message[1:] for message in messages])
+
+    return call.gather_and_decide([requested, *mine], chosen)
+
+
 def check_consistent(
-    call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply
+    call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply, requested: str
 ) -> tuple[Catalogue, dict[int, int]]:
-    """Compares the trees of all processes; returns the catalogue, and the leaves of single processes with the process.
+    """Compares what was `requested`, and the trees, of all processes.
+
+    Returns the catalogue, and the leaves of single processes with the process.
 
     In process 0, which writes them, the returned catalogue has the states of the iterators of all processes.
 
@@ -43,7 +64,7 @@ def check_consistent(
     digests = _digests(catalogue, staging)
     rows = [_row(catalogue, leaf) for leaf in range(len(catalogue.entries))]
     message = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
-    differing, found = call.gather_and_decide(message, lambda messages: _compare(catalogue, messages))
+    differing, found = gather_alike(call, requested, message, lambda messages: _compare(catalogue, messages))
     single: dict[int, int] = dict(found)
     if single and differing is None:  # now it is known which leaves are not to be compared
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])

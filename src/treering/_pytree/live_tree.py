@@ -9,6 +9,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, box_shape, intersect, slices
 from .._core.entries import ArrayEntry, Entry
+from .._core.lazy import LazyPart
 from .._core.skeleton import Skeleton
 from .._core.source import WHOLE, Problem, Share
 from . import devices
@@ -93,9 +94,9 @@ class LiveTree:
             return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
         if not shard.copies:
             return _within(np.asarray(data), box, shard.box)
-        if box != shard.box and isinstance(data, jax.Array):  # no more of it than that is to leave the device
-            inner = [(a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True)]
-            part = devices.part_of(data, inner)
+        if box != shard.box and isinstance(data, jax.Array | LazyPart):  # no more of it is to be copied, or read
+            inner = tuple((a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True))
+            part = np.asarray(data.part(inner)) if isinstance(data, LazyPart) else devices.part_of(data, inner)
         else:
             part = _within(devices.fetched(data), box, shard.box)
         return host_bytes(shard, data, part).view(shard.dtype).reshape(box_shape(box))

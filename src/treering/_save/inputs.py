@@ -21,7 +21,7 @@ from .._pytree import box_levels, walk
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from ..formats.treering.write import Info
 
 if TYPE_CHECKING:
@@ -166,3 +166,14 @@ def spread_over_processes(view: views.View, live: LiveTree) -> tuple[str, ...]:
     arrays = (path for path, leaf in view.leaves.items() if isinstance(leaf.entry, ArrayEntry))
     made = (path for path in arrays if not view.is_elementwise(path))
     return tuple(path for path in made if any(live.is_global(entry.path) for entry, _ in view.origins(path)))
+
+
+def all_can(messages: Sequence[Any]) -> bool:
+    """Whether all processes can write their parts. Raises `MismatchError` where their rules differ."""
+    for process, (_, sources) in enumerate(messages):
+        if sources != messages[0][1]:
+            raise MismatchError(
+                f"expected the same rules in every process: those of process {process} make some leaf of another one "
+                "than those of process 0; nothing was written"
+            )
+    return all(can for can, _ in messages)

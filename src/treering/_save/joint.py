@@ -40,7 +40,8 @@ def layouts(catalogue: Catalogue, single: Mapping[int, int]) -> dict[str, Layout
             found[entry.path] = layout
     for leaf, process in single.items():
         entry = _array(catalogue, leaf)
-        found[entry.path] = held_by(Cells.of([whole(entry.shape)])[0], (process,))
+        if math.prod(entry.shape):
+            found[entry.path] = held_by(Cells.of([whole(entry.shape)])[0], (process,))
     return found
 
 

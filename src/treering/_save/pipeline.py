@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+import xxhash
+
 from .. import formats, stores
 from .._core import readable
 from .._core.boxes import box_shape
@@ -22,8 +25,8 @@ from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._core.views import View
 from .._processes import assignment, coordinator, progress_bar
-from .._processes.calls import Call
-from .._processes.consistency import check_consistent
+from .._processes.calls import Call, watching
+from .._processes.consistency import check_consistent, gather_alike
 from .._pytree import available_memory, box_levels, flax, structures, walk
 from .._pytree.leaves import SLICE_BYTES, Catalogue, Described, LocalShard
 from .._pytree.live_tree import LiveTree
@@ -38,7 +41,7 @@ from ..formats import Format, JointFormat
 from ..formats.treering import write as native
 from . import inputs, joint
 from .options import SaveOptions
-from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable
+from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable, requested
 
 _PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
 _log = logging.getLogger("treering")
@@ -104,12 +107,15 @@ def _with_ceiling(target: Target, shards: Sequence[LocalShard]) -> Target:
 def _writes_together(target: Target, view: View, live: LiveTree) -> bool:
     """Whether each process can write its part of a view of a live tree.
 
-    They agree on it: an array that lies in one process alone looks to that one like any of its own.
+    They agree on it: an array that lies in one process alone looks to that one like any of its own. Raises
+    `MismatchError` where rules make a leaf of another one in another process.
     """
     can = target.format.name == "treering"
     if isinstance(target.format, JointFormat) and target.store.has_folders:
         can = joint.can_write(target.format, inputs.described(view, live, None).catalogue)
-    return target.call.gather_and_decide(can and not inputs.spread_over_processes(view, live), all)
+    can = can and not inputs.spread_over_processes(view, live)
+    sources = xxhash.xxh3_128_hexdigest(msgspec.json.encode([[path, view.source(path)] for path in view.leaves]))
+    return gather_alike(target.call, requested(target), [can, sources], inputs.all_can)
 
 
 def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
@@ -146,7 +152,7 @@ def _prepare_view(
     assert view.skeleton is not None
     skeleton = view.skeleton
     if target.format.name != "treering":
-        compared = joint.compared(inputs.described(view, live, None)) if call.count > 1 else None
+        compared = joint.compared(inputs.described(view, live, SLICE_BYTES)) if call.count > 1 else None
         reading = OnDemand(view, compared.shards if compared else [], hold=not fits, check=check)
         supply = staging or reading
         write = lambda pool: _write_foreign(target, view, skeleton, compared, reading, supply.check)  # noqa: E731
@@ -244,7 +250,7 @@ def _write_native(
     supply: Supply,
 ) -> Written:
     call, options = target.call, target.options
-    catalogue, single = check_consistent(call, skeleton, catalogue, supply)
+    catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
     if single:
         shares = assignment.plan(catalogue, call.count, single)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
@@ -270,14 +276,20 @@ def _write_foreign(
     check_no_iterators(place, view)
     write: Callable[..., int] = format.write
     if compared:
-        catalogue, single = check_consistent(call, skeleton, compared.catalogue, reading)
+        catalogue, single = check_consistent(call, skeleton, compared.catalogue, reading, requested(target))
         call.doing("writing")
         assert isinstance(format, JointFormat)
         write = functools.partial(format.write_together, call=call, layouts=joint.layouts(catalogue, single))
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
+    others = watching(call)
+
+    def check_all() -> None:
+        check()
+        others()
+
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
-        watched: Any = progress_bar.Watched(view, moved, check)
+        watched: Any = progress_bar.Watched(view, moved, check_all)
         nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
     return Written(nbytes, time.perf_counter() - begun)
 

@@ -4,6 +4,7 @@ import logging
 from typing import NamedTuple
 
 from .. import formats
+from .._core import dtypes
 from .._core.source import ABOUT
 from .._core.views import View
 from .._processes.calls import Call
@@ -27,6 +28,13 @@ class Target(NamedTuple):
     format: Format
     info: native.Info
     options: SaveOptions
+
+
+def requested(target: Target) -> str:
+    """What must be the same in every process, as text."""
+    options = target.options
+    dtype = "" if options.dtype is None else f", dtype={dtypes.to_text(dtypes.asked(options.dtype))}"
+    return f"format={target.format.name!r}{dtype}, {len(options.rules)} rules"
 
 
 def check_kept(target: Target, view: View) -> None:

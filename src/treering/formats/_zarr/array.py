@@ -317,7 +317,7 @@ class Writer:
 
         self._path, self._call, self._driver = path, call, driver
         self._merges = ocdbt and call.count > 1  # each process writes a database of its own
-        own = _part_of_database(path, call.index) if self._merges else path
+        own = part_of_database(path, call.index) if self._merges else path
         context = ts.Context({**_CONTEXT, "file_io_sync": call.index > 0})
         self._folder = Folder(store, own, ocdbt=ocdbt, options=_DATABASE, context=context)
         self._waiting = PendingReads(store, limit)
@@ -392,7 +392,7 @@ class Writer:
             whole = Folder(store, self._path, ocdbt=True, options=_DATABASE, context=context)
             target = whole.keys.with_transaction(together)
             for index in range(self._call.count):
-                path = _part_of_database(self._path, index)
+                path = part_of_database(self._path, index)
                 part = Folder(store, path, ocdbt=True, options=_DATABASE, context=context)
                 part.keys.experimental_copy_range_to(target).result()
             together.commit_async().result()
@@ -450,7 +450,7 @@ def _check_file(path: str, there: Stat | None) -> Stat:
     return there
 
 
-def _part_of_database(path: str, index: int) -> str:
+def part_of_database(path: str, index: int) -> str:
     """The folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
     return posixpath.join(path, f"ocdbt.process_{index}")
 

@@ -80,7 +80,8 @@ def write(
     def rest(folder: str) -> None:
         _write_rest(store, folder, contents, leaves, chunks, begun)
 
-    return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=parts, names=NAMES)
+    names = {*NAMES, *(array.part_of_database("", n) for n in range(call.count) if call.count > 1)}
+    return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=parts, names=names)
 
 
 def _write_rest(

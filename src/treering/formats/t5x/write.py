@@ -126,7 +126,7 @@ def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:
 
 def _names(entries: Sequence[ArrayEntry]) -> Iterator[tuple[ArrayEntry, str]]:
     """The arrays, each with a name: its path with dots or, where that is taken or cannot be a file's, a number."""
-    used = {FILE}
+    used = {name.lower() for name in (FILE, *OF_ORBAX)}  # what has files of those names counts as Orbax's
     for number, entry in enumerate(entries):
         name = ".".join(split(entry.path))
         usable = not any(c in name for c in "/\\\0") and name.strip(".") and len(name.encode()) <= _LONGEST
