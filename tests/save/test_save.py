@@ -1017,7 +1017,7 @@ def test_ctrl_c_ends_a_copy_of_a_checkpoint(tmp_path: pathlib.Path, format: str)
     source = doubles.interrupted(tr.open(tmp_path / "c")._source, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = everything(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        ckpt = tr.Checkpoint(Slow(source), source.entries, source.skeleton)
+        ckpt = tr.Checkpoint(Slow(source))
         tr.save(tmp_path / "copy", ckpt, format=format)
     assert everything(tmp_path) == before
 

@@ -16,7 +16,7 @@ from .._core import dtypes
 from .._core.boxes import Box, whole
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import below, few
-from .._core.part import name_of
+from .._core.part import name_of, whole_of
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
 from .._processes import progress_bar as _progress
@@ -99,7 +99,7 @@ def _plan_without_template(source: Source, policy: Policy, name: str, sharding: 
     places = _untemplated_places(sharding, entries, skeleton)
     paths = list(entries)
     build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return _Plan(source, entries, paths, targets, places, paths, build_tree)
+    return _Plan(whole_of(source), entries, paths, targets, places, paths, build_tree)
 
 
 def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
@@ -122,7 +122,7 @@ def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, shar
     places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
     asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
     return _Plan(
-        source,
+        whole_of(source),
         entries,
         walked.paths,
         targets,
