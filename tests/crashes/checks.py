@@ -6,6 +6,7 @@ point, with what had not been synced lost, kept, torn or in another order.
 >>> count = check(scenarios()["overwriting"], tmp_path)
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -15,7 +16,7 @@ import os
 import shutil
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,7 @@ from treering.stores.posix import Disk
 from treering.testing._doubles import QuickDisk
 
 from .mutations import HARMLESS, mutations
-from .recording import Inodes, Op, RecordingDisk, Tree
+from .recording import Inodes, Op, RecordingDisk, Tree, View
 from .scenarios import Scenario
 from .scenarios_runs import runs
 from .scenarios_single import foreign, native
@@ -126,7 +127,7 @@ def check(
     kind, part: see `recorded`.
     extra: states at random after each operation, by the `seed`.
     """
-    total, good = Count(), set[int]()
+    total, good = Count(), dict[int, View]()
     before: Recording | None = None
     for recording in recorded(scenario, folder, kind=kind, part=part):
         known = _alike(before, recording)
@@ -170,12 +171,11 @@ def _record(scenario: Scenario, folder: Path, *fail_at: int) -> tuple[Recording,
     root = folder / "recorded"
     root.mkdir(parents=True)
     try:
-        with _repeatable():
-            with _using(QuickDisk()):
-                scenario.prepare(root)
-            disk = RecordingDisk(str(root), fail_at=fail_at, kill=scenario.broken.startswith("killed"))
-            with _using(disk):
-                scenario.record(root, disk)
+        with _repeatable(lambda: 0), _using(QuickDisk()):
+            scenario.prepare(root)
+        disk = RecordingDisk(str(root), fail_at=fail_at, kill=scenario.broken.startswith("killed"))
+        with _repeatable(lambda: len(disk.tried)), _using(disk):
+            scenario.record(root, disk)
         disk.check()
     finally:
         shutil.rmtree(root)
@@ -199,59 +199,76 @@ def examine(
     seed: int = 0,
     extra: int = 0,
     most_failures: int = 1,
-    good: set[int] | None = None,
+    good: dict[int, View] | None = None,
 ) -> Count:
     """Looks at every crash of a recording, after `begin` operations at least.
 
-    Not again at those that are known to be `good`, where it adds others.
+    Not again at files that are known to be `good`, as what is seen in them, where it adds others.
     """
     count = Count(recordings=1, operations=len(recording.log))
-    seen = set[int]() if good is None else good
+    known = dict[int, View]() if good is None else good
+    met = set[tuple[int, frozenset[View]]]()
     with _using(QuickDisk()):
         for n, crash in enumerate(crashes(recording.base, recording.log, begin=begin, seed=seed, extra=extra)):
             count.states += 1
-            key = hash((crash.views, frozenset(crash.tree.items())))
-            if not crash.views or key in seen:
+            key = hash(frozenset(crash.tree.items()))
+            if not crash.views or (key, crash.views) in met:
                 continue
+            met.add((key, crash.views))
             count.looked_at.add(_checksum(crash))
-            if problem := _problem(recording.scenario, crash, folder / f"crash-{n}"):
-                count.failures.append(Failure(recording, crash, *problem))
-                if len(count.failures) >= most_failures:
-                    break
-            else:
-                seen.add(key)
+            if known.get(key) in crash.views:
+                continue
+            view, *problem = _problem(recording.scenario, crash, folder / f"crash-{n}")
+            if not any(problem):
+                known[key] = view
+                continue
+            count.failures.append(Failure(recording, crash, *problem))
+            if len(count.failures) >= most_failures:
+                break
     return count
 
 
 def caught(recordings: Iterable[Recording], folder: Path, *, extra: int = 0) -> dict[str, Failure | None]:
     """What shows each mutation of the recordings to be one, see `mutations`; None where nothing does."""
     found: dict[str, Failure | None] = {}
-    known: dict[str, set[int]] = {}
+    known: dict[str, dict[int, View]] = {}
+    before: dict[tuple[str, str], Recording] = {}  # with that mutation: what both begin with alike has been looked at
     for recording in recordings:
-        good = known.setdefault(recording.scenario.name, set())
+        subject = recording.scenario.subject or recording.scenario.name
+        good = known.setdefault(subject, {})
         for name, log in mutations(recording.log, broken=bool(recording.scenario.broken)):
             if found.setdefault(name, None) is None:
                 mutant = dataclasses.replace(recording, log=log)
-                failures = examine(mutant, folder, extra=extra, good=good).failures
+                begin, changed = _alike(before.get((subject, name)), mutant), _alike(recording, mutant)
+                unchanged = dataclasses.replace(mutant, log=log[:changed])  # looked at last: it is to hold anyway
+                failures = (
+                    examine(mutant, folder, begin=max(begin, changed), extra=extra, good=good).failures
+                    or examine(unchanged, folder, begin=begin, extra=extra, good=good).failures
+                )
                 found[name] = failures[0] if failures else None
+                before[subject, name] = mutant
     return found
 
 
-def _problem(scenario: Scenario, crash: Crash, root: Path) -> tuple[str, str] | None:
-    """What is wrong with a state and how that shows, None when nothing is."""
+def _problem(scenario: Scenario, crash: Crash, root: Path) -> tuple[View, str, str]:
+    """What is seen of a state, what is wrong with it and how that shows: both empty when nothing is.
+
+    What is saved again has the same names and times in every state, and so the same files.
+    """
     _make(crash.tree, str(root))
-    view = None
+    view = ""
     try:
         view = scenario.look(root)
         if view not in crash.views:
-            return f"expected to see {' or '.join(sorted(crash.views))}, found {view}", ""
-        scenario.again(root, view)
+            return view, f"expected to see {' or '.join(sorted(crash.views))}, found {view}", ""
+        with _repeatable(lambda: 999):
+            scenario.again(root, view)
     except Exception as error:
-        what = "something is there in part" if view is None else "the next save fails or leaves something over"
-        return f"{what} ({type(error).__name__})", "".join(traceback.format_exception(error))
+        what = "something is there in part" if not view else "the next save fails or leaves something over"
+        return view, f"{what} ({type(error).__name__})", "".join(traceback.format_exception(error))
     finally:
         shutil.rmtree(root)
-    return None
+    return view, "", ""
 
 
 def _checksum(crash: Crash) -> int:
@@ -277,14 +294,22 @@ def _make(tree: Tree, root: str) -> None:
 
 
 @contextlib.contextmanager
-def _repeatable() -> Iterator[None]:
-    """Names are drawn and times told alike in every recording, so that states which are alike are the same."""
-    drawn = itertools.count(1)
-    clock = types.SimpleNamespace(now=lambda zone: datetime.datetime.fromtimestamp(next(drawn), zone))
+def _repeatable(process: Callable[[], int]) -> Iterator[None]:
+    """Names are drawn and times told alike in every recording, so that states which are alike are the same.
+
+    By each process from a number of its own on, however far the one before it has come.
+    """
+    drawn: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+
+    def draw() -> int:
+        number = process()
+        return 1 + 10_000 * number + next(drawn[number])
+
+    clock = types.SimpleNamespace(now=lambda zone: datetime.datetime.fromtimestamp(draw(), zone))
     with (
-        mock.patch.object(os, "urandom", lambda nbytes: next(drawn).to_bytes(nbytes, "big")),
+        mock.patch.object(os, "urandom", lambda nbytes: draw().to_bytes(nbytes, "big")),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
-        mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=lambda: next(drawn))),
+        mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=draw)),
         mock.patch.object(lease, "_about_this_process", return_value=b"a process"),
     ):
         yield

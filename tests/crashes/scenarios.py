@@ -26,7 +26,8 @@ class Scenario:
     `look` says what is seen after a crash and raises when anything is there in part; `again` is told, saves once more
     and raises unless that works and tidies up. With `broken`, `record` is repeated with each operation failing in
     turn: by itself, or with all that come after it, until `record` says that another process begins; which may be
-    killed as well, at each operation of its own.
+    killed as well, at each operation of its own. Scenarios of one `subject` look and save again alike: what one
+    finds in some files holds for all of them. Without any, a scenario is alone.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Scenario:
     again: Callable[[Path, View], None]
     prepare: Callable[[Path], None] = lambda root: None
     broken: Broken = ""
+    subject: str = ""
 
 
 @functools.cache

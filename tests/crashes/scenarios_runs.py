@@ -57,6 +57,7 @@ def _of_run(name: str, record: Record, *, before: Sequence[int] = (), broken: Br
         again=lambda root, seen: _save_again(root / _RUN, seen),
         prepare=lambda root: _save(root / _RUN, *map(str, before)),
         broken=broken,
+        subject="run",
     )
 
 

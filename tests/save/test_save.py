@@ -948,7 +948,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_parts_behind_the_first_two_billion_elements(tmp_path: pathlib.Path) -> None:
     """An index of 32 bits wraps around there, without an error. JAX's int4 must be copied on CPUs, too."""
-    values = np.resize(np.arange(-8, 7, dtype=np.int8), 2**31 + 1000)
+    some = np.resize(np.arange(-8, 7, dtype=np.int8), 15 << 16)  # repeating few numbers so often takes half a minute
+    values = np.resize(some, 2**31 + 1000)
     tree = {"w": jnp.asarray(values.astype("int4"))}
     tr.save(tmp_path / "c", tree, rules=[tr.rules.rename("w", "v")], memory_limit=1)
     tail = 2**31 - 1000
