@@ -197,7 +197,7 @@ def test_four_bit_floats_are_taken_apart(tmp_path: Path) -> None:
             tr.open(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_opening_reads_the_header_alone_and_a_slice_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     header = raw({}, None, big={"dtype": "F32", "shape": [2**20, 2**10], "data_offsets": [0, 2**32]})

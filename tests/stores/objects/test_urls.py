@@ -142,7 +142,7 @@ def test_requests_are_few(s3_server: str) -> None:
         assert requests(lambda: tr.steps(f"{root}/run")) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_arrays_are_cut_into_objects(bucket: str) -> None:
     """And come back whole, from one device and from many, with and without rules."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
