@@ -14,6 +14,7 @@ from .leaf_paths import join, key_text, split
 from .values import EXACT, decode, encode
 
 LEAF = 0
+_TEXT = {str}
 _KEY_BITS = 12_000  # of an integer: 3,000 hexadecimal digits; beyond 4,300 decimal ones Python writes none into a path
 
 
@@ -34,11 +35,9 @@ class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknow
 
     def children(self) -> Sequence[Any]:
         """The keys as Python values."""
-        return (
-            range(self.keys)
-            if isinstance(self.keys, int)
-            else [k if type(k) is str else _decode_key(k) for k in self.keys]
-        )
+        if isinstance(self.keys, int):
+            return range(self.keys)
+        return self.keys if {*map(type, self.keys)} <= _TEXT else [_decode_key(key) for key in self.keys]
 
 
 Skeleton = Sequence[Node | int]
@@ -98,23 +97,26 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
     """Nested dicts, lists and tuples around the values; named tuples and objects become dicts."""
     rest = list(values)
     stack: list[Any] = []
-    for node in reversed(skeleton):
-        if not isinstance(node, Node):
+    for node in reversed(skeleton):  # with few calls, for there may be as many containers as leaves
+        if isinstance(node, int):
             if not rest:
                 raise CorruptError("manifest: the tree has more leaves than are listed")
             stack.append(rest.pop())
             continue
-        if not 0 <= node.count() <= len(stack):
+        count = len(node.keys) if type(node.keys) is list else node.count()
+        if not 0 <= count <= len(stack):
             raise CorruptError("manifest: a container of the tree has fewer children than it says")
-        children = [stack.pop() for _ in range(node.count())]
+        children = stack[: -count - 1 : -1]
+        del stack[len(stack) - count :]
         if node.kind == "tuple":
             stack.append(tuple(children))
         elif node.kind in ("list", "positional"):
             stack.append(children)
         else:
-            stack.append(dict(zip(node.children(), children, strict=True)))
-            if len(stack[-1]) != len(children):
+            made = dict(zip(node.children(), children, strict=True))
+            if len(made) != count:
                 raise CorruptError("manifest: a container of the tree has one key twice")
+            stack.append(made)
     if len(stack) != 1 or rest:
         raise CorruptError("manifest: the tree and the list of leaves do not fit together")
     return stack[0]

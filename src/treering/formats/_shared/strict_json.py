@@ -68,12 +68,14 @@ def is_plain(data: bytes | bytearray, keys: int) -> bool:
     In ASCII without escapes and blanks every key is followed by a quotation mark and a colon at once, so they can be
     counted. False says nothing.
     """
-    odd = (b"\\", b" ", b"\n", b"\r", b"\t", *_MINUS_ZERO[:3])
-    return data.isascii() and not any(one in data for one in odd) and data.count(b'":') == keys
+    odd = (b"\\", b" ", b"\n", b"\r", b"\t")
+    if not data.isascii() or any(one in data for one in odd) or _may_have_minus_zero(data):
+        return False
+    return data.count(b'":') == keys
 
 
 def _may_have_minus_zero(data: bytes) -> bool:
-    return b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
+    return b"-" in data and b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
 
 
 def _integer(text: str) -> int:
