@@ -34,9 +34,11 @@ _PROCESSES = 4_096
 _DEVICES = 4  # of each
 _LAYERS = 100
 _WIDTH = 4_096
+_MANY = 24 * _PROCESSES
 _STATES = {
-    "transformer": f"{10 * _LAYERS:,} leaves, {_PROCESSES:,} processes",
-    "shapes": f"1,000 leaves of 100 shapes, {_PROCESSES:,} processes",
+    (kind, processes): f"{leaves}, {processes:,} processes"
+    for processes in (_PROCESSES, _MANY)
+    for kind, leaves in (("transformer", f"{10 * _LAYERS:,} leaves"), ("shapes", "1,000 leaves of 100 shapes"))
 }
 
 
@@ -53,8 +55,8 @@ class Device:
 def rows(repeats: int) -> list[Row]:
     found: list[Row] = []
     units = {"plan of a save": "s", "memory of the plan": "MiB", "size of the manifest": "MiB"}
-    for kind, state in _STATES.items():
-        command = [sys.executable, "-m", "benchmarks.planning", kind]
+    for (kind, processes), state in _STATES.items():
+        command = [sys.executable, "-m", "benchmarks.planning", kind, str(processes)]
         runs = [
             json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             for _ in range(repeats)
@@ -98,7 +100,7 @@ def _transformer(mesh: Mesh) -> Any:
     }
 
 
-def _child(kind: str, processes: int = _PROCESSES) -> None:
+def _child(kind: str, processes: int) -> None:
     """What process 0 does; the others do all of it but the manifest."""
     devices = [Device(n, n // _DEVICES) for n in range(processes * _DEVICES)]
     shape = (_PROCESSES, processes // _PROCESSES, _DEVICES)  # more processes are more replicas
@@ -173,4 +175,4 @@ def _memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], *map(int, sys.argv[2:]))
+    _child(sys.argv[1], int(sys.argv[2]))

@@ -102,6 +102,11 @@ TARGETS = [
     Target("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
     Target("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
     Target("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),
+    *(
+        Target(what, f"{leaves}, 98,304 processes", "value", most)
+        for what, most in (("plan of a save", 2), ("memory of the plan", 190))
+        for leaves in ("1,000 leaves", "1,000 leaves of 100 shapes")
+    ),
 ]
 
 

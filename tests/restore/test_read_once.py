@@ -152,6 +152,36 @@ def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
             assert first + second <= 1.1 * needed and min(first, second) >= 0.3 * needed, (name, first, second, needed)
 
 
+def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Path) -> None:
+    body = """
+    from treering._pytree import devices
+    sent, came = [], []
+    exchange = devices.exchange
+    def counted(messages, *rest):
+        found = exchange(messages, *rest)
+        sent.append(messages.nbytes)
+        came.append(found.nbytes)
+        return found
+    devices.exchange = counted
+    value = bits(8 << 20, 4)[:, 0].copy()
+    if INDEX == 0:
+        tr.save(tmp / "saved", [value], processes="this")
+    sync("saved")
+    found = []
+    like = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh(4), P()))]
+    for limit in (None, 16 << 20):
+        sent.clear(), came.clear()
+        (restored,) = tr.restore(tmp / "saved", like, read="once", memory_limit=limit)
+        assert same(restored, value)
+        found.append([max(sent) + max(came), len(came)])
+    report(found)
+    """
+    for result in run(tmp_path, body, processes=4, devices=1):
+        (most, rounds), (limited, more_rounds) = result.report
+        assert limited <= 6 << 20 < most, result.report  # 4 MiB that came, and what is sent next
+        assert more_rounds > rounds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 8])
 def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> None:

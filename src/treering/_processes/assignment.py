@@ -21,7 +21,25 @@ from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
+_FEW = 16  # pieces
 _FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
+
+
+class Holders(tuple[tuple[int, ...], ...]):
+    """The processes that hold each of the pieces of an array. Arrays of many shapes share one such object."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: there may be a hundred thousand pieces
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """One column for each piece: its holders, repeated from the first where other pieces have more."""
+        most = max(map(len, self))
+        return np.ascontiguousarray(np.array([[own[n % len(own)] for n in range(most)] for own in self], np.int32).T)
 
 
 class Layout:
@@ -33,13 +51,8 @@ class Layout:
 
     def __init__(self, boxes: Sequence[Box], holders: Sequence[Sequence[int]]):
         self.boxes, order = Cells.of(boxes)
-        own = holders if isinstance(holders, tuple) else tuple(map(tuple, holders))
-        self.holders = own if boxes is self.boxes else tuple(own[n] for n in order)
-
-    @functools.cached_property
-    def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """One row for each box: its holders, repeated from the first where other boxes have more."""
-        return _turns(self.holders)
+        own = holders if isinstance(holders, Holders) else Holders(map(tuple, holders))
+        self.holders = own if boxes is self.boxes else Holders(own[n] for n in order)
 
     @functools.cached_property
     def elements(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -74,7 +87,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Share(NamedTuple):
     """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
-    With a `layout`, the boxes are those of the layout, each written by the holder in column `turn` of its `turns`.
+    With a `layout`, the boxes are those of the layout, written by the holders in row `turn` of `holders.turns`.
     """
 
     boxes: Sequence[Box]
@@ -113,25 +126,19 @@ def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout 
 
 
 @functools.lru_cache(maxsize=256)
-def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
     """For each place along some axes of a mesh, in C order, the processes that have devices there."""
     first = [mesh.axis_names.index(name) for name in axes]
     order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
     numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
     rows = numbers.transpose(order).reshape(math.prod(mesh.shape[name] for name in axes), -1)
-    return tuple(tuple(sorted(set(row))) for row in rows.tolist())
-
-
-@functools.lru_cache(maxsize=256)
-def _turns(holders: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    most = max(map(len, holders))
-    return np.array([[own[n % len(own)] for n in range(most)] for own in holders], np.int32)
+    return Holders(tuple(sorted(set(row))) for row in rows.tolist())
 
 
 @functools.lru_cache(maxsize=4096)
 def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
     """The layout of an array that each of the holders has whole."""
-    return Layout(boxes, (holders,) * len(boxes))
+    return Layout(boxes, Holders((holders,) * len(boxes)))
 
 
 def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
@@ -331,15 +338,22 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     shares: list[Any] = [None] * len(arrays)
     for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
         layout, itemsize = arrays[n]
-        turns, largest = layout.turns, layout.largest * itemsize
-        parts = min(turns.shape[1], largest // least)
+        turns, largest = layout.holders.turns, layout.largest * itemsize
+        parts = min(len(turns), largest // least)
         if parts > 1:
             shares[n] = _cut_up(layout, itemsize, parts, loads)
             continue
         sizes = layout.elements * itemsize
-        turn = int((loads[turns] + sizes[:, None]).max(axis=0).argmin()) if turns.shape[1] > 1 else 0
-        np.add.at(loads, turns[:, turn], sizes)
-        shares[n] = Share(layout.boxes, turns[:, turn], layout, turn)
+        turn = 0
+        if len(turns) > 1:
+            after = loads.take(turns)
+            if not layout.is_regular:
+                after += sizes
+            # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
+            most = after.max(axis=1) if len(sizes) > _FEW else functools.reduce(np.maximum, after.T)
+            turn = int(most.argmin())
+        np.add.at(loads, turns[turn], sizes)
+        shares[n] = Share(layout.boxes, turns[turn], layout, turn)
     return shares
 
 

@@ -32,7 +32,6 @@ from ..errors import PeerError, TreeringError
 from ..stores.buffers import adoptable, round_up
 from ..stores.read_errors import ReplacedError
 
-_ROOM = 64 << 20  # bytes of messages that a process holds at a time
 _MOST, _LEAST = 2 << 20, 256 << 10  # bytes that a process sends at a time
 _UNIT = 16  # bytes, at multiples of which parts of a message begin; the first such is its seal
 _WHOLE, _FAILED = 1, 2
@@ -71,11 +70,12 @@ class _Slab(NamedTuple):
 class ReadTogether:
     """Reads boxes of which some are also needed by other processes; see `treering.formats.Source.read`.
 
-    All processes of the call make one, and call `read` for the same leaves in the same order.
+    All processes of the call make one, and call `read` for the same leaves in the same order. Messages take about
+    `room` bytes of memory, but no less than 512 KiB for each process of an exchange.
     """
 
-    def __init__(self, call: Call, source: Source, how: Mapping[str, How | None]):
-        self._call, self._source, self._how = call, source, how
+    def __init__(self, call: Call, source: Source, how: Mapping[str, How | None], room: int):
+        self._call, self._source, self._how, self._room = call, source, how, room
         self._reads = 0
         self._connected: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of exchanges
 
@@ -98,7 +98,7 @@ class ReadTogether:
                 groups.setdefault((item.layout is not None, members), {}).setdefault(item, []).append((box, found[n]))
         # All go by one order of the groups, so that no two wait for one another.
         exchanges = [
-            _Exchange(self._call, self._source, members, own, verify, self._reads)
+            _Exchange(self._call, self._source, members, own, verify, self._reads, self._room)
             for (_, members), own in sorted(groups.items(), key=operator.itemgetter(0))
         ]
         self._reads += 1
@@ -133,6 +133,7 @@ class _Exchange:
         own: Mapping[_Item, Sequence[Own]],
         verify: bool,
         first: int,
+        room: int,
     ):
         self._call, self._source, self._members, self._verify = call, source, members, verify
         self._me = members.index(call.index)
@@ -141,7 +142,8 @@ class _Exchange:
         self._own = [own[item] for item in self._items]
         self._alike = self._items[0].layout is None
         self.kind = self._alike, members
-        self._most = min(max(_ROOM // len(members), _LEAST), _MOST)
+        held = len(members) * (1 if self._alike else 2)  # what came from each and, if they differ, what goes to each
+        self._most = min(max(room // held, _LEAST), _MOST)
         self._unit = max(self._most // 8, _LEAST // 2)  # messages of few different sizes, for each is compiled
         self._slabs = self._cut()
         self._rounds = deal([slab.nbytes for slab in self._slabs], len(members), self._most, first)

@@ -34,6 +34,7 @@ from .targets import Target, fits
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
+_MESSAGES = 64 << 20  # bytes of it, at most, for what processes that read together send to one another
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 
 
@@ -210,12 +211,15 @@ def _values(
     values: list[Any] = [target.value for target in targets]
     passing = _leave_host(targets, places)
     budget = _BUDGET if limit is None else limit
+    room = min(_MESSAGES, budget // 4)
     with gc_paused():
-        joint = shared_reads.shared(call, plan.source, targets, places, read, alike=[budget, passing, verify])
+        joint = shared_reads.shared(
+            call, plan.source, targets, places, read, alike=[budget, passing, verify], room=room
+        )
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
-    most = sys.maxsize if free else budget // (2 if passing and joint is None else 1)
+    most = sys.maxsize if free else budget - room if joint else budget // 2 if passing else budget
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0

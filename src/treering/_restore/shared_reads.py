@@ -43,11 +43,13 @@ def shared(
     read: str | None,
     *,
     alike: Sequence[Any],
+    room: int,
 ) -> ReadTogether | None:
     """A source that reads once for all processes of a call; None when each process is to read for itself.
 
     read: "once", "each", or None for "once" when several processes need the same bytes, and no host has them at hand.
     alike: what else must be the same in all processes for them to make the same steps.
+    room: bytes of memory for messages, the same in all processes.
 
     Raises `MismatchError` and `UnsupportedError` when "once" is asked for and cannot be.
     """
@@ -62,7 +64,7 @@ def shared(
     elsewhere = [path for path, (_, layout) in found.items() if layout and owner(layout) not in (None, call.index)]
     near = read is None and stores.of(source.path).is_local(source.path)
     state = {
-        "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, *_rows(source, found, how)])),
+        "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, room, *_rows(source, found, how)])),
         "read": read or ("each" if near else None),
         "problem": devices.can_exchange() if source.identity else _NO_IDENTITY,
         "elsewhere": elsewhere,
@@ -72,7 +74,7 @@ def shared(
         return None
     for path in chosen["left out"]:
         how.pop(path, None)
-    return ReadTogether(call, source, how) if any(how.values()) else None
+    return ReadTogether(call, source, how, room) if any(how.values()) else None
 
 
 def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -74,7 +74,7 @@ def is_plain(data: bytes | bytearray, keys: int) -> bool:
     return data.count(b'":') == keys
 
 
-def _may_have_minus_zero(data: bytes) -> bool:
+def _may_have_minus_zero(data: bytes | bytearray) -> bool:
     return b"-" in data and b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
 
 

@@ -106,6 +106,7 @@ class FileIndex:
     def __init__(self, firsts: Sequence[Sequence[int]], order: Callable[[int], Iterable[tuple[int, Box]]]):
         self._firsts = firsts
         self._before = list(itertools.accumulate(map(len, firsts), initial=0))
+        self._one_each = self._before[-1] == len(firsts) and all(firsts)
         self._order = functools.cache(lambda process: {piece: n for n, piece in enumerate(order(process))})
 
     def of(self, process: int, leaf: int, box: Box) -> int:
@@ -116,7 +117,7 @@ class FileIndex:
 
     def of_all(self, processes: Iterable[int]) -> list[int] | None:
         """The only file of each process; None unless each has exactly one."""
-        if any(len(self._firsts[process]) != 1 for process in processes):
+        if not self._one_each and any(len(self._firsts[process]) != 1 for process in processes):
             return None
         return [self._before[process] for process in processes]
 
