@@ -9,9 +9,7 @@ import functools
 import itertools
 import pathlib
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import obstore
@@ -42,17 +40,32 @@ def _speed(url: str, repeats: int) -> list[Row]:
     state = {f"layer-{n}": np.random.default_rng(n).integers(0, 255, _NBYTES // 8, np.uint8) for n in range(8)}
     parts = [array.data for array in state.values()]
 
-    def plain_put() -> None:
+    def plain_put(place: str) -> None:
         with concurrent.futures.ThreadPoolExecutor(5) as pool:
-            list(pool.map(lambda n: obstore.put(client, f"plain-{n}", parts[n], use_multipart=False), range(8)))
+            list(pool.map(lambda n: obstore.put(client, f"{place}/{n}", parts[n], use_multipart=False), range(8)))
 
-    def plain_get() -> None:
+    def plain_get() -> list[np.ndarray]:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda n: np.array(obstore.get(client, f"plain-{n}").bytes()), range(8)))
+            return list(pool.map(lambda n: np.array(obstore.get(client, f"plain/{n}").bytes()), range(8)))
 
-    numbers = itertools.count()
-    saving = {"treering": lambda: tr.save(f"{root}/{next(numbers)}", state), "floor": plain_put}
-    restoring = {"treering": functools.partial(tr.restore, f"{root}/0"), "floor": plain_get}
+    def saved(put: Callable[[str], object]) -> float:
+        """The seconds of a save to a new place; it is deleted then, or the server would grow with some contestants."""
+        taken = measure.seconds(lambda: put("new"))
+        obstore.delete(client, [one["path"] for one in obstore.list(client, "new").collect()])
+        return taken
+
+    savers: dict[str, Callable[[str], object]] = {
+        "treering": lambda place: tr.save(f"{root}/{place}", state),
+        "floor": plain_put,
+    }
+    saving = {name: functools.partial(saved, put) for name, put in savers.items()}
+    tr.save(f"{root}/saved", state)
+    plain_put("plain")
+    getters: dict[str, Callable[[], object]] = {
+        "treering": functools.partial(tr.restore, f"{root}/saved"),
+        "floor": plain_get,
+    }
+    restoring = {name: functools.partial(measure.seconds, get) for name, get in getters.items()}
     what = f"256 MiB in objects of {OBJECT_BYTES >> 20} MiB"
     return [
         Row("save to a bucket", what, "s", _medians(saving, repeats)),
@@ -79,17 +92,13 @@ def _latency(url: str, repeats: int) -> list[Row]:
             call()
             count = len(slow.requests) - begun
             what = f"1,000 small leaves, {count} requests of 50 ms"
-            found.append(Row(name, what, "s", _medians({"treering": call}, repeats)))
+            timed = functools.partial(measure.seconds, call)
+            found.append(Row(name, what, "s", _medians({"treering": timed}, repeats)))
         return found
 
 
-def _medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The median time of each call in so many rounds, after one that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            begun = time.perf_counter()
-            call()
-            if turn:
-                times[name].append(time.perf_counter() - begun)
-    return {name: measure.Median.of(found) for name, found in times.items()}
+def _medians(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median of what each run returns, after one round that does not count."""
+    for run in runs.values():
+        run()
+    return measure.race(runs, repeats)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 PAGE = 4096  # bytes, at multiples of which direct I/O begins and ends
 _HUGE = 2 << 20
 _LINE = 64  # bytes
+_SMALL = 64 << 10  # bytes that are copied sooner than another thread would begin
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
@@ -32,6 +33,18 @@ def aligned(size: int) -> memoryview:
         with contextlib.suppress(OSError):  # a kernel without huge pages; this is only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+def copy(target: memoryview, source: "memoryview | bytes") -> None:
+    """Copies as many bytes, and lets other threads of Python run meanwhile, which assigning a slice does not."""
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes for {len(target)}")
+    if len(target) < _SMALL:
+        target[:] = source
+        return
+    import numpy as np  # what only looks at files needs none
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":

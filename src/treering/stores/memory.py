@@ -225,6 +225,9 @@ class _MemoryBlob:
     def read_up_to(self, nbytes: int) -> bytes:
         return bytes(self._data[:nbytes])
 
+    def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
+        return None
+
     def forget(self) -> None: ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:

@@ -67,6 +67,9 @@ class File:
         """Closes it; an object that is collected is closed, too."""
         self._close()
 
+    def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
+        return None
+
     def forget(self) -> None: ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:

@@ -81,6 +81,13 @@ class Blob(Protocol):
         """The first bytes, or all where there are fewer."""
         ...
 
+    def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
+        """The bytes of some ranges that came with opening it, in memory that is the caller's alone from now on.
+
+        None where they did not all come, or are the lesser part of what did, which would be kept with them.
+        """
+        ...
+
     def forget(self) -> None:
         """Lets go of bytes in memory that came with opening it; they are read again when they are asked for."""
         ...

@@ -1,6 +1,7 @@
 """The tests that every store has to pass, for stores of other packages."""
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -107,6 +108,23 @@ class StoreConformance:
             memory[0] = 9  # it is the caller's own
             assert blob.read(0, 1) == b"\0"
         blob.close()
+
+    def test_what_came_with_opening_is_handed_over_once(self, store: Store, root: str) -> None:
+        data = random.Random(0).randbytes(3 << 20)
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", data)
+        ranges = [(100, 2 << 20), (5 << 19, len(data))]
+        for wanted, expected in ((ranges, len(data)), (ranges[1:], len(data)), (ranges, 10), ([(0, 10)], 10)):
+            blob = store.open(f"{root}/x", expected=expected)
+            blob.read(0, 10)
+            if (taken := blob.take(wanted)) is not None:  # else it is read where it is needed
+                assert [bytes(one) for one in taken] == [data[begin:end] for begin, end in wanted]
+                assert wanted == ranges, "the lesser part would keep the rest in memory"
+                for one in taken:
+                    one[:] = bytes(len(one))  # it is the caller's own
+                assert blob.take(wanted) is None
+            assert blob.read(0, len(data)) == data
+            blob.close()
 
     def test_what_is_open_stays(self, store: Store, root: str) -> None:
         store.make_folders(root, [])

@@ -136,6 +136,11 @@ def test_requests_are_few(s3_server: str) -> None:
         assert requests(lambda: tr.restore(f"{root}/c", tree)) <= 8
         opened = tr.open(f"{root}/c")
         assert requests(lambda: opened["layer-7"][...]) <= 2
+        large = {"w": np.arange(10 << 20, dtype=np.float32)}  # in two objects
+        tr.save(f"{root}/large", large)
+        restored: list[Any] = []
+        assert requests(lambda: restored.append(tr.restore(f"{root}/large"))) <= 6 + 2
+        assert np.array_equal(restored[0]["w"], large["w"]) and restored[0]["w"].flags.writeable
         with tr.Checkpointer(f"{root}/run") as ckpts:
             for step in range(20):
                 ckpts.save(step, {"a": step})

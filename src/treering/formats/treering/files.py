@@ -158,14 +158,21 @@ class ArrayFile:
                 self._good[block] = 0
             if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in odd]):
                 self._raise_damaged(bad)
-        runs = [(first * BLOCK, aligned(self._length(first, last))) for first, last in _blocks(ranges)]
+        blocks = _blocks(ranges)
+        places = [self.header.size + first * BLOCK for first, _ in blocks]
+        lengths = [self._length(*run) for run in blocks]
+        taken = self._blob.take([(at, at + length) for at, length in zip(places, lengths, strict=True)])
+        memories = taken or [aligned(length) for length in lengths]
+        runs = [(first * BLOCK, memory) for (first, _), memory in zip(blocks, memories, strict=True)]
         again, self._last = self._last, None
         bad: list[int] = []
 
         def work(job: tuple[int, int, int, memoryview]) -> None:
             first, last, start, memory = job
             target = memory[first * BLOCK - start :][: self._length(first, last)]
-            if again and again[0] == first:
+            if taken:
+                pass
+            elif again and again[0] == first:
                 target[: len(again[1])] = again[1]
                 self._read(first + 1, target[len(again[1]) :])
             else:
@@ -175,7 +182,7 @@ class ArrayFile:
 
         jobs = [
             (*chunk, start, memory)
-            for (start, memory), run in zip(runs, _blocks(ranges), strict=True)
+            for (start, memory), run in zip(runs, blocks, strict=True)
             for chunk in self._chunks(*run)
         ]
         in_parallel(jobs, work, self._blob.readers)

@@ -8,7 +8,7 @@ import logging
 import math
 import posixpath
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -126,6 +126,8 @@ class Reader:
 
     def can_mmap(self, requested: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""
+        if self._store.object_bytes is not None:
+            return False  # and no object is asked for that alone
         known = next((n for n, file in enumerate(self._manifest.files) if not file.requires), None)
         return known is None or self._file(known).can_mmap(requested)  # all lie in one directory
 
@@ -137,20 +139,15 @@ class Reader:
         `mmap=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
-        if self._store.object_bytes is not None:
+        if self._store.object_bytes is None:
+            parts = [self._parts(entry, box, mmap) for entry, box in wanted]
+            ranges = _ranges(itertools.chain.from_iterable(parts))
+            memory = {number: self._file(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
+        else:
             if len(wanted) == 1 and (found := self._read_by_turns(*wanted[0], verify)) is not None:
                 return [_as_bools(found) if wanted[0][0].dtype == "bool" else found]
-            self._open_together(wanted)
-        parts = [self._parts(entry, box, mmap) for entry, box in wanted]
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        for part in itertools.chain.from_iterable(parts):
-            if part.file not in ranges:
-                ranges[part.file] = []
-            if part.ranges:
-                ranges[part.file] += part.ranges
-            else:
-                ranges[part.file].append((part.begin, part.end))
-        memory = self._memory(ranges, verify, mmap)
+            memory = self._memory_of_objects(wanted, verify, mmap)
+            parts = [self._parts(entry, box, mmap) for entry, box in wanted]
         arrays = _assemble(wanted, parts, memory)
         arrays = [
             _as_bools(array) if entry.dtype == "bool" else array
@@ -191,38 +188,32 @@ class Reader:
         in_parallel(pieces, copy, _OBJECTS)
         return own
 
-    def _memory(
-        self, ranges: Mapping[int, Sequence[tuple[int, int]]], verify: bool, mmap: bool | None
+    def _memory_of_objects(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> dict[int, Memory]:
-        """The byte ranges of the files, those of several in parallel where a read takes long to answer."""
-        memory: dict[int, Memory] = {}
+        """The memory of each file with a part of a box. Each is opened, read and checked by itself, several at a time.
 
-        def read(number: int) -> None:
-            memory[number] = self._file(number).memory(merge(ranges[number]), verify, mmap)
-
-        if self._store.object_bytes is None:
-            for number in ranges:
-                read(number)
-        else:
-            in_parallel(list(ranges), read, _OBJECTS)
-        return memory
-
-    def _open_together(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> None:
-        """Opens the files of the boxes in parallel, those that are read for the most part with all their bytes."""
+        Those that are read for the most part come with all their bytes when they are opened.
+        """
+        inside: dict[int, list[tuple[ArrayRow, Box, Box, str]]] = {}
         nbytes: dict[int, int] = {}
         for entry, box in wanted:
             row = self._resolve(entry)
-            for number, piece, _ in self._pieces(row, box):
+            for number, piece, key in self._pieces(row, box):
                 inner = intersect(piece, box)
                 size = dtypes.itemsize(row.dtype) * math.prod(box_shape(inner)) if inner else 0
                 nbytes[number] = nbytes.get(number, 0) + size
-        files = self._manifest.files
+                inside.setdefault(number, []).append((row, box, piece, key))
+        memory: dict[int, Memory] = {}
 
-        def open_one(number: int) -> None:
-            size = files[number].size
-            self._file(number, size if nbytes[number] * 2 > size else 0)
+        def read(number: int) -> None:
+            size = self._manifest.files[number].size
+            file = self._file(number, size if nbytes[number] * 2 > size else 0)
+            if ranges := _ranges(part for one in inside[number] for part in self._parts_in(number, *one, mmap)):
+                memory[number] = file.memory(merge(ranges[number]), verify, mmap)
 
-        in_parallel([number for number in nbytes if number not in self._files], open_one, _OBJECTS)
+        in_parallel(list(inside), read, _OBJECTS)
+        return memory
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         """Reads every byte, or a share, and yields all damage. Raises `UnsupportedError` at the end for later files."""
@@ -271,15 +262,19 @@ class Reader:
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
             begin, end = self._tensor(row.where, piece_key(row.path, None), row.dtype, row.shape)
             return [Part(row.where, begin, end, row.shape)] if begin < end else []
-        size = dtypes.itemsize(row.dtype)
         parts: list[Part] = []
         for number, piece, key in self._pieces(row, box):
-            begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
-            inner = intersect(piece, box)
-            if inner is not None:
-                apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
-                parts += parts_of(number, begin, piece, inner, box, size, apart=apart)
+            parts += self._parts_in(number, row, box, piece, key, mmap)
         return joined(parts, box_shape(box))
+
+    def _parts_in(self, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None) -> list[Part]:
+        """The parts of a box in one piece, which lies in a file under a key."""
+        begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
+        inner = intersect(piece, box)
+        if inner is None:
+            return []
+        apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
+        return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)
 
     def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Where a piece's tensor is in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
@@ -355,6 +350,19 @@ class Reader:
         """The files that a leaf lies in."""
         row = self._target(row)
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
+
+
+def _ranges(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
+    """The byte ranges of parts, by file."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        if part.file not in found:
+            found[part.file] = []
+        if part.ranges:
+            found[part.file] += part.ranges
+        else:
+            found[part.file].append((part.begin, part.end))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,10 +1,12 @@
 """An object that is open for reading. See `stores.store.Blob`."""
 
 import mmap
+import threading
 from collections.abc import Iterable, Sequence
 
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError
+from ..buffers import copy
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ChangedError, Found
@@ -24,6 +26,7 @@ class ObjectBlob:
         self._bucket, self._key = bucket, key
         head, found = bucket.beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
         self._head, self.size, self._found = memoryview(head), found.nbytes, found
+        self._taking = threading.Lock()
 
     def check_is(self, found: Found) -> None:
         """Raises `ReplacedError` unless it is the object that was found, by its version."""
@@ -34,15 +37,16 @@ class ObjectBlob:
         end = offset + len(target)
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
-        head = memoryview(b"") if anew else self._head
-        held = max(min(len(head), end) - offset, 0)
-        target[:held] = head[offset : offset + held]
+        with self._taking:
+            head = memoryview(b"") if anew else self._head
+            held = max(min(len(head), end) - offset, 0)
+            copy(target[:held], head[offset : offset + held])
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
             with reading(self.path):
                 try:
-                    target[begin - offset : stop - offset] = self._bucket.read(self._key, begin, stop, self._found)
+                    self._bucket.read_into(target[begin - offset : stop - offset], self._key, begin, self._found)
                 except (ChangedError, FileNotFoundError):
                     raise ReplacedError(
                         f"{self.path}: it was replaced or deleted while it was open; open it again"
@@ -66,6 +70,14 @@ class ObjectBlob:
     def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None: ...
 
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
+
+    def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
+        with self._taking:
+            head, wanted = self._head, sum(end - begin for begin, end in ranges)
+            if head.readonly or wanted * 2 < len(head) or any(end > len(head) for _, end in ranges):
+                return None
+            self._head = memoryview(b"")
+        return [head[begin:end] for begin, end in ranges]
 
     def forget(self) -> None:
         self._head = memoryview(b"")

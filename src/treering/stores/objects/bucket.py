@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import UnsupportedError
+from ..buffers import aligned, copy
 from ..read_errors import RequestError
 
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _QUICK_BYTES = 64 << 10
+_CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
 _TOKEN = re.compile(r"\.[0-9a-f]{6}\.tmp$")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
@@ -68,8 +70,11 @@ class Bucket:
             return _found(self._repeated(key, lambda: self._obstore.head(self._quick, key)))
         return None
 
-    def beginning(self, key: str, nbytes: int) -> tuple[bytes, Found]:
-        """The object of a key and its first bytes, all of them where it has fewer. Raises `FileNotFoundError`."""
+    def beginning(self, key: str, nbytes: int) -> tuple[Any, Found]:
+        """The object of a key and a buffer of its first bytes, all of them where it has fewer.
+
+        Many come in memory of their own, which may be written. Raises `FileNotFoundError`.
+        """
         try:
             return self._bytes(key, 0, nbytes, None)
         except _EmptyError:
@@ -78,23 +83,35 @@ class Bucket:
                 raise self._missing(key) from None
             return b"", found
 
-    def read(self, key: str, begin: int, end: int, expected: Found) -> Any:
-        """The bytes [begin, end) of an object, as a buffer. Raises `ChangedError` when it is another than expected."""
-        data, found = self._bytes(key, begin, end, expected.version)
+    def read_into(self, target: memoryview, key: str, begin: int, expected: Found) -> None:
+        """Fills a buffer with bytes of an object, from `begin` on. Raises `ChangedError` for another than expected."""
+        _, found = self._bytes(key, begin, begin + len(target), expected.version, target)
         if found[1:] != expected[1:]:
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
-        return data
 
-    def _bytes(self, key: str, begin: int, end: int, version: Version | None) -> tuple[Any, Found]:
+    def _bytes(
+        self, key: str, begin: int, end: int, version: Version | None, target: memoryview | None = None
+    ) -> tuple[Any, Found]:
         options: dict[str, Any] = {"range": (begin, end)}
         if version and version[0] and not version[0].startswith("W/"):  # weak ones fit nothing by the rules of HTTP
             options["if_match"] = version[0]
 
         def read() -> tuple[Any, Found]:
             got = self._obstore.get(self.client, key, options=options)
-            data, found = got.bytes(), _found(got.meta)
-            if len(data) != min(end, found.nbytes) - begin:
-                raise _BrokenError(f"{self.url}/{key}: expected {end - begin} bytes, found {len(data)}")
+            found = _found(got.meta)
+            size = min(end, found.nbytes) - begin
+            if target is None and size <= _CHUNK_BYTES:
+                data = got.bytes()
+                at = len(data)
+            else:  # each chunk at once to where it belongs, or all of them would be copied once more
+                data = aligned(size)[:size] if target is None else target
+                at = 0
+                for chunk in map(memoryview, got.stream(min_chunk_size=_CHUNK_BYTES)):
+                    if at + len(chunk) <= min(size, len(data)):
+                        copy(data[at : at + len(chunk)], chunk)
+                    at += len(chunk)
+            if at != size:
+                raise _BrokenError(f"{self.url}/{key}: expected {size} bytes, found {at}")
             return data, found
 
         return self._repeated(key, read)

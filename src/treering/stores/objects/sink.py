@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ...errors import SaveError
-from ..buffers import aligned
+from ..buffers import aligned, copy
 from ..claims import TakenOverError
 from ..read_errors import RequestError
 from ..store import ABSENT
@@ -54,7 +54,7 @@ class ObjectSink:
 
     def write(self, data: memoryview, offset: int) -> None:
         if self._buffer is not None:
-            self._buffer[offset : offset + len(data)] = data
+            copy(self._buffer[offset : offset + len(data)], data)
             return
         with self._lock:
             if offset != self._at:
