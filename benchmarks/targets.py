@@ -99,6 +99,8 @@ TARGETS = [
     Target("durable save, speed of 4 processes ÷ of 1", "processes", "least", 0.8),
     Target("durable save", "processes", "orbax", 2.5),
     Target("restore, warm", "processes", "orbax", 10),
+    Target("save to a bucket", "256 MiB in objects of 32 MiB", "floor", 0.9),
+    Target("restore from a bucket", "256 MiB in objects of 32 MiB", "floor", 0.9),
     Target("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
     Target("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
     Target("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),

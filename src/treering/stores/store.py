@@ -119,8 +119,11 @@ class Sink(Protocol):
         """Keeps others from removing it as a leftover; False when one of them was faster."""
         ...
 
-    def preallocate(self, nbytes: int) -> None:
-        """Reserves room, so that a full disk shows before anything is written."""
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        """Reserves room, so that a full disk shows before anything is written.
+
+        Returns the memory, where that is what the room is: what is put there is as good as written.
+        """
         ...
 
     def write(self, data: memoryview, offset: int) -> None:

@@ -193,14 +193,18 @@ class StoreConformance:
         store.make_folders(root, [])
         sink = store.create(f"{root}/x")
         pages = 64
+        room = sink.preallocate(pages * _PAGE)
 
         def write(first: int) -> None:
             for n in range(first, pages, 4):
+                page = bytes([n]) * _PAGE
+                if room is not None and n % 2:
+                    room[n * _PAGE : (n + 1) * _PAGE] = page
+                    continue
                 buffer = aligned(_PAGE)
-                buffer[:_PAGE] = bytes([n]) * _PAGE
+                buffer[:_PAGE] = page
                 sink.write(buffer[:_PAGE], n * _PAGE)
 
-        sink.preallocate(pages * _PAGE)
         threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
         for thread in threads:
             thread.start()

@@ -271,8 +271,8 @@ def _write_file(
 ) -> manifest.File:
     sink = files.create(name)
     size = len(file.header) + file.nbytes
-    sink.preallocate(round_up(size))
-    checksums = _write_buffer(sink, file, pieces, staging, pool)
+    room = sink.preallocate(round_up(size))
+    checksums = _write_buffer(sink, room, file, pieces, staging, pool)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
@@ -284,15 +284,18 @@ def _write_file(
 
 
 def _write_buffer(
-    sink: Sink, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
+    sink: Sink, room: memoryview | None, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
 ) -> Sequence[str]:
-    """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block."""
+    """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block.
+
+    With `room`, the sink's own memory for the file, it is filled there.
+    """
     checksums = [""] * file.blocks
     chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
     turn = threading.Lock()
 
     def work() -> None:
-        buffer = aligned(min(CHUNK_BYTES, file.nbytes))
+        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if room is None else room[len(file.header) :]
         target = np.frombuffer(buffer, np.uint8)
         try:
             while True:
@@ -301,10 +304,12 @@ def _write_buffer(
                 if begin is None:
                     return
                 end = min(begin + CHUNK_BYTES, file.nbytes)
-                _fill(target, file, pieces, staging, begin, end)
+                chunk = target if room is None else target[begin:end]
+                _fill(chunk, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
-                    checksums[block // BLOCK] = manifest.xxh3(target[block - begin : min(block + BLOCK, end) - begin])
-                sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
+                    checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
+                if room is None:
+                    sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
                 staging.moved(end - begin)
         except BaseException as error:
             staging.fail(error)  # the other threads stop at once

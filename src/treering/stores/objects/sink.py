@@ -49,8 +49,9 @@ class ObjectSink:
     def protect(self) -> bool:
         return True
 
-    def preallocate(self, nbytes: int) -> None:
+    def preallocate(self, nbytes: int) -> memoryview:
         self._buffer = aligned(nbytes)
+        return self._buffer
 
     def write(self, data: memoryview, offset: int) -> None:
         if self._buffer is not None:
