@@ -27,11 +27,15 @@ Fault = Callable[[Request], str | None]
 
 
 class Proxy:
-    """A running proxy. `fault` may be replaced at any time; `requests` are those that came, in their order."""
+    """A running proxy. `fault` may be replaced at any time; `requests` are those that came, in their order.
+
+    `sent` counts the bytes of the answers' bodies.
+    """
 
     def __init__(self, server: str):
         self.fault: Fault = lambda request: None
         self.requests: list[Request] = []
+        self.sent = 0
         self.delay = 0.0  # seconds before each request is passed on
         self._server = urlsplit(server).netloc
         self._lock = threading.Lock()
@@ -109,6 +113,8 @@ class Proxy:
             handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         if handler.command != "HEAD":
+            with self._lock:
+                self.sent += len(body)
             handler.wfile.write(body[: len(body) // 2] if cut else body)
         handler.wfile.flush()
         if cut:

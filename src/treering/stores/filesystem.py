@@ -55,7 +55,7 @@ class Filesystem:
     def real_path(self, path: str) -> str:
         return os.path.realpath(path)
 
-    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+    def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         return {"driver": "file", "path": os.path.join(path, "")}
 
     def written_by_tensorstore(self, path: str, context: Any) -> None: ...

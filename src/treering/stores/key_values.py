@@ -1,7 +1,17 @@
-"""TensorStore's view of a folder in a store that it cannot reach: a copy in the memory of its context."""
+"""TensorStore's view of a folder in a store that it cannot reach: a copy in the memory of its context.
 
-from collections.abc import Iterable, Iterator
+And errors of such a store, which come by way of TensorStore as the text of its own.
+"""
+
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from .._threads.pool import in_parallel
+from .read_errors import ReplacedError, RequestError
+
+_OURS = {kind.__name__: kind for kind in (ReplacedError, RequestError)}
+_FAILED = re.compile(r"\[treering (\w+)\] (.*?)(?:'\]|$)", re.DOTALL)
 
 
 def brought_in(folder: str, context: Any, files: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
@@ -13,11 +23,30 @@ def brought_in(folder: str, context: Any, files: Iterable[tuple[str, bytes]]) ->
     return spec
 
 
-def taken_out(folder: str, context: Any) -> Iterator[tuple[str, bytes]]:
-    """The files that TensorStore has written into a folder in the memory of a context."""
+def take_out(folder: str, context: Any, put: Callable[[str, bytes], object], in_flight: int) -> None:
+    """Puts the files that TensorStore has written into a folder in the memory of a context, by paths within it.
+
+    They leave that memory.
+    """
     keys = _key_values({"driver": "memory", "path": folder.rstrip("/") + "/"}, context)
-    for key in keys.list().result():
-        yield key.decode(), bytes(keys[key])
+
+    def move(key: bytes) -> None:
+        put(key.decode(), bytes(keys[key]))
+        del keys[key]
+
+    in_parallel(keys.list().result(), move, in_flight)
+
+
+def as_text(error: OSError) -> str:
+    """An error as the text that TensorStore is told; see `of_text`."""
+    name = type(error).__name__
+    return f"[treering {name}] {error}" if name in _OURS else f"[OS error {error.errno or 0}] {error}"
+
+
+def of_text(text: str, path: str) -> OSError | None:
+    """The error that is in a text of TensorStore's, about a path; None when there is none."""
+    found = _FAILED.search(text)
+    return _OURS[found[1]](f"{path}: {found[2]}") if found and found[1] in _OURS else None
 
 
 def _key_values(spec: dict[str, Any], context: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import CorruptError
 from . import claims
 from .flat_folders import check_replaceable
-from .key_values import brought_in, taken_out
+from .key_values import brought_in, take_out
 from .ranges import Range
 from .store import ABSENT, Beside, Owned, Stat, Writer
 from .temporary_names import temporary_beside
@@ -84,7 +84,7 @@ class MemoryStore:
     def real_path(self, path: str) -> str:
         return path
 
-    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+    def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         below = _below(path)
         with self.lock:
             found = [
@@ -93,11 +93,13 @@ class MemoryStore:
         return brought_in(path, context, found)
 
     def written_by_tensorstore(self, path: str, context: Any) -> None:
-        for name, data in taken_out(path, context):
+        def put(name: str, data: bytes) -> None:
             one = _Object()  # a new one: what is open stays
             one.data += data
             with self.lock:
                 self.objects[_below(path) + name] = one
+
+        take_out(path, context, put, 1)
 
     # Writing
 

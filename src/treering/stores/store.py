@@ -240,10 +240,11 @@ class Store(Protocol):
         """The path without links."""
         ...
 
-    def tensorstore(self, path: str, context: Any) -> dict[str, Any]:
+    def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         """TensorStore's specification of the files in a folder, to be opened in a `tensorstore.Context`.
 
-        A store that TensorStore cannot reach itself brings them into the memory of that context.
+        A store that TensorStore cannot reach itself brings them into the memory of that context, at least where it
+        `writes`.
         """
         ...
 

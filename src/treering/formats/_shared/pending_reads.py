@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import CorruptError
 from ...stores import git_lfs
+from ...stores.key_values import of_text
 from ...stores.store import Store
 from ...stores.whole_files import is_folder
 
@@ -67,6 +68,8 @@ def errors(store: Store, path: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OverflowError) as error:
+        if ours := of_text(str(error), path):
+            raise ours from None
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
         if text.startswith(_FAILURES):
             code = _CODE.search(text)

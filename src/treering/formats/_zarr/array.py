@@ -5,6 +5,7 @@ It fills in missing chunks unless it is told not to, believes sizes, and ends th
 them; so sizes are checked first, against the files where that can be done.
 """
 
+import contextlib
 import math
 import os
 import posixpath
@@ -35,6 +36,7 @@ _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks kept of an array of which
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
 _PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
 _MAX_METADATA_BYTES = 16 << 20  # bytes of an array's metadata that can be meant
+_FEW_CHUNKS = 4  # that are asked for one by one, where that takes a request to a store
 _EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
 _CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
@@ -64,7 +66,7 @@ class Folder:
         if ocdbt and options is None:
             self._check_database()
         self.context = context or ts.Context(_CONTEXT)
-        spec = store.tensorstore(path, self.context)
+        spec = store.tensorstore(path, self.context, writes=options is not None)
         if ocdbt:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
         with errors(store, path):
@@ -239,8 +241,10 @@ class Array:
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
         keys = (_below(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
-            for key in keys:
-                self._check_file(posixpath.join(self.folder.path, key))
+            several = math.prod(map(len, axes)) > _FEW_CHUNKS
+            with self.folder.store.glance(self.path) if several else contextlib.nullcontext():
+                for key in keys:
+                    self._check_file(posixpath.join(self.folder.path, key))
         elif self._layout.blosc:
             for key in keys:
                 with errors(self.folder.store, self.path):
@@ -321,6 +325,9 @@ class Writer:
         context = ts.Context({**_CONTEXT, "file_io_sync": call.index > 0})
         self._folder = Folder(store, own, ocdbt=ocdbt, options=_DATABASE, context=context)
         self._waiting = PendingReads(store, limit)
+        # A bucket's files pass through memory, those of a database, which is read while it is written, all at the end.
+        self._sends_early = store.object_bytes is not None and not ocdbt
+        self._unsent, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
 
     def __enter__(self) -> "Writer":
@@ -358,8 +365,13 @@ class Writer:
     def close(self) -> None:
         """Waits until everything is written."""
         with self._waiting.ended_on_errors():
-            self._waiting.end()
+            self._send()
+
+    def _send(self) -> None:
+        """Waits until everything is where it belongs."""
+        self._waiting.end()
         self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context)
+        self._unsent = 0
 
     def complete(self, count: int) -> None:
         """Checks that all keys of all processes are there; makes one database of theirs, if they have written some.
@@ -425,6 +437,9 @@ class Writer:
             part = array[tuple(slice(*bounds) for bounds in box)]
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
             self.count += 1
+            self._unsent += nbytes
+            if self._sends_early and self._unsent >= self._limit:
+                self._send()
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:

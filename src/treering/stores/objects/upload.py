@@ -14,7 +14,7 @@ from ..read_errors import RequestError
 from .bucket import Bucket, Version
 
 OBJECT_BYTES = 32 << 20  # bytes of an array object, which is put in one request
-_IN_FLIGHT = 5  # objects that are being put at a time
+IN_FLIGHT = 5  # objects that are being put at a time
 _PART_BYTES = 16 << 20  # bytes of the parts of a stream, unless it is known to be larger
 _MAX_PARTS = 10_000  # that stores take
 _PARTS = 4  # of a stream that are in flight
@@ -91,7 +91,7 @@ class Uploads:
     """The objects that are on their way, a few at a time."""
 
     def __init__(self) -> None:
-        self._room = threading.BoundedSemaphore(_IN_FLIGHT)
+        self._room = threading.BoundedSemaphore(IN_FLIGHT)
         self._lock = threading.Lock()
         self._under_way: dict[str, Upload] = {}
         _alive.add(self)
@@ -133,7 +133,7 @@ class Uploads:
 def _forget_after_fork() -> None:
     """Leaves what is on its way to the process that this one was forked from."""
     for one in _alive.all():
-        one._room, one._lock, one._under_way = threading.BoundedSemaphore(_IN_FLIGHT), threading.Lock(), {}
+        one._room, one._lock, one._under_way = threading.BoundedSemaphore(IN_FLIGHT), threading.Lock(), {}
 
 
 _alive: "Alive[Uploads]" = Alive()

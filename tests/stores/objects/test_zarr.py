@@ -1,0 +1,157 @@
+"""Checkpoints of zarr arrays in buckets: only what is needed is read, and a failure is never damage."""
+
+import logging
+import pathlib
+import re
+import secrets
+import subprocess
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+
+import s3
+import treering as tr
+from fault_proxy import Proxy, proxy
+from treering import stores
+from treering.errors import CorruptError, NotFoundError, TreeringError
+from treering.stores.objects import loopback
+
+pytest.importorskip("obstore")
+_FORMATS = ["orbax", "t5x", "levanter"]
+_RNG = np.random.default_rng(0)
+_TREE = {
+    "small": np.arange(1000, dtype=np.float32),
+    "large": _RNG.random((12, 1 << 18), np.float32),  # in one to twelve chunks
+}
+
+
+@pytest.fixture
+def between(s3_server: str) -> Any:
+    with proxy(s3_server) as found:
+        yield found
+
+
+def _saved(between: Proxy, format: str) -> str:
+    path = f"{stores.absolute(s3.client(between.url, prefix=secrets.token_hex(4)))}/c"  # type: ignore[arg-type]
+    tr.save(path, _TREE, format=format)
+    return path
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_only_what_is_needed_is_read(between: Proxy, format: str) -> None:
+    path = _saved(between, format)
+    between.sent = 0
+    opened = tr.open(path)
+    assert np.array_equal(opened["small"][...], _TREE["small"])
+    assert between.sent < 1 << 20, "the large array has 12 MiB"
+    assert np.array_equal(opened["large"][3:5], _TREE["large"][3:5])
+    restored = tr.restore(path, _TREE)
+    assert all(np.array_equal(restored[name], _TREE[name]) for name in _TREE)
+    assert restored["large"].flags.writeable
+    assert tr.verify(path).ok
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_what_is_replaced_while_it_is_open_is_said(between: Proxy, format: str) -> None:
+    path = _saved(between, format)
+    opened = tr.open(path)
+    tr.save(path, {name: array + 1 for name, array in _TREE.items()}, format=format, overwrite=True)
+    with pytest.raises(NotFoundError, match="replaced or deleted while it was open"):
+        opened["large"][...]
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_request_that_is_refused_is_no_damage(between: Proxy, format: str) -> None:
+    path = _saved(between, format)
+    opened = tr.open(path)
+    between.fault = lambda request: "403 AccessDenied" if request.method == "GET" else None
+    with pytest.raises((TreeringError, OSError)) as caught:
+        opened["large"][...]
+    assert "does not allow" in str(caught.value) and not isinstance(caught.value, CorruptError), caught.value
+    between.fault = lambda request: None
+    assert np.array_equal(opened["large"][...], _TREE["large"])
+
+
+def test_many_chunks_take_few_requests(between: Proxy) -> None:
+    path = f"{stores.absolute(s3.client(between.url, prefix=secrets.token_hex(4)))}/c"  # type: ignore[arg-type]
+    array = _RNG.random((40, 1 << 20), np.float32)[:, ::2].copy()  # 80 MiB
+    tr.save(path, {"w": array}, format="levanter")
+    opened = tr.open(path)
+    begun, sent = len(between.requests), between.sent
+    assert np.array_equal(opened["w"][...], array)
+    chunks = array.nbytes / (16 << 20)
+    assert len(between.requests) - begun <= 2 * chunks + 2 and between.sent - sent < 1.01 * array.nbytes
+
+
+def test_nobody_else_on_the_machine_reads_the_bucket(between: Proxy) -> None:
+    path = _saved(between, "orbax")
+    opened = tr.open(path)
+    assert loopback._server
+    url = f"http://127.0.0.1:{loopback._server.server_address[1]}"
+    for guess in ("", "/manifest.ocdbt", f"/{secrets.token_hex(16)}/manifest.ocdbt", "/../../etc/passwd"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(url + guess)
+        caught.value.close()
+        assert caught.value.code == 403
+    opened["small"][...]
+
+
+def test_by_way_of_memory_where_a_proxy_is_in_between(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _saved(between, "orbax")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "localhost, example.com")
+    with caplog.at_level(logging.WARNING, "treering"):
+        restored = tr.restore(path, _TREE)
+    assert "no_proxy" in caplog.text and np.array_equal(restored["large"], _TREE["large"])
+    monkeypatch.setenv("no_proxy", "localhost, 127.0.0.1")
+    caplog.clear()
+    assert np.array_equal(tr.restore(path, _TREE)["large"], _TREE["large"]) and not caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", _FORMATS)
+def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any, format: str) -> None:
+    """Converted to the disk, in a process that has little more memory than it began with."""
+    prefix = secrets.token_hex(4)
+    root = stores.absolute(s3.client(s3_server, prefix=prefix))  # type: ignore[arg-type]
+    tree = {f"w{n}": np.full((8 << 20,), n, np.float32) for n in range(24)}  # 768 MiB
+    tr.save(f"{root}/c", tree, format=format)
+    code = f"""
+    import re, s3, threading, treering as tr
+    from treering import stores
+    root = stores.absolute(s3.client({s3_server!r}, prefix={prefix!r}))
+    over, most = threading.Event(), 0
+    def now():  # without the pages of mapped files
+        return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
+    def watch():
+        global most
+        while not over.wait(0.005):
+            most = max(most, now())
+    tr.save({str(tmp_path / "warm")!r}, {{"a": 1}})
+    tr.open(f"{{root}}/c")["w0"][:10]
+    before = now()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    tr.convert(f"{{root}}/c", {str(tmp_path / "converted")!r})
+    print("read:", most - before, "MiB")
+    most = 0
+    if {format!r} != "orbax":  # whose database is made in memory
+        tr.convert({str(tmp_path / "converted")!r}, f"{{root}}/again", format={format!r})
+        print("written:", most - before, "MiB")
+    over.set()
+    watching.join()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2], check=True)
+    found = re.findall(r": (-?\d+) MiB", done.stdout)
+    assert len(found) == 2 - (format == "orbax") and max(map(int, found)) < 400, done.stdout
+    for place in (tmp_path / "converted", *([] if format == "orbax" else [f"{root}/again"])):
+        converted = tr.open(place)
+        assert all(np.array_equal(converted[name][...], array) for name, array in tree.items())
