@@ -37,10 +37,14 @@ def take_out(folder: str, context: Any, put: Callable[[str, bytes], object], in_
     in_parallel(keys.list().result(), move, in_flight)
 
 
-def as_text(error: OSError) -> str:
+def as_text(error: Exception) -> str:
     """An error as the text that TensorStore is told; see `of_text`."""
     name = type(error).__name__
-    return f"[treering {name}] {error}" if name in _OURS else f"[OS error {error.errno or 0}] {error}"
+    if name in _OURS:
+        return f"[treering {name}] {error}"
+    if isinstance(error, OSError) and error.errno:
+        return f"[OS error {error.errno}] {error}"
+    return f"[treering {RequestError.__name__}] {name}: {error}"
 
 
 def of_text(text: str, path: str) -> OSError | None:

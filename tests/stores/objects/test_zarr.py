@@ -19,7 +19,10 @@ import treering as tr
 from fault_proxy import Proxy, proxy
 from treering import stores
 from treering.errors import CorruptError, NotFoundError, TreeringError
+from treering.formats._shared.pending_reads import errors
+from treering.stores.key_values import as_text
 from treering.stores.objects import loopback
+from treering.stores.read_errors import ReplacedError, RequestError
 
 pytest.importorskip("obstore")
 _FORMATS = ["orbax", "t5x", "levanter"]
@@ -155,3 +158,22 @@ def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any,
     for place in (tmp_path / "converted", *([] if format == "orbax" else [f"{root}/again"])):
         converted = tr.open(place)
         assert all(np.array_equal(converted[name][...], array) for name, array in tree.items())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ReplacedError("gone"), ReplacedError),
+        (RequestError("it's [not] there"), RequestError),
+        (PermissionError(13, "no"), PermissionError),
+        (MemoryError(), RequestError),
+        (KeyError("a"), RequestError),
+    ],
+)
+def test_errors_come_by_way_of_tensorstore(error: Exception, expected: type[Exception]) -> None:
+    """As it shows them: the text that it was told stands among others of its own."""
+    text = as_text(error).replace("'", "\\'")
+    shown = f"PERMISSION_DENIED: Error reading: [HTTP code 403] [http_response_body='{text}'] [tensorstore_spec='{{}}']"
+    with pytest.raises(expected) as caught, errors(stores.of("/tmp"), "/tmp/place"):
+        raise ValueError(shown)
+    assert type(caught.value) is expected and "/tmp/place" in str(caught.value)

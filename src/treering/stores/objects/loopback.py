@@ -26,7 +26,7 @@ _HOST = "127.0.0.1"
 _PIECE_BYTES = 16 << 20  # bytes that are asked for at a time
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _server: "_Server | None" = None  # while there are folders
-_changing = threading.Lock()
+_changing = threading.RLock()  # a signal handler may open something while its thread holds it
 
 
 def is_reachable() -> bool:
@@ -89,6 +89,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any  # the `_Server`
     disable_nagle_algorithm = True
+    timeout = 60.0  # seconds after which a connection on which nothing comes is closed
 
     def do_GET(self) -> None:
         token, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
@@ -113,7 +114,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except (ChangedError, FileNotFoundError):
             self._refuse(ReplacedError("it was replaced or deleted while it was open; open it again"))
             return
-        except OSError as error:
+        except Exception as error:  # an answer that does not come would be asked for again and again
             self._refuse(error)
             return
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -133,7 +134,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             begin, end = int(first), min(int(last) + 1 if last else size, size)
         return (begin, end, True) if begin < end else None
 
-    def _refuse(self, error: OSError) -> None:
+    def _refuse(self, error: Exception) -> None:
         self._say(HTTPStatus.FORBIDDEN, as_text(error).encode())  # which TensorStore does not ask for again
 
     def _say(
