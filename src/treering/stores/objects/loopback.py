@@ -58,6 +58,7 @@ class _Server(http.server.ThreadingHTTPServer):
     """Serves folders by their tokens, and ends with the last of them."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that are opened at once; of more, one waits a second until it tries again
     timeout = 0.5  # seconds between looks whether there are any
 
     def __init__(self) -> None:
