@@ -138,7 +138,12 @@ def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
 @functools.lru_cache(maxsize=4096)
 def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
     """The layout of an array that each of the holders has whole."""
-    return Layout(boxes, Holders((holders,) * len(boxes)))
+    return Layout(boxes, _all_held_by(holders, len(boxes)))
+
+
+@functools.lru_cache(maxsize=256)
+def _all_held_by(holders: tuple[int, ...], pieces: int) -> Holders:
+    return Holders((holders,) * pieces)
 
 
 def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
@@ -151,6 +156,7 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
     leaves = [n for n in arrays if n not in catalogue.tied]
     together: dict[int, tuple[Layout, int]] = {}
     apart: dict[int, tuple[Layout, int]] = {}
+    everyone = tuple(range(count))
     for n in leaves:
         entry: Any = catalogue.entries[n]
         layout = layout_of(catalogue.shardings[n], entry.shape) if n in catalogue.shardings else None
@@ -159,7 +165,7 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
             together[n] = layout, itemsize
         else:
             boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
-            holders = (single[n],) if single and n in single else tuple(range(count))
+            holders = (single[n],) if single and n in single else everyone
             apart[n] = held_by(boxes, holders), itemsize
     loads = np.zeros(count, np.int64)
     total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *apart.values()))

@@ -71,7 +71,7 @@ class ReadTogether:
     """Reads boxes of which some are also needed by other processes; see `treering.formats.Source.read`.
 
     All processes of the call make one, and call `read` for the same leaves in the same order. Messages take about
-    `room` bytes of memory, but no less than 512 KiB for each process of an exchange.
+    `room` bytes of memory, but no less than 768 KiB for each process of an exchange.
     """
 
     def __init__(self, call: Call, source: Source, how: Mapping[str, How | None], room: int):
@@ -142,7 +142,8 @@ class _Exchange:
         self._own = [own[item] for item in self._items]
         self._alike = self._items[0].layout is None
         self.kind = self._alike, members
-        held = len(members) * (1 if self._alike else 2)  # what came from each and, if they differ, what goes to each
+        # What came in this round and the last; what is sent in this one and the next, to each if they differ.
+        held = 2 * len(members) + 2 if self._alike else 3 * len(members)
         self._most = min(max(room // held, _LEAST), _MOST)
         self._unit = max(self._most // 8, _LEAST // 2)  # messages of few different sizes, for each is compiled
         self._slabs = self._cut()

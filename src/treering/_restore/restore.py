@@ -211,7 +211,7 @@ def _values(
     values: list[Any] = [target.value for target in targets]
     passing = _leave_host(targets, places)
     budget = _BUDGET if limit is None else limit
-    room = min(_MESSAGES, budget // 4)
+    room = int(min(_MESSAGES, budget // 4))
     with gc_paused():
         joint = shared_reads.shared(
             call, plan.source, targets, places, read, alike=[budget, passing, verify], room=room

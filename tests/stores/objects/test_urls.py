@@ -5,6 +5,7 @@ import http.server
 import os
 import pathlib
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering.errors import MismatchError, NotFoundError, UnsupportedError
+from treering.stores import buffers
+from treering.stores.objects import blob
 
 
 @pytest.fixture
@@ -145,6 +148,39 @@ def test_requests_are_few(s3_server: str) -> None:
             for step in range(20):
                 ckpts.save(step, {"a": step})
         assert requests(lambda: tr.steps(f"{root}/run")) == 1
+
+
+def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = np.arange(1 << 20, dtype=np.float32)
+    tr.save(f"{bucket}/c", {"w": saved})
+    found: list[Any] = []
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    def copying(target: memoryview, source: memoryview) -> None:
+        if not found:
+            found.append(None)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        buffers.copy(target, source)
+
+    usual = [
+        signal.signal(signal.SIGUSR1, lambda *_: found.append(opened["w"][:10])),
+        signal.signal(signal.SIGALRM, give_up),
+    ]
+    monkeypatch.setattr(blob, "copy", copying)
+    signal.alarm(20)
+    try:
+        for wanted in (10, len(saved)):
+            found[:] = [None]
+            opened = tr.open(f"{bucket}/c")
+            found.clear()
+            assert np.array_equal(opened["w"][:wanted], saved[:wanted])
+            assert len(found) == 2 and np.array_equal(found[1], saved[:10])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGUSR1, usual[0])
+        signal.signal(signal.SIGALRM, usual[1])
 
 
 @pytest.mark.slow
@@ -278,4 +314,4 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     ckpt = tr.open(report.path)
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
     files = ckpt._source._files.values()
-    assert len(files) > 1 and not any(len(file._blob._head) for file in files)
+    assert len(files) > 1 and not any(file._blob._heads for file in files)

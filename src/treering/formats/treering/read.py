@@ -200,7 +200,7 @@ class Reader:
         for entry, box in wanted:
             row = self._resolve(entry)
             for number, piece, key in self._pieces(row, box):
-                inner = intersect(piece, box)
+                inner = piece if piece == box else intersect(piece, box)
                 size = dtypes.itemsize(row.dtype) * math.prod(box_shape(inner)) if inner else 0
                 nbytes[number] = nbytes.get(number, 0) + size
                 inside.setdefault(number, []).append((row, box, piece, key))
@@ -209,8 +209,16 @@ class Reader:
         def read(number: int) -> None:
             size = self._manifest.files[number].size
             file = self._file(number, size if nbytes[number] * 2 > size else 0)
-            if ranges := _ranges(part for one in inside[number] for part in self._parts_in(number, *one, mmap)):
-                memory[number] = file.memory(merge(ranges[number]), verify, mmap)
+            ranges: list[tuple[int, int]] = []
+            for row, box, piece, key in inside[number]:
+                if piece == box:  # without parts, for there may be thousands
+                    begin, end = self._tensor(number, key, row.dtype, box_shape(piece))
+                    ranges += [(begin, end)] if begin < end else []
+                else:
+                    for part in self._parts_in(number, row, box, piece, key, mmap):
+                        ranges += part.ranges or [(part.begin, part.end)]
+            if ranges:
+                memory[number] = file.memory(merge(ranges), verify, mmap)
 
         in_parallel(list(inside), read, _OBJECTS)
         return memory

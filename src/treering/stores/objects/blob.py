@@ -1,7 +1,6 @@
 """An object that is open for reading. See `stores.store.Blob`."""
 
 import mmap
-import threading
 from collections.abc import Iterable, Sequence
 
 from ..._threads.pool import in_parallel
@@ -12,6 +11,7 @@ from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ChangedError, Found
 from .upload import OBJECT_BYTES
 
+_MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well
 _HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
 
 
@@ -25,8 +25,8 @@ class ObjectBlob:
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
         head, found = bucket.beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
-        self._head, self.size, self._found = memoryview(head), found.nbytes, found
-        self._taking = threading.Lock()
+        self.size, self._found = found.nbytes, found
+        self._heads = [memoryview(head)]  # at most one: no lock, for a signal handler may read the same
 
     def check_is(self, found: Found) -> None:
         """Raises `ReplacedError` unless it is the object that was found, by its version."""
@@ -37,10 +37,12 @@ class ObjectBlob:
         end = offset + len(target)
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
-        with self._taking:
-            head = memoryview(b"") if anew else self._head
+        held = 0
+        for head in () if anew else tuple(self._heads):
             held = max(min(len(head), end) - offset, 0)
             copy(target[:held], head[offset : offset + held])
+            if not any(one is head for one in self._heads):
+                held = 0  # it was handed over meanwhile, and may have been written
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
@@ -72,15 +74,18 @@ class ObjectBlob:
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
 
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
-        with self._taking:
-            head, wanted = self._head, sum(end - begin for begin, end in ranges)
-            if head.readonly or wanted * 2 < len(head) or any(end > len(head) for _, end in ranges):
-                return None
-            self._head = memoryview(b"")
+        wanted = sum(end - begin for begin, end in ranges)
+        try:
+            head = self._heads.pop()  # in one step, so that it has one owner
+        except IndexError:
+            return None
+        if head.readonly or wanted < len(head) * _MOST_OF_IT or any(end > len(head) for _, end in ranges):
+            self._heads.append(head)
+            return None
         return [head[begin:end] for begin, end in ranges]
 
     def forget(self) -> None:
-        self._head = memoryview(b"")
+        self._heads.clear()
 
     def close(self) -> None:
         self.forget()
