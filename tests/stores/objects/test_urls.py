@@ -159,7 +159,7 @@ def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypa
         raise TimeoutError
 
     def copying(target: memoryview, source: memoryview) -> None:
-        if not found:
+        if not found and len(target) > 4096:  # of an array, not of the header
             found.append(None)
             os.kill(os.getpid(), signal.SIGUSR1)
         buffers.copy(target, source)
@@ -171,12 +171,11 @@ def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypa
     monkeypatch.setattr(blob, "copy", copying)
     signal.alarm(20)
     try:
-        for wanted in (10, len(saved)):
-            found[:] = [None]
-            opened = tr.open(f"{bucket}/c")
-            found.clear()
-            assert np.array_equal(opened["w"][:wanted], saved[:wanted])
-            assert len(found) == 2 and np.array_equal(found[1], saved[:10])
+        found.append(None)
+        opened = tr.open(f"{bucket}/c")
+        found.clear()
+        assert np.array_equal(opened["w"][:1000], saved[:1000])
+        assert len(found) == 2 and np.array_equal(found[1], saved[:10])
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGUSR1, usual[0])
