@@ -152,6 +152,7 @@ def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
             assert first + second <= 1.1 * needed and min(first, second) >= 0.3 * needed, (name, first, second, needed)
 
 
+@pytest.mark.slow
 def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Path) -> None:
     body = """
     from treering._pytree import devices

@@ -219,7 +219,9 @@ def _values(
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
-    most = sys.maxsize if free else budget - room if joint else budget // 2 if passing else budget
+    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice.
+    left = budget if limit is None else budget - room
+    most = sys.maxsize if free else left if joint else budget // 2 if passing else budget
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0

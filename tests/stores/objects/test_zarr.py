@@ -119,12 +119,12 @@ def test_by_way_of_memory_where_a_proxy_is_in_between(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", _FORMATS)
+@pytest.mark.parametrize("format", ["orbax", "levanter"])
 def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any, format: str) -> None:
     """Converted to the disk, in a process that has little more memory than it began with."""
     prefix = secrets.token_hex(4)
     root = stores.absolute(s3.client(s3_server, prefix=prefix))  # type: ignore[arg-type]
-    tree = {f"w{n}": np.full((8 << 20,), n, np.float32) for n in range(24)}  # 768 MiB
+    tree = {f"w{n}": np.full((8 << 20,), n, np.float32) for n in range(12)}  # 384 MiB
     tr.save(f"{root}/c", tree, format=format)
     code = f"""
     import re, s3, threading, treering as tr
@@ -154,7 +154,7 @@ def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any,
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2], check=True)
     found = re.findall(r": (-?\d+) MiB", done.stdout)
-    assert len(found) == 2 - (format == "orbax") and max(map(int, found)) < 400, done.stdout
+    assert len(found) == 2 - (format == "orbax") and max(map(int, found)) < 350, done.stdout
     for place in (tmp_path / "converted", *([] if format == "orbax" else [f"{root}/again"])):
         converted = tr.open(place)
         assert all(np.array_equal(converted[name][...], array) for name, array in tree.items())
