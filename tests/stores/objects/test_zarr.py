@@ -80,6 +80,7 @@ def test_a_request_that_is_refused_is_no_damage(between: Proxy, format: str) -> 
     assert np.array_equal(opened["large"][...], _TREE["large"])
 
 
+@pytest.mark.slow
 def test_many_chunks_take_few_requests(between: Proxy) -> None:
     path = f"{stores.absolute(s3.client(between.url, prefix=secrets.token_hex(4)))}/c"  # type: ignore[arg-type]
     array = _RNG.random((40, 1 << 20), np.float32)[:, ::2].copy()  # 80 MiB
