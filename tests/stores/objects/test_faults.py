@@ -4,6 +4,7 @@ import datetime
 import logging
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,7 +155,12 @@ def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Prox
     def fail_the_second(request: Request) -> str | None:
         if request.method == "PUT" and "arrays-" in request.path:
             seen.append(request.path)
-            return "403 AccessDenied" if len(seen) == 2 else "late"
+            if seen[1:2] != [request.path]:
+                return "late"
+            end = time.monotonic() + 20
+            while len(seen) < 3 and time.monotonic() < end:  # or it would fail before the others are on their way
+                time.sleep(0.01)
+            return "403 AccessDenied"
         return None
 
     between.fault = fail_the_second
