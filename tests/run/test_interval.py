@@ -68,15 +68,15 @@ class Fixed:
     def committed(self, report: SaveReport) -> None: ...
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf", "stall", "write", "slower"),
     [
         (20_000, 5, 20, 0.0),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [(5_000, 2, 60, 0.0), (40_000, 0.1, 30, 0.3), (3_000, 20, 20, 0.0), (100_000, 60, 120, 0.1)]
-        ),
+        (5_000, 2, 60, 0.0),
+        (40_000, 0.1, 30, 0.3),
+        (3_000, 20, 20, 0.0),
+        (100_000, 60, 120, 0.1),
     ],
 )
 def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
