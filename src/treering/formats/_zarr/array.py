@@ -438,7 +438,7 @@ class Writer:
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
             self.count += 1
             self._unsent += nbytes
-            if self._sends_early and self._unsent >= self._limit:
+            if self._sends_early and self._unsent >= self._limit // 2:
                 self._send()
 
 
