@@ -21,7 +21,7 @@ from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
-_FEW = 16  # pieces
+_FEW_PIECES = 16  # of an array, up to which they are gone through one by one
 _FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
 
 
@@ -356,7 +356,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
             if not layout.is_regular:
                 after += sizes
             # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
-            most = after.max(axis=1) if len(sizes) > _FEW else functools.reduce(np.maximum, after.T)
+            most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
             turn = int(most.argmin())
         np.add.at(loads, turns[turn], sizes)
         shares[n] = Share(layout.boxes, turns[turn], layout, turn)
