@@ -58,7 +58,7 @@ class Filesystem:
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         return {"driver": "file", "path": os.path.join(path, "")}
 
-    def written_by_tensorstore(self, path: str, context: Any) -> None: ...
+    def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None: ...
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> FileSink:
         return FileSink(self.disk, path)

@@ -23,8 +23,10 @@ def brought_in(folder: str, context: Any, files: Iterable[tuple[str, bytes]]) ->
     return spec
 
 
-def take_out(folder: str, context: Any, put: Callable[[str, bytes], object], in_flight: int) -> None:
-    """Puts the files that TensorStore has written into a folder in the memory of a context, by paths within it.
+def take_out(
+    folder: str, context: Any, which: Callable[[str], bool], put: Callable[[str, bytes], object], in_flight: int
+) -> None:
+    """Puts files that TensorStore has written into a folder in the memory of a context, by paths within it.
 
     They leave that memory.
     """
@@ -34,7 +36,7 @@ def take_out(folder: str, context: Any, put: Callable[[str, bytes], object], in_
         put(key.decode(), bytes(keys[key]))
         del keys[key]
 
-    in_parallel(keys.list().result(), move, in_flight)
+    in_parallel([key for key in keys.list().result() if which(key.decode())], move, in_flight)
 
 
 def as_text(error: Exception) -> str:

@@ -92,14 +92,14 @@ class MemoryStore:
             ]
         return brought_in(path, context, found)
 
-    def written_by_tensorstore(self, path: str, context: Any) -> None:
+    def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         def put(name: str, data: bytes) -> None:
             one = _Object()  # a new one: what is open stays
             one.data += data
             with self.lock:
                 self.objects[_below(path) + name] = one
 
-        take_out(path, context, put, 1)
+        take_out(path, context, which, put, 1)
 
     # Writing
 

@@ -248,8 +248,11 @@ class Store(Protocol):
         """
         ...
 
-    def written_by_tensorstore(self, path: str, context: Any) -> None:
-        """Takes in what TensorStore has written into a folder, unless it has written into the store itself."""
+    def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
+        """Takes in what TensorStore has written into a folder, unless it has written into the store itself.
+
+        which: of the files, by their paths within the folder; TensorStore cannot read these again.
+        """
         ...
 
     # Writing

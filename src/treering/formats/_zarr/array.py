@@ -48,6 +48,7 @@ _DATABASE = {
     "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
     "assume_config": True,
     "target_data_file_size": 1 << 31,
+    "value_data_prefix": "d/v",  # apart from the nodes, which are read again while it is written
 }
 DATABASE = "manifest.ocdbt"
 DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
@@ -86,6 +87,10 @@ class Folder:
                 _check_file(place, there)
             elif not self.store.is_link(place):  # what a link to a folder leads to is read as it is
                 places += [posixpath.join(place, name) for name in self.store.list(place)]
+
+    def reads_again(self, name: str) -> bool:
+        """Whether TensorStore reads a file again while it writes: all of a database, but for the chunks."""
+        return self.ocdbt and not name.startswith(_DATABASE["value_data_prefix"])
 
     def list(self, prefix: str = "") -> "list[str]":
         """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
@@ -325,8 +330,7 @@ class Writer:
         context = ts.Context({**_CONTEXT, "file_io_sync": call.index > 0})
         self._folder = Folder(store, own, ocdbt=ocdbt, options=_DATABASE, context=context)
         self._waiting = PendingReads(store, limit)
-        # A bucket's files pass through memory, those of a database, which is read while it is written, all at the end.
-        self._sends_early = store.object_bytes is not None and not ocdbt
+        self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory
         self._unsent, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
 
@@ -365,12 +369,12 @@ class Writer:
     def close(self) -> None:
         """Waits until everything is written."""
         with self._waiting.ended_on_errors():
-            self._send()
+            self._send(lambda name: True)
 
-    def _send(self) -> None:
-        """Waits until everything is where it belongs."""
+    def _send(self, which: Callable[[str], bool]) -> None:
+        """Waits until everything is written, and these files are where they belong."""
         self._waiting.end()
-        self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context)
+        self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context, which)
         self._unsent = 0
 
     def complete(self, count: int) -> None:
@@ -439,7 +443,7 @@ class Writer:
             self.count += 1
             self._unsent += nbytes
             if self._sends_early and self._unsent >= self._limit // 2:
-                self._send()
+                self._send(lambda name: not self._folder.reads_again(name))
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:

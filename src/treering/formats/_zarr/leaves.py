@@ -29,7 +29,7 @@ _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 
 _MAX_LISTED_CHUNKS = 1 << 18  # chunks, of which each takes time even when it is left out
 _MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
 _MAGIC = bytes.fromhex("0cdb3a2a")  # with which the manifest of a database begins
-_DATA, _DATA_FILE = "d", re.compile(r"[0-9a-f]{32}")  # the folder of its other files, and their names
+_DATA, _DATA_FILE = "d", re.compile(r"v?[0-9a-f]{32}")  # the folder of its other files, and their names
 _LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
 
 

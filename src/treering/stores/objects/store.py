@@ -147,9 +147,9 @@ class ObjectStore:
         blob.check_is(one)
         return blob.read(0, blob.size)
 
-    def written_by_tensorstore(self, path: str, context: Any) -> None:
+    def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         bucket, key = self._find(path)
-        take_out(path, context, lambda name, data: bucket.put(f"{key}/{name}", data, overwrite=True), IN_FLIGHT)
+        take_out(path, context, which, lambda name, data: bucket.put(f"{key}/{name}", data, overwrite=True), IN_FLIGHT)
 
     # Writing
 
