@@ -246,10 +246,10 @@ def test_verify_reports_damage_beside_what_it_cannot_check(run: pathlib.Path, tr
 @pytest.mark.parametrize("format", ["safetensors", "orbax", "t5x", "flax"])
 def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeypatch: Any, format: str) -> None:
     from treering.formats._shared import reader
-    from treering.formats._zarr import array, leaves
+    from treering.formats._zarr import leaves
 
     monkeypatch.setattr(reader, "_CHECK_SLICE_BYTES", 4096)
-    monkeypatch.setattr(array, "IN_FLIGHT", 4096)
+    monkeypatch.setattr(leaves, "IN_FLIGHT", 4096)
     monkeypatch.setattr(leaves, "_CHUNK", 4096)
     tree = {
         "target": {"x": np.random.default_rng(0).integers(0, 255, (64, 1024), "uint8"), "y": np.ones(3)},

@@ -23,7 +23,9 @@ from treering.errors import CorruptError, TreeringError, UnsafeError, Unsupporte
 from treering.formats._zarr import array as zarr
 from treering.formats._zarr.array import ZarrArray
 from treering.formats._zarr.chunks import Chunks
+from treering.formats._zarr.folder import Folder
 from treering.formats._zarr.metadata import can_hold
+from treering.formats._zarr.writer import Writer
 from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
@@ -75,7 +77,7 @@ def write(
 ) -> None:
     """Writes one array, in a folder or under a name in a database."""
     folder, name = os.path.split(path) if base is None else (base, path)
-    with zarr.Writer(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
+    with Writer(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
         writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor={"id": "gzip", "level": 1})
 
 
@@ -218,8 +220,8 @@ def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path
     make(Path("a"), np.full((4,), 7, np.int32), [2], "zarr3", tmp_path, fill_value=7, data_type="int32")
     store = ts.KvStore.open(spec(Path("a"), "zarr3", tmp_path)["kvstore"]).result()
     store.delete_range(ts.KvStore.KeyRange("c/0", "c/1")).result()
-    folder = zarr.Folder(Filesystem(Disk()), str(tmp_path), ocdbt=True)
-    (strict,), (filled,) = folder.arrays(["a"], "zarr3"), folder.arrays(["a"], "zarr3", filled=True)
+    folder = Folder(Filesystem(Disk()), str(tmp_path), ocdbt=True)
+    (strict,), (filled,) = zarr.find(folder, ["a"], "zarr3"), zarr.find(folder, ["a"], "zarr3", filled=True)
     assert zarr.read([(filled, ((0, 4),))])[0].tolist() == [7] * 4
     with pytest.raises(CorruptError):
         zarr.read([(strict, ((0, 4),))])
@@ -460,7 +462,7 @@ def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool)
 
     for n in range(20):
         folder = tmp_path / str(n)
-        writer = zarr.Writer(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
+        writer = Writer(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
         with pytest.raises(OSError, match="the source"):
             writer.add("a", (9, 1 << 20), "float32", read_box, chunks=Chunks((1, 1 << 20)), compressor=None)
         shutil.rmtree(folder)

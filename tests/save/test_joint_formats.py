@@ -148,16 +148,16 @@ report(1)
 
 
 DIES = """
-from treering.formats._zarr import array
+from treering.formats._zarr.writer import Writer
 first = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9)}
 second = {"w": put(np.full((64, 64), 2.0, np.float32), P("x")), "n": np.arange(9) + 1}
 tr.save(tmp / "c", first, format=FORMAT)
-close = array.Writer.close
+close = Writer.close
 def dies(self):
     close(self)  # after its part is written
     if INDEX == WHO:
         HOW()
-array.Writer.close = dies
+Writer.close = dies
 report(caught(tr.save, tmp / "c", second, format=FORMAT, overwrite=True, timeout=4))
 """
 
@@ -192,14 +192,14 @@ def test_a_chunk_that_process_0_does_not_see_is_no_checkpoint(tmp_path: pathlib.
     """As on file systems that are not one: what TensorStore does not find counts as zeros, or as an empty database."""
     body = """
 import shutil
-from treering.formats._zarr import array
-close = array.Writer.close
+from treering.formats._zarr.writer import Writer
+close = Writer.close
 def loses(self):
     close(self)
     if INDEX == 1 and (tmp / "loses").exists():
         one = next(pathlib.Path(self._path).glob(GONE[FORMAT]))
         shutil.rmtree(one) if one.is_dir() else one.unlink()
-array.Writer.close = loses
+Writer.close = loses
 tree = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9), "m": np.arange(8)}
 found = []
 for FORMAT in GONE:

@@ -7,8 +7,8 @@ from ..._processes.calls import Call, raise_cause
 from ...errors import CorruptError
 from ...stores.nfs import check_shared
 from ...stores.store import Beside, Owned, Store
-from .array import Writer
 from .leaves import folder_size
+from .writer import Writer
 
 
 def write_folder(

@@ -23,6 +23,8 @@ from .._shared.reader import ForeignReader, Stored, beginning_within
 from . import array as zarr
 from . import metadata
 from .chunks import Chunks, assigned
+from .folder import DATABASE, DATABASE_PARTS, IN_FLIGHT, Driver
+from .writer import Writer
 
 _CHUNK = 16 << 20  # bytes
 _RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
@@ -79,9 +81,7 @@ class ZarrReader(ForeignReader):
             yield from super()._damage_of(entry, begin, end)
             return
         size = dtypes.itemsize(entry.dtype)
-        parts = (
-            (part, size * math.prod(box_shape(part))) for part, _ in array.split(whole(array.shape), zarr.IN_FLIGHT)
-        )
+        parts = ((part, size * math.prod(box_shape(part))) for part, _ in array.split(whole(array.shape), IN_FLIGHT))
         yield from _damage(array, beginning_within(begin, end, parts))
 
 
@@ -119,7 +119,7 @@ def _one_run(entry: ArrayEntry) -> list[int]:
     return [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
 
 
-def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Source, chunks: Chunks) -> None:
+def add_array(writer: Writer, name: str, entry: ArrayEntry, contents: Source, chunks: Chunks) -> None:
     """Writes an array in chunks."""
 
     def read_box(box: Box) -> np.ndarray:
@@ -128,14 +128,14 @@ def add_array(writer: zarr.Writer, name: str, entry: ArrayEntry, contents: Sourc
     writer.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=None)
 
 
-def add_number(writer: zarr.Writer, name: str, value: complex) -> None:
+def add_number(writer: Writer, name: str, value: complex) -> None:
     """Writes a number of Python as an array without axes."""
     array = np.array(value)
     own = None if writer.is_first else frozenset[Box]()
     writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=Chunks((), own), compressor=None)
 
 
-def parts_of(store: Store, folder: str, name: str, driver: zarr.Driver) -> Iterator[str]:
+def parts_of(store: Store, folder: str, name: str, driver: Driver) -> Iterator[str]:
     """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
 
     The files of an array whose metadata cannot be read are unknown.
@@ -156,11 +156,11 @@ def database_parts(store: Store, folder: str) -> Iterator[str]:
 
     Those of the databases that several processes wrote, and from which it was merged, are included.
     """
-    if beginning(store, posixpath.join(folder, zarr.DATABASE), len(_MAGIC)) != _MAGIC:
+    if beginning(store, posixpath.join(folder, DATABASE), len(_MAGIC)) != _MAGIC:
         return
-    for name in filter(zarr.DATABASE_PARTS.fullmatch, store.list(folder)):
+    for name in filter(DATABASE_PARTS.fullmatch, store.list(folder)):
         place = posixpath.join(folder, name)
-        if name == zarr.DATABASE:
+        if name == DATABASE:
             yield name
         elif name == _DATA and is_folder(store, place):
             yield from (f"{name}/{file}" for file in filter(_DATA_FILE.fullmatch, store.list(place)))

@@ -12,11 +12,12 @@ from ...errors import CorruptError, UnsafeError
 from ...stores.store import Store
 from .._shared.safety import check_apart
 from .._zarr import array as zarr
+from .._zarr.folder import DATABASE, Driver, Folder
 from .._zarr.leaves import ZarrReader, folder_size
 from .._zarr.metadata import FILES
 from .schema import read_metadata
 
-_DRIVERS: dict[str, zarr.Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
+_DRIVERS: dict[str, Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
 _LEVELS = 200  # of folders
 CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
 _OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # the key of one, of zarr 3 or 2
@@ -32,7 +33,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
         for file, driver in _DRIVERS.items():
             own = [name.removesuffix(f"/{file}") for name in names if name.endswith(f"/{file}")]
             filled = folder.ocdbt and driver == "zarr3"
-            for name, array in zip(own, folder.find(own, driver, filled=filled), strict=True):
+            for name, array in zip(own, zarr.find(folder, own, driver, filled=filled), strict=True):
                 place = _path(prefix + name)
                 if isinstance(array, CorruptError):
                     entries[place] = lost(place, str(array))
@@ -56,7 +57,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
     )
 
 
-def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[str]]]:
+def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]:
     """Folders of arrays, what precedes the arrays' names there, and the files that describe them or are chunks."""
     files: list[str] = []
     stack = [""]
@@ -64,8 +65,8 @@ def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[s
         prefix = stack.pop()
         place = posixpath.join(path, prefix)
         names = store.list(place)
-        if zarr.DATABASE in names:
-            folder = zarr.Folder(store, place, ocdbt=True)
+        if DATABASE in names:
+            folder = Folder(store, place, ocdbt=True)
             yield folder, prefix, folder.list()
             continue
         described = [name for name in names if name in _DRIVERS]
@@ -80,7 +81,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[zarr.Folder, str, list[s
             raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
         stack += [f"{prefix}{name}/" for name in reversed(folders)]
     if files:
-        yield zarr.Folder(store, path, ocdbt=False), "", files
+        yield Folder(store, path, ocdbt=False), "", files
 
 
 def _undescribed(names: Iterable[str]) -> Iterator[str]:

@@ -18,9 +18,11 @@ from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from ...stores.whole_files import is_folder
 from .._shared.folding import Folders
-from .._zarr import array, metadata
+from .._zarr import metadata
+from .._zarr.folder import DATABASE
 from .._zarr.joint_write import write_folder
 from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
+from .._zarr.writer import Writer
 from ..orbax.schema import CHECKPOINT, TREE
 from .read import CHUNK, open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata
@@ -43,7 +45,7 @@ def write(
         raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
     entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
     _check(entries)
-    names = {FILE, CHECKPOINT, TREE, array.DATABASE, *metadata.FILES.values()}
+    names = {FILE, CHECKPOINT, TREE, DATABASE, *metadata.FILES.values()}
     names |= {"/".join(split(entry.path)).partition("/")[0] for entry in entries}
     chunks = chunks_of(call, layouts, entries)
 
@@ -52,8 +54,8 @@ def write(
         for entry in entries:
             folders.add("/".join(split(entry.path)))
 
-    def arrays(folder: str) -> array.Writer:
-        with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+    def arrays(folder: str) -> Writer:
+        with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry in entries:
                 name = "/".join(split(entry.path))
                 if isinstance(entry, ArrayEntry):

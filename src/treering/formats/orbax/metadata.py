@@ -8,7 +8,8 @@ import msgspec
 
 from ...errors import CorruptError
 from ...stores.store import Store
-from .._zarr import array, metadata
+from .._zarr import metadata
+from .._zarr.folder import DATABASE, Folder
 from .schema import TREE, read_json
 
 SEQUENCE, DICT = 1, 2  # kinds of keys: the latter of attributes as well
@@ -56,9 +57,9 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
 
     Raises `CorruptError` when there are none.
     """
-    ocdbt = store.stat(posixpath.join(folder, array.DATABASE)) is not None
+    ocdbt = store.stat(posixpath.join(folder, DATABASE)) is not None
     if ocdbt:
-        keys = array.Folder(store, folder, ocdbt=True).list()
+        keys = Folder(store, folder, ocdbt=True).list()
     else:
         files = [posixpath.join(name, file) for name in store.list(folder) for file in metadata.FILES.values()]
         keys = [file for file in files if store.stat(posixpath.join(folder, file)) is not None]

@@ -10,7 +10,7 @@ from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import files_in, is_file, is_folder
 from .._shared.msgpack import MAP, beginning, tokens
-from .._zarr.array import DATABASE
+from .._zarr.folder import DATABASE
 from .._zarr.leaves import database_parts, parts_of
 from .items import VALUES
 from .metadata import STRINGS, read_metadata

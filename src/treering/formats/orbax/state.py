@@ -13,6 +13,7 @@ from .._shared.reader import Stored
 from .._shared.safety import check_inside
 from .._shared.state_dict import Leaves, StateDict
 from .._zarr import array as zarr
+from .._zarr.folder import DATABASE, Folder
 from .schema import PLACEHOLDERS, STATE
 
 
@@ -30,10 +31,10 @@ def read_state(store: Store, folder: str, at: str | None) -> Leaves:
     """The leaves of the file in a folder, with the arrays that text in it stands for. Raises `CorruptError`."""
     leaves = read_aggregated(store, folder, at)
     names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
-    ocdbt = store.stat(posixpath.join(folder, zarr.DATABASE)) is not None
+    ocdbt = store.stat(posixpath.join(folder, DATABASE)) is not None
     for name in () if ocdbt else names.values():
         check_inside(folder, name)
-    arrays = zarr.Folder(store, folder, ocdbt=ocdbt).find(list(names.values()), "zarr") if names else []
+    arrays = zarr.find(Folder(store, folder, ocdbt=ocdbt), list(names.values()), "zarr") if names else []
     entries: dict[str, Entry] = {entry.path: entry for entry in leaves.entries}
     stored: dict[str, Stored] = {**leaves.arrays}
     for path, array in zip(names, arrays, strict=True):

@@ -21,6 +21,7 @@ from .._shared.reader import Stored
 from .._shared.safety import check_inside
 from .._shared.state_dict import Leaves
 from .._zarr import array as zarr
+from .._zarr.folder import DATABASE, Folder
 from .metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
 from .schema import ABOUT_ARRAYS, STATE, TREE, read_json
 from .state import placeholder, read_aggregated
@@ -240,7 +241,7 @@ def _check(places: Sequence[_Place]) -> None:
 def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
     if not places:
         return []
-    manifest = posixpath.join(folder, zarr.DATABASE)
+    manifest = posixpath.join(folder, DATABASE)
     there = store.stat(manifest) is not None
     ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
     if ocdbt and not there:
@@ -248,8 +249,8 @@ def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetada
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
-    return zarr.Folder(store, folder, ocdbt=ocdbt).find(
-        [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
+    return zarr.find(
+        Folder(store, folder, ocdbt=ocdbt), [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
     )
 
 

@@ -16,10 +16,12 @@ from ..._processes.calls import Call
 from ...errors import MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
-from .._zarr import array, metadata
+from .._zarr import metadata
 from .._zarr.chunks import Chunks
+from .._zarr.folder import part_of_database
 from .._zarr.joint_write import write_folder
 from .._zarr.leaves import add_array, add_number, chunks_of
+from .._zarr.writer import Writer
 from .metadata import DICT, SEQUENCE, STRINGS
 from .parts import NAMES, parts
 from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
@@ -68,8 +70,8 @@ def write(
     chunks = chunks_of(call, layouts, (leaf.entry for leaf in leaves))
     begun = time.time_ns()
 
-    def arrays(folder: str) -> array.Writer:
-        with array.Writer(store, folder, driver="zarr", ocdbt=True, call=call) as writer:
+    def arrays(folder: str) -> Writer:
+        with Writer(store, folder, driver="zarr", ocdbt=True, call=call) as writer:
             for leaf in leaves:
                 if isinstance(leaf.entry, ArrayEntry):
                     add_array(writer, leaf.name, leaf.entry, contents, chunks[leaf.entry.path])
@@ -80,7 +82,7 @@ def write(
     def rest(folder: str) -> None:
         _write_rest(store, folder, contents, leaves, chunks, begun)
 
-    names = {*NAMES, *(array.part_of_database("", n) for n in range(call.count) if call.count > 1)}
+    names = {*NAMES, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
     return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=parts, names=names)
 
 

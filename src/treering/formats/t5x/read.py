@@ -18,6 +18,7 @@ from .._shared.msgpack import named
 from .._shared.safety import check_inside
 from .._shared.state_dict import Elsewhere, StateDict, numbered, own_step
 from .._zarr import array as zarr
+from .._zarr.folder import Folder
 from .._zarr.leaves import ZarrReader, folder_size
 from .schema import FILE
 
@@ -29,7 +30,7 @@ _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrReader:
     """Opens the state dict in the file `checkpoint`, or one of another name. `step` comes from the names around it."""
     opened, folder = open_fetched(store, file), os.path.dirname(file)
-    arrays = functools.cache(lambda: zarr.Folder(store, folder, ocdbt=False))
+    arrays = functools.cache(lambda: Folder(store, folder, ocdbt=False))
     seen_as: dict[str, str] = {}
     beside = 0
 
@@ -39,7 +40,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
             return None
         name = _name(value)
         check_inside(folder, name)
-        (array,) = arrays().find([name], "zarr")
+        (array,) = zarr.find(arrays(), [name], "zarr")
         if isinstance(array, CorruptError):
             return array
         if difference := _difference(value, array, seen_as):

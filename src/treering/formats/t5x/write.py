@@ -24,10 +24,11 @@ from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
-from .._zarr import array, metadata
+from .._zarr import metadata
 from .._zarr.chunks import Chunks, assigned, divided
 from .._zarr.joint_write import write_folder
 from .._zarr.leaves import parts_of_arrays
+from .._zarr.writer import Writer
 from .read import open_state
 from .schema import FILE, OF_ORBAX
 
@@ -60,8 +61,8 @@ def write(
 
     instead: dict[str, bytes] = {}
 
-    def arrays(folder: str) -> array.Writer:
-        with array.Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+    def arrays(folder: str) -> Writer:
+        with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry, name in named:
                 instead[entry.path] = _add(writer, contents, entry, name, chunks[entry.path])
         return writer
@@ -92,7 +93,7 @@ def _owned(store: Store, folder: str) -> set[str]:
     return {FILE, *filter(_DATA.fullmatch, store.list(folder)), *arrays}
 
 
-def _add(arrays: array.Writer, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
+def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
     """Writes an array beside the state dict; returns its placeholder there, a TensorStore spec in MessagePack."""
     read_box = functools.partial(_read_box, contents, entry)
     arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)

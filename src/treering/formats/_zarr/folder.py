@@ -1,0 +1,138 @@
+"""A folder of zarr arrays, as plain files or as an OCDBT database, through TensorStore.
+
+TensorStore does its own reading and writing, below the `Disk` that everything else goes through. It waits for ever for
+some files, and believes sizes; so files are looked at first, where that can be done.
+"""
+
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ...errors import CorruptError, UnsafeError
+from ...stores.read_errors import reading
+from ...stores.store import Stat, Store
+from ...stores.whole_files import read_file
+from .._shared.pending_reads import errors
+from . import metadata as zarr_metadata
+
+Driver = Literal["zarr", "zarr3"]
+IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
+MAX_METADATA_BYTES = 16 << 20  # bytes of an array's metadata that can be meant
+CONTEXT = {
+    "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
+    "file_io_concurrency": {"limit": 32},
+    "file_io_sync": False,
+}
+# As Orbax has it: metadata of arrays lies in the tree itself, and the tree in one node, for there is one writer.
+DATABASE_OPTIONS = {
+    "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
+    "assume_config": True,
+    "target_data_file_size": 1 << 31,
+    "value_data_prefix": "d/v",  # apart from the nodes, which are read again while it is written
+}
+DATABASE = "manifest.ocdbt"
+DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
+
+
+class Folder:
+    """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
+
+    def __init__(
+        self, store: Store, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None, context: Any = None
+    ):
+        import tensorstore as ts
+
+        self.store, self.path, self.ocdbt = store, path, ocdbt
+        if ocdbt and options is None:
+            self._check_database()
+        self.context = context or ts.Context(CONTEXT)
+        spec = store.tensorstore(path, self.context, writes=options is not None)
+        if ocdbt:
+            spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
+        with errors(store, path):
+            self.keys = ts.KvStore.open(spec, context=self.context).result()
+        self.kept: tuple[Any, Any] | None = None  # the array of which parts of chunks were read last
+
+    def _check_database(self) -> None:
+        """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
+        manifest = posixpath.join(self.path, DATABASE)
+        if (size := check_file(manifest, stat(self.store, manifest)).nbytes) > MAX_METADATA_BYTES:
+            raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
+        names = filter(DATABASE_PARTS.fullmatch, self.store.list(self.path))  # other things may lie beside it
+        places = [posixpath.join(self.path, name) for name in names]
+        while places:
+            there = stat(self.store, place := places.pop())
+            if there is None or not there.is_folder:
+                check_file(place, there)
+            elif not self.store.is_link(place):  # what a link to a folder leads to is read as it is
+                places += [posixpath.join(place, name) for name in self.store.list(place)]
+
+    def reads_again(self, name: str) -> bool:
+        """Whether TensorStore reads a file again while it writes: all of a database, but for the chunks."""
+        return self.ocdbt and not name.startswith(DATABASE_OPTIONS["value_data_prefix"])
+
+    def list(self, prefix: str = "") -> "list[str]":
+        """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
+        import tensorstore as ts
+
+        with errors(self.store, self.path):
+            start = prefix.encode()
+            between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
+            found = self.keys.list(between).result()
+        return sorted(key.decode(errors="surrogateescape") for key in found)
+
+    def metadata(self, name: str, driver: Driver, future: Any = None) -> bytes:
+        """The contents of an array's metadata file, which may be on their way already.
+
+        Raises `CorruptError` where there is none.
+        """
+        key = about(name, driver)
+        path = posixpath.join(self.path, key)
+        if not self.ocdbt:
+            return self._file(path)
+        with errors(self.store, self.path):
+            found = (future or self.keys.read(key)).result()
+        if found.state != "value":
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        return found.value
+
+    def _file(self, path: str) -> bytes:
+        there = self.store.stat(path)
+        if there is None:
+            raise CorruptError(f"{path}: expected an array's metadata, found nothing")
+        if there.nbytes > MAX_METADATA_BYTES:
+            raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be meant as an array's metadata")
+        folder, within = map(self.store.real_path, (self.path, os.path.dirname(path)))
+        if not posixpath.join(within, "").startswith(posixpath.join(folder, "")):
+            raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
+        return read_file(self.store, path)
+
+
+def part_of_database(path: str, index: int) -> str:
+    """The folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
+    return posixpath.join(path, f"ocdbt.process_{index}")
+
+
+def below(name: str) -> str:
+    """The prefix of the keys of an array."""
+    return name if not name or name.endswith("/") else f"{name}/"
+
+
+def about(name: str, driver: Driver) -> str:
+    """The key of an array's metadata."""
+    return below(name) + zarr_metadata.FILES[driver]
+
+
+def stat(store: Store, path: str) -> Stat | None:
+    with reading(path):
+        return store.stat(path)
+
+
+def check_file(path: str, there: Stat | None) -> Stat:
+    if there is None:
+        raise CorruptError(f"{path}: expected a chunk, found nothing")
+    if not there.is_file:
+        raise CorruptError(f"{path}: expected a file, found a folder, a pipe or a device")
+    return there

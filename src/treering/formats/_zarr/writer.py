@@ -1,0 +1,155 @@
+"""Zarr arrays that are written, by one process or by several."""
+
+import math
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box
+from ..._processes.calls import ALONE, Call
+from ...errors import SaveError
+from ...stores.nfs import look_anew, wait_until
+from ...stores.store import Store
+from ...stores.whole_files import files_in
+from .._shared.pending_reads import PendingReads, errors
+from . import metadata as zarr_metadata
+from .chunks import Chunks
+from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, Driver, Folder, below, part_of_database
+
+
+class Writer:
+    """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
+
+    The processes of a `call` write one folder together. What process 0 writes is not synced: the code that publishes
+    the folder does that. What the others write is durable after `close`.
+    """
+
+    def __init__(
+        self, store: Store, path: str, *, driver: Driver, ocdbt: bool, call: Call = ALONE, limit: int = IN_FLIGHT
+    ):
+        import tensorstore as ts
+
+        self._path, self._call, self._driver = path, call, driver
+        self._merges = ocdbt and call.count > 1  # each process writes a database of its own
+        own = part_of_database(path, call.index) if self._merges else path
+        context = ts.Context({**CONTEXT, "file_io_sync": call.index > 0})
+        self._folder = Folder(store, own, ocdbt=ocdbt, options=DATABASE_OPTIONS, context=context)
+        self._waiting = PendingReads(store, limit)
+        self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory
+        self._unsent, self._limit = 0, limit
+        self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes it or, after an error, waits until nothing is written any more: the folder is about to be removed."""
+        if kind is None:
+            self.close()
+        else:
+            self._waiting.settle()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which writes what is no part of an array."""
+        return self._call.index == 0
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        *,
+        chunks: Chunks,
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins to write this process's chunks of an array, which `read_box` returns one by one. All are stored.
+
+        The arrays that `read_box` returns must not change until `close`.
+        """
+        with self._waiting.ended_on_errors():
+            self._add(name, shape, dtype, read_box, chunks, compressor)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        with self._waiting.ended_on_errors():
+            self._send(lambda name: True)
+
+    def _send(self, which: Callable[[str], bool]) -> None:
+        """Waits until everything is written, and these files are where they belong."""
+        self._waiting.end()
+        self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context, which)
+        self._unsent = 0
+
+    def complete(self, count: int) -> None:
+        """Checks that all keys of all processes are there; makes one database of theirs, if they have written some.
+
+        Called in process 0 when all have closed. The data stays where it is; so does Orbax when several processes save.
+        Raises `SaveError` where this process does not see what the others have written.
+        """
+        if self._call.count == 1:
+            return
+        store, found = self._folder.store, 0
+
+        def look() -> bool:
+            nonlocal found
+            found = self._merged() if self._merges else sum(1 for _ in files_in(store, self._path))
+            return found == count
+
+        if not wait_until(look, lambda: look_anew(store, self._path), self._call.timeout):
+            raise SaveError(
+                f"{self._path}: expected {count} chunks and descriptions of arrays, written by {self._call.count} "
+                f"processes, found {found}; do all processes see the same file system?"
+            )
+
+    def _merged(self) -> int:
+        """The number of keys in the database, after those of all processes are in it."""
+        import tensorstore as ts
+
+        store, context = self._folder.store, self._folder.context  # one context: else everything would be copied
+        with errors(store, self._path):
+            together = ts.Transaction(atomic=True)
+            whole = Folder(store, self._path, ocdbt=True, options=DATABASE_OPTIONS, context=context)
+            target = whole.keys.with_transaction(together)
+            for index in range(self._call.count):
+                path = part_of_database(self._path, index)
+                part = Folder(store, path, ocdbt=True, options=DATABASE_OPTIONS, context=context)
+                part.keys.experimental_copy_range_to(target).result()
+            together.commit_async().result()
+            return len(whole.list())
+
+    def _add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        read_box: Callable[[Box], np.ndarray],
+        chunks: Chunks,
+        compressor: Mapping[str, Any] | None,
+    ) -> None:
+        import tensorstore as ts
+
+        metadata = zarr_metadata.new(self._driver, shape, dtype, chunks.shape, compressor)
+        path, keys = posixpath.join(self._folder.path, name), self._folder.keys / below(name)
+        if self.is_first:
+            text = msgspec.json.encode(metadata)
+            self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+            self.count += 1
+        spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
+        with errors(self._folder.store, path):
+            context = self._folder.context
+            array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
+        nbytes = math.prod(chunks.shape) * dtypes.itemsize(dtype)
+        for box in chunks.written(shape):
+            self._waiting.make_room(nbytes)
+            part = array[tuple(slice(*bounds) for bounds in box)]
+            self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
+            self.count += 1
+            self._unsent += nbytes
+            if self._sends_early and self._unsent >= self._limit // 2:
+                self._send(lambda name: not self._folder.reads_again(name))
