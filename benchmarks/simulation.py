@@ -25,7 +25,7 @@ from typing import Any
 import greenlet
 import numpy as np
 
-from treering._processes import multi_process, tree
+from treering._processes import job_store, multi_process, tree
 from treering._processes.multi_process import History, MultiProcess
 from treering.errors import PeerError
 
@@ -306,7 +306,6 @@ class _in:
     """The coordinator in simulated time, for the time of a `with` block."""
 
     def __init__(self, world: World):
-        module: Any = multi_process
         main = object()
         replaced = {
             "time": types.SimpleNamespace(monotonic=lambda: world.now),
@@ -316,7 +315,8 @@ class _in:
             ),
             "start": lambda *started: [one.start() for one in started],
         }
-        self._swap = [(module, name, value) for name, value in replaced.items()]
+        modules: list[Any] = [multi_process, job_store]
+        self._swap = [(one, name, value) for one in modules for name, value in replaced.items() if hasattr(one, name)]
 
     def __enter__(self) -> None:
         self._before = [(module, name, getattr(module, name)) for module, name, _ in self._swap]

@@ -32,6 +32,7 @@ from .. import errors
 from .._threads.pool import start
 from ..errors import PeerError, TreeringError
 from . import tree
+from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
 _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
@@ -86,7 +87,8 @@ class MultiProcess:
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History | None = None):
         self.index, self.count, self.undecided = index, count, False
-        self._client, self._what, self.timeout = client, what, tree.timeout(timeout, count)
+        self._what, self.timeout = what, tree.timeout(timeout, count)
+        self._store = JobStore(client, what, here=not index, timeout=self.timeout)
         self._history = history or _history
         self._children = tree.children(index, count)
         self._heartbeat_seconds = min(tree.heartbeat_seconds(count), self.timeout / 4)
@@ -111,7 +113,7 @@ class MultiProcess:
             self._ordinal = self._history.ordinal
         self._number = self._next()
         try:
-            while index and self._get(self._heartbeat_of(0), "").startswith(f'{_FAILED}["PeerError"'):
+            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{_FAILED}["PeerError"'):
                 self._number = self._next()  # process 0 has made that call without this process
         except PeerError:
             self._uncount()
@@ -159,12 +161,12 @@ class MultiProcess:
             self._withdraw()
         elif error:
             try:
-                self._put(self._heartbeat_of(self.index), _encoded(error))
+                self._store.put(self._heartbeat_of(self.index), _encoded(error))
                 if (
                     not self.index
                 ):  # in the place of the answer that the others wait for, or will: one that is there holds
                     key = f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer"
-                    self._reach(self._client.key_value_set, key, _encoded(error), absent=("ALREADY_EXISTS", None))
+                    self._store.put_new(key, _encoded(error))
             except PeerError:  # process 0 is gone, and the store with it
                 return
         if not self.index:
@@ -175,7 +177,7 @@ class MultiProcess:
         """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            self._reach(self._client.key_value_delete, self._heartbeat_of(self.index))
+            self._store.delete(self._heartbeat_of(self.index))
 
     def _uncount(self) -> None:
         """Gives the number of this call to the next one of its kind, for process 0 has not used it yet."""
@@ -190,7 +192,7 @@ class MultiProcess:
         values: dict[int, Any] = {self.index: mine}
         missing = list(self._children)
         while missing:
-            for index, text in self._listed(f"{self.name}/{exchange}/{self.index}/").items():
+            for index, text in self._store.listed(f"{self.name}/{exchange}/{self.index}/").items():
                 if index in missing:
                     values.update(msgspec.json.decode(text, type=dict[int, Any]))
             missing = [index for index in missing if index not in values]
@@ -209,7 +211,7 @@ class MultiProcess:
     def _delete_old(self) -> None:
         over = self._history.over
         while over and time.monotonic() - over[0][0] > _KEEP_KEYS_SECONDS:
-            self._reach(self._client.key_value_delete, f"{over.popleft()[1]}/")
+            self._store.delete(f"{over.popleft()[1]}/")
 
     # In the other processes
 
@@ -221,7 +223,7 @@ class MultiProcess:
                 if not self._heard_of_failure:
                     raise
                 # Process 0 may have failed after it had answered, and then its answer holds.
-                if (text := self._get(f"{self.name}/{exchange}/answer", None)) is None:
+                if (text := self._store.get(f"{self.name}/{exchange}/answer", None)) is None:
                     self.undecided = False
                     raise
                 break
@@ -236,9 +238,9 @@ class MultiProcess:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
-        heartbeats = self._listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
+        heartbeats = self._store.listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
         if 0 in awaited:
-            heartbeats[0] = self._get(self._heartbeat_of(0), "")
+            heartbeats[0] = self._store.get(self._heartbeat_of(0), "")
         now = time.monotonic()
         since = min(now - self._looked, self._heartbeat_seconds)  # a job that was stopped as a whole is not dead
         self._looked = now
@@ -260,9 +262,9 @@ class MultiProcess:
         """Raises `PeerError` when a process in `quiet` has gone on to a call that this process has not reached."""
         if not quiet:
             return
-        latest = self._listed(f"{_NOW}{self.index}/") if quiet != [0] else {}
+        latest = self._store.listed(f"{_NOW}{self.index}/") if quiet != [0] else {}
         if 0 in quiet:
-            latest[0] = self._get(_now_of(0), _NOWHERE)
+            latest[0] = self._store.get(_now_of(0), _NOWHERE)
         for index in quiet:
             what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
             if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
@@ -277,7 +279,7 @@ class MultiProcess:
         seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
         shown = []
         for index, doing in list(seen.items())[:5]:
-            what = "" if doing else msgspec.json.decode(self._get(_now_of(index), _NOWHERE))[0]
+            what = "" if doing else msgspec.json.decode(self._store.get(_now_of(index), _NOWHERE))[0]
             elsewhere = "not in this call" + (f"; its last is {what}" if what else "")
             shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere})")
         more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
@@ -295,10 +297,10 @@ class MultiProcess:
                     not beat and self._ordinal == self._history.ordinal
                 ):  # even if the call is over: the others look for this process
                     where = [self._what, self._number, self._ordinal]
-                    self._put(_now_of(self.index), msgspec.json.encode(where).decode())
+                    self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
                 if self._ended:
                     return
-                self._put(self._heartbeat_of(self.index), f"{beat} {self._doing}")
+                self._store.put(self._heartbeat_of(self.index), f"{beat} {self._doing}")
                 with contextlib.suppress(queue.Empty):
                     self._wake.get(timeout=self._heartbeat_seconds)
         except PeerError:  # process 0 is gone, and the store with it; the thread that waits for it finds out
@@ -325,49 +327,8 @@ class MultiProcess:
         return n
 
     def _set(self, key: str, value: Any) -> None:
-        self._put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
-
-    def _put(self, key: str, text: str) -> None:
-        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
-
-    def _get(self, key: str, default: Any) -> Any:
-        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
-
-    def _listed(self, directory: str) -> dict[int, str]:
-        """The values below a key by process."""
-        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
-        named = ((key.rpartition("/")[2], value) for key, value in found)
-        return {int(name): value for name, value in named if name.isdigit()}
+        self._store.put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
 
     def _await(self, key: str) -> str | None:
         """The value of a key; None when there is none after `_poll_seconds`."""
-        get, milliseconds = self._client.blocking_key_value_get, int(self._poll_seconds * 1000)
-        return self._reach(get, f"{self.name}/{key}", milliseconds, absent=("DEADLINE_EXCEEDED", None))
-
-    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
-        """Asks the store. Raises `PeerError` when it fails, or has not answered after the timeout.
-
-        `absent`: a part of the error's text that says there is no such key, and what to return then.
-        """
-        found: list[Any] = []
-
-        def work() -> None:
-            try:
-                found.append((ask(*args), None))
-            except RuntimeError as error:
-                found.append((None, error))
-
-        if self.index == 0:  # the store is in this process
-            work()
-        else:  # its client waits for ever for a process 0 that stands still
-            thread = threading.Thread(target=work, name="jax-store", daemon=True)
-            start(thread)
-            thread.join(self.timeout)
-        if not found:
-            raise PeerError(f"{self._what}: process 0 has not answered for {self.timeout:g} s")
-        value, error = found[0]
-        if error is None:
-            return value
-        if absent[0] and absent[0] in str(error):
-            return absent[1]
-        raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error
+        return self._store.wait_for(f"{self.name}/{key}", self._poll_seconds)

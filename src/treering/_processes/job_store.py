@@ -1,0 +1,69 @@
+"""The key-value store that `jax.distributed` runs in process 0, as a process of the job reaches it."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .._threads.pool import start
+from ..errors import PeerError
+
+
+class JobStore:
+    """Asks the store on behalf of a call, `what`. All methods raise `PeerError` when it fails, or does not answer.
+
+    In process 0 the store is in the process itself. The client of another one would wait for ever for a process 0 that
+    stands still; here it is given up after `timeout` seconds.
+    """
+
+    def __init__(self, client: Any, what: str, *, here: bool, timeout: float):
+        self._client, self._what, self._here, self._timeout = client, what, here, timeout
+
+    def put(self, key: str, text: str) -> None:
+        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
+
+    def put_new(self, key: str, text: str) -> None:
+        """Puts a value, unless there is one."""
+        self._reach(self._client.key_value_set, key, text, absent=("ALREADY_EXISTS", None))
+
+    def get(self, key: str, default: Any) -> Any:
+        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
+
+    def wait_for(self, key: str, seconds: float) -> str | None:
+        """The value of a key; None when there is none after so long."""
+        get, milliseconds = self._client.blocking_key_value_get, int(seconds * 1000)
+        return self._reach(get, key, milliseconds, absent=("DEADLINE_EXCEEDED", None))
+
+    def listed(self, directory: str) -> dict[int, str]:
+        """The values below a key by process."""
+        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
+        named = ((key.rpartition("/")[2], value) for key, value in found)
+        return {int(name): value for name, value in named if name.isdigit()}
+
+    def delete(self, key: str) -> None:
+        """Deletes a key or, if it ends in a slash, those below it."""
+        self._reach(self._client.key_value_delete, key)
+
+    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
+        """Asks the store. `absent`: a part of the error that says there is no such key, and what to return then."""
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append((ask(*args), None))
+            except RuntimeError as error:
+                found.append((None, error))
+
+        if self._here:
+            work()
+        else:
+            thread = threading.Thread(target=work, name="jax-store", daemon=True)
+            start(thread)
+            thread.join(self._timeout)
+        if not found:
+            raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
+        value, error = found[0]
+        if error is None:
+            return value
+        if absent[0] and absent[0] in str(error):
+            return absent[1]
+        raise PeerError(f"{self._what}: process 0, which coordinates, cannot be reached: {error}") from error
