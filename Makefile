@@ -21,7 +21,7 @@ demo: $(VENV)/demo
 
 test: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 2
-	$(RUN) -m pytest -m slow -n 3
+	$(RUN) -m pytest -m slow -n 4
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow and not long" -n 2

@@ -25,7 +25,7 @@ from typing import Any
 import greenlet
 import numpy as np
 
-from treering._processes import job_store, multi_process, tree
+from treering._processes import host, job_store, multi_process, tree
 from treering._processes.multi_process import History, MultiProcess
 from treering.errors import PeerError
 
@@ -33,6 +33,7 @@ from .table import markdown
 
 SERVED = 10_000  # requests a second that the store answers: what that of JAX does on a core of its own
 WAY = 0.0005  # seconds there and back, the median; log-normal
+PER_HOST = 8  # processes, whose sockets are taken for perfect
 SIZES = (16, 1_000, 10_000, 100_000)
 _MARKS = ("<!-- simulation -->", "<!-- end -->")
 
@@ -214,6 +215,26 @@ class Queue:
         self._items -= 1
 
 
+class Hosts:
+    """The sockets by which the processes of a host find one another."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._speakers: dict[tuple[str, int], int] = {}
+        self._told: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
+
+    def join(self, name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(signs=functools.partial(self._signs, name), close=lambda: None)
+
+    def _signs(self, name: str, index: int, text: str) -> dict[int, str]:
+        place = name, index // PER_HOST
+        speaker = self._speakers.setdefault(place, index)
+        if speaker in self._world.dead:
+            return {index: text}
+        self._told[place][index] = text
+        return dict(self._told[place]) if speaker == index else {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a simulated call showed."""
@@ -243,7 +264,7 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
         heard: list[int] = []
         failures: list[float] = []
         histories = [History() for _ in range(count)]
-        work = 3 * tree.heartbeat_seconds(count)
+        work = 3 * _sign_seconds(count)
 
         def first(index: int) -> None:
             world.sleep(float(world.random.uniform(0, spread)))
@@ -280,6 +301,7 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
                     world.sleep(1)
                     call._ended = True  # no heartbeat any more: dead
                     died.append(world.now)
+                    world.dead.add(index)
                     return
                 try:
                     call.gather_and_decide(index, lambda values: len(values))
@@ -298,6 +320,11 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
     )
 
 
+def _sign_seconds(count: int) -> float:
+    """The seconds between signs of life: of each process or, in a large job, of each host."""
+    return tree.heartbeat_seconds(count / PER_HOST if tree.is_large(count) else count)
+
+
 def _busiest(moments: list[float]) -> int:
     return max(collections.Counter(map(int, moments)).values())
 
@@ -313,6 +340,7 @@ class _in:
             "threading": types.SimpleNamespace(
                 Thread=functools.partial(Thread, world), current_thread=lambda: main, main_thread=lambda: main
             ),
+            "host": types.SimpleNamespace(**{**vars(host), "join": Hosts(world).join}),
             "start": lambda *started: [one.start() for one in started],
         }
         modules: list[Any] = [multi_process, job_store]
@@ -350,7 +378,7 @@ def table(outcomes: list[Outcome]) -> str:
                 f"{one.agreed:.2f} s",
                 f"{one.busiest:,}",
                 f"{one.calm:,.0f}",
-                f"{tree.heartbeat_seconds(one.processes):g} s",
+                f"{_sign_seconds(one.processes):g} s",
                 f"{one.noticed:.1f} s",
             ]
 

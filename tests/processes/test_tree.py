@@ -2,14 +2,29 @@
 
 import itertools
 import pathlib
+import secrets
+import time
 
 import pytest
 from benchmarks import simulation
 
 from jobs import run_job
-from treering._processes import tree
+from treering._processes import host, tree
 
 FEW = "from treering._processes import tree; tree.FAN_OUT = 2"
+BY_HOST = """
+import threading
+from treering._processes import host, multi_process, tree
+tree._REQUESTS = 4
+given, roles = [], []
+give, join = multi_process.MultiProcess._give, host.join
+multi_process.MultiProcess._give = lambda self, key, sign: (given.append(sign), give(self, key, sign))
+def noting(name):
+    found = join(name)
+    roles.append(type(found).__name__)
+    return found
+host.join = noting
+"""
 KILLED = -9
 
 
@@ -69,6 +84,65 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
         assert refused[0] == "UnsupportedError" and "builtins.object" in refused[1]
         assert fine is None
         assert dead[0] == "PeerError" and "process 4" in dead[1], dead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "role"), [(1, "_Listening"), (4, "_Telling")])
+def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed(
+    tmp_path: pathlib.Path, victim: int, role: str
+) -> None:
+    body = """
+    tree = {"n": np.arange(3), "x": put(np.arange(12.0, dtype=np.float32), P("x"))}
+    tr.save(tmp / "warm", tree)
+    sync("warm")
+    given.clear()
+    time.sleep([1, 0, 1, 1, 1, 5][INDEX])  # process 1 comes first, and all wait for process 5
+    tr.save(tmp / "a", tree)
+    signs = len(given)
+    sync("a")
+    time.sleep([1, 0, 1, 1, 1, 4][INDEX])
+    if INDEX == VICTIM:
+        threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        (tmp / "role").write_text(roles[-1])
+    report([signs, roles[-1], caught(tr.save, tmp / "b", tree, timeout=4)])
+    while INDEX == 0 and sum((tmp / f"report-{n}.json").exists() for n in range(6)) < 5:
+        time.sleep(0.1)
+    time.sleep(1 if INDEX == 0 else 0)  # JAX ends the others when process 0 is gone
+    """
+    options = {"before": BY_HOST, "recoverable": True, "timeout": 120, "VICTIM": victim}
+    results = run_job(tmp_path, _dedented(body), processes=6, devices=2, expect={victim: KILLED}, **options)
+    assert (tmp_path / "role").read_text() == role
+    for index, (_, found, _) in enumerate(results):
+        if index == victim:
+            continue
+        signs, _, error = found
+        assert error[0] == "PeerError" and f"process {victim} (last seen" in error[1], error
+        assert signs > 1 if index in (0, 1) else not signs, (index, signs)
+
+
+def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_UNANSWERED_SECONDS", 0.5)
+    name = secrets.token_hex(8)
+    first, second, third = (host.join(name) for _ in range(3))
+    assert first and second and third
+    assert second.signs(1, "a") == {} and third.signs(2, "a") == {}
+    assert first.signs(0, "a") == {0: "a", 1: "a", 2: "a"}
+    assert second.signs(1, "b") == {}
+    third.close()
+    assert first.signs(0, "b") == {0: "b", 1: "b", 2: "a"}, "what is not renewed stays"
+    assert second.signs(1, "c") == {}
+    time.sleep(0.6)
+    assert second.signs(1, "d") == {1: "d"}
+    assert first.signs(0, "c")[1] == "d" and second.signs(1, "e") == {}
+    first.close()
+    assert second.signs(1, "g") == {1: "g"}
+    second.close()
+
+
+def test_signs_that_a_process_gives_itself_and_others_for_it() -> None:
+    found = {3: host.as_text(6.0, {3: "7 writing", 4: "2 writing", 5: "1 beginning"}), 4: "0 beginning", 5: "failed x"}
+    signs, every = host.each(found)
+    assert signs == {3: "7 writing", 4: "0 beginning, 2 writing", 5: "failed x"} and every == {3: 6.0}
 
 
 @pytest.mark.long

@@ -7,8 +7,8 @@ heartbeat stops for `timeout` seconds is taken for dead by the process that hear
 
 A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
 out disturbs no call of another kind. Its keys: ``heartbeat/0/3`` is what process 3, which process 0 hears, is doing, or
-what it failed with; ``0/0/3`` is its value in the first exchange, with those that it hears, and ``0/answer`` the
-decision of process 0.
+what it failed with, or what the processes are doing that it speaks for (see `host`); ``0/0/3`` is its value in the
+first exchange, with those that it hears, and ``0/answer`` the decision of process 0.
 
 A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
 have given up. All make the calls of the main thread in one order, and ``treering/now/0/3`` is the latest that process 3
@@ -19,7 +19,9 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +33,15 @@ import xxhash
 from .. import errors
 from .._threads.pool import start
 from ..errors import PeerError, TreeringError
-from . import tree
+from . import host, tree
 from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
 _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
-_FAILED = "failed "
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
+_TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and nobody else does
+_TOKEN_SECONDS = 5.0  # seconds for which one waits for process 0 to make it
 _EVERYONE = (
     "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
     'processes="this" saves one process\'s data alone'
@@ -50,12 +53,13 @@ class History:
     """The calls that a process has made.
 
     `counts` has the number of the last one, by what it does; `over` those that are over, and since when; `ordinal` is
-    that of the latest which the main thread has begun.
+    that of the latest which the main thread has begun. `token`: that of the job, if it was needed.
     """
 
     counts: collections.OrderedDict[str, int] = dataclasses.field(default_factory=collections.OrderedDict)
     over: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=collections.deque)
     ordinal: int = 0
+    token: str = ""
 
 
 _history = History()
@@ -73,12 +77,12 @@ def _now_of(index: int) -> str:
 def _encoded(error: BaseException) -> str:
     kind = type(error).__name__ if isinstance(error, TreeringError) else ""
     text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
-    return _FAILED + msgspec.json.encode([kind, text]).decode()
+    return host.FAILED + msgspec.json.encode([kind, text]).decode()
 
 
 def _decoded(failure: str, index: int) -> TreeringError:
     """The error that a process has failed with, as the others raise it."""
-    kind, text = msgspec.json.decode(failure.removeprefix(_FAILED))
+    kind, text = msgspec.json.decode(failure.removeprefix(host.FAILED))
     return getattr(errors, kind, PeerError)(text if text.startswith("process ") else f"process {index}: {text}")
 
 
@@ -87,12 +91,12 @@ class MultiProcess:
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History | None = None):
         self.index, self.count, self.undecided = index, count, False
-        self._what, self.timeout = what, tree.timeout(timeout, count)
+        self._what, self._asked, self.timeout = what, timeout, tree.timeout(timeout, count)
         self._store = JobStore(client, what, here=not index, timeout=self.timeout)
         self._history = history or _history
         self._children = tree.children(index, count)
         self._heartbeat_seconds = min(tree.heartbeat_seconds(count), self.timeout / 4)
-        self._poll_seconds = min(tree.poll_seconds(count), self.timeout / 4)
+        self._poll_seconds = min(tree.poll_seconds(count, hears=bool(self._children)), self.timeout / 4)
         self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
         self._exchanges = 0  # that have begun
         self._answered = 0  # those, in process 0
@@ -102,6 +106,7 @@ class MultiProcess:
         self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and its age in seconds
         self._looked = time.monotonic()
         self._ended = False
+        self._given: set[str] = set()  # keys of signs of life
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
         self._heartbeat: threading.Thread | None = None
         self._ordered = threading.current_thread() is threading.main_thread()
@@ -113,7 +118,7 @@ class MultiProcess:
             self._ordinal = self._history.ordinal
         self._number = self._next()
         try:
-            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{_FAILED}["PeerError"'):
+            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host.FAILED}["PeerError"'):
                 self._number = self._next()  # process 0 has made that call without this process
         except PeerError:
             self._uncount()
@@ -177,7 +182,8 @@ class MultiProcess:
         """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            self._store.delete(self._heartbeat_of(self.index))
+            for key in self._given:
+                self._store.delete(key)
 
     def _uncount(self) -> None:
         """Gives the number of this call to the next one of its kind, for process 0 has not used it yet."""
@@ -228,7 +234,7 @@ class MultiProcess:
                     raise
                 break
         self.undecided, self._met = False, True
-        if text.startswith(_FAILED):
+        if text.startswith(host.FAILED):
             raise _decoded(text, 0)
         return msgspec.json.decode(text)
 
@@ -238,7 +244,8 @@ class MultiProcess:
         """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
-        heartbeats = self._store.listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
+        found = self._store.listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
+        heartbeats, every = host.each(found)
         if 0 in awaited:
             heartbeats[0] = self._store.get(self._heartbeat_of(0), "")
         now = time.monotonic()
@@ -246,15 +253,16 @@ class MultiProcess:
         self._looked = now
         for index in awaited:
             heartbeat = heartbeats.get(index, "")
-            if heartbeat.startswith(_FAILED):
+            if heartbeat.startswith(host.FAILED):
                 self._heard_of_failure = True
                 raise _decoded(heartbeat, index)
             before, silence = self._silent.get(index, ("", 0.0))
             self._silent[index] = heartbeat, silence + since if heartbeat == before else 0.0
         self._met = self._met or bool(self._silent.get(0, ("",))[0])
-        silent = [index for index in awaited if self._silent[index][1] > self.timeout]
+        patience = {index: tree.patience(self._asked, seconds) for index, seconds in every.items()}
+        silent = [index for index in awaited if self._silent[index][1] > patience.get(index, self.timeout)]
         if silent:
-            self._raise_silent(silent)
+            self._raise_silent(silent, patience.get(silent[0], self.timeout))
         if self._ordered:  # a process that was seen in this call is in it, however slow
             self._check_gone([index for index in awaited if not self._silent[index][0]], now)
 
@@ -275,7 +283,7 @@ class MultiProcess:
                     f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
                 )
 
-    def _raise_silent(self, silent: list[int]) -> None:
+    def _raise_silent(self, silent: list[int], seconds: float) -> None:
         seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
         shown = []
         for index, doing in list(seen.items())[:5]:
@@ -288,23 +296,61 @@ class MultiProcess:
             hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
         if not any(seen.values()):
             hint = _EVERYONE
-        raise PeerError(f"{self._what}: nothing heard for {self.timeout:g} s from {', '.join(shown)}{more}{hint}")
+        raise PeerError(f"{self._what}: nothing heard for {seconds:g} s from {', '.join(shown)}{more}{hint}")
 
     def _beat(self) -> None:
         try:
-            for beat in itertools.count():
-                if (
-                    not beat and self._ordinal == self._history.ordinal
-                ):  # even if the call is over: the others look for this process
-                    where = [self._what, self._number, self._ordinal]
-                    self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
-                if self._ended:
-                    return
-                self._store.put(self._heartbeat_of(self.index), f"{beat} {self._doing}")
-                with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=self._heartbeat_seconds)
+            if self._ordinal == self._history.ordinal:  # even if the call is over: the others look for this process
+                where = [self._what, self._number, self._ordinal]
+                self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
+            together = self._on_host() if tree.is_large(self.count) else None
+            with contextlib.closing(together) if together else contextlib.nullcontext():
+                given = -math.inf  # when this process has given a sign last
+                for beat in itertools.count():
+                    if self._ended:
+                        return
+                    sign = f"{beat} {self._doing}"
+                    if together:
+                        signs = together.signs(self.index, sign)
+                        if not self.index:
+                            signs[0] = sign  # which all look for
+                        given = self._pass_on(signs, given)
+                    else:
+                        self._give(self._heartbeat_of(self.index), sign)
+                    with contextlib.suppress(queue.Empty):
+                        self._wake.get(timeout=tree.HEARTBEAT_SECONDS if together else self._heartbeat_seconds)
         except PeerError:  # process 0 is gone, and the store with it; the thread that waits for it finds out
             return
+
+    def _on_host(self) -> host.Host | None:
+        """This process among those of its host; None where it can only speak for itself."""
+        history = self._history
+        if not history.token and self.index:
+            history.token = self._store.wait_for(_TOKEN, min(_TOKEN_SECONDS, self.timeout / 4)) or ""
+        elif not history.token:
+            history.token = secrets.token_hex(16)
+            self._store.put(_TOKEN, history.token)
+        return host.join(f"{history.token}/{self.name}") if history.token else None
+
+    def _pass_on(self, signs: dict[int, str], given: float) -> float:
+        """Puts signs of life into the store, unless that was done lately; returns when it was."""
+        now, alone = time.monotonic(), signs.keys() == {self.index}
+        every = self._heartbeat_seconds if alone else tree.heartbeat_seconds(self.count / max(len(signs), 1))
+        if not signs or now - given < every:
+            return given
+        if alone or not self.index:
+            self._give(self._heartbeat_of(self.index), signs.pop(self.index))
+        heard_by: dict[int, dict[int, str]] = {}
+        for index, sign in signs.items():
+            if index:
+                heard_by.setdefault(tree.parent(index), {})[index] = sign
+        for hears, heard in heard_by.items():
+            self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every, heard))
+        return now
+
+    def _give(self, key: str, sign: str) -> None:
+        self._given.add(key)
+        self._store.put(key, sign)
 
     def _next_exchange(self) -> int:
         self._exchanges += 1
