@@ -9,7 +9,8 @@ import pytest
 from benchmarks import simulation
 
 from jobs import run_job
-from treering._processes import host, tree
+from treering._processes import host, multi_process, tree
+from treering.errors import PeerError
 
 FEW = "from treering._processes import tree; tree.FAN_OUT = 2"
 BY_HOST = """
@@ -143,6 +144,47 @@ def test_signs_that_a_process_gives_itself_and_others_for_it() -> None:
     found = {3: host.as_text(6.0, {3: "7 writing", 4: "2 writing", 5: "1 beginning"}), 4: "0 beginning", 5: "failed x"}
     signs, every = host.each(found)
     assert signs == {3: "7 writing", 4: "0 beginning, 2 writing", 5: "failed x"} and every == {3: 6.0}
+
+
+class _Values(dict[str, str]):
+    """The store of a job, with some of the methods of JAX's client."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self:
+            raise RuntimeError("NOT_FOUND")
+        return self[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [item for item in self.items() if item[0].startswith(key)]
+
+
+def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large job: sooner where a sign comes by way of another; not for a job that stood still as a whole."""
+    now, values = 0.0, _Values()
+    monkeypatch.setattr(multi_process.time, "monotonic", lambda: now)
+    call = multi_process.MultiProcess(values, 0, 100_000, "save", 30, multi_process.History())
+    values[f"{call.name}/heartbeat/0/3"] = host.as_text(8.25, {3: "1 writing", 4: "1 writing"})
+    values[f"{call.name}/heartbeat/0/5"] = "1 writing"
+    call._check([3, 4, 5])
+    for now in (10_000, 20_000, 30_000):  # noqa: B007
+        call._check([3, 4, 5])
+    values[f"{call.name}/heartbeat/0/3"] = host.as_text(8.25, {3: "2 writing", 4: "1 writing"})
+    for _ in range(3):
+        now += 2.5
+        call._check([3, 4, 5])
+    now += 2.5
+    with pytest.raises(PeerError, match=r"nothing heard for 33 s from process 4 \(last seen writing\);"):
+        call._check([3, 4, 5])
+    values[f"{call.name}/heartbeat/0/4"] = "5 writing"  # it speaks for itself, and so more seldom
+    for _ in range(19):
+        now += 10
+        call._check([4])
+    now += 25
+    with pytest.raises(PeerError, match="nothing heard for 200 s from process 4"):
+        call._check([4])
 
 
 @pytest.mark.long

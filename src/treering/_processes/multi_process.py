@@ -41,6 +41,7 @@ _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over 
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
 _TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and nobody else does
+_ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # that a sign takes, at most, to the process that passes it on
 _TOKEN_SECONDS = 5.0  # seconds for which one waits for process 0 to make it
 _EVERYONE = (
     "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
@@ -249,15 +250,15 @@ class MultiProcess:
         if 0 in awaited:
             heartbeats[0] = self._store.get(self._heartbeat_of(0), "")
         now = time.monotonic()
-        since = min(now - self._looked, self._heartbeat_seconds)  # a job that was stopped as a whole is not dead
-        self._looked = now
+        since, self._looked = now - self._looked, now
         for index in awaited:
             heartbeat = heartbeats.get(index, "")
             if heartbeat.startswith(host.FAILED):
                 self._heard_of_failure = True
                 raise _decoded(heartbeat, index)
             before, silence = self._silent.get(index, ("", 0.0))
-            self._silent[index] = heartbeat, silence + since if heartbeat == before else 0.0
+            silence += min(since, every.get(index, self._heartbeat_seconds))  # a job that stood still as a whole lives
+            self._silent[index] = heartbeat, silence if heartbeat == before else 0.0
         self._met = self._met or bool(self._silent.get(0, ("",))[0])
         patience = {index: tree.patience(self._asked, seconds) for index, seconds in every.items()}
         silent = [index for index in awaited if self._silent[index][1] > patience.get(index, self.timeout)]
@@ -345,7 +346,7 @@ class MultiProcess:
             if index:
                 heard_by.setdefault(tree.parent(index), {})[index] = sign
         for hears, heard in heard_by.items():
-            self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every, heard))
+            self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, heard))
         return now
 
     def _give(self, key: str, sign: str) -> None:
