@@ -25,7 +25,8 @@ from typing import Any
 import greenlet
 import numpy as np
 
-from treering._processes import host, job_store, multi_process, tree
+from treering._processes import host, multi_process, tree
+from treering._processes.job_store import JobStore
 from treering._processes.multi_process import History, MultiProcess
 from treering.errors import PeerError
 
@@ -340,11 +341,13 @@ class _in:
             "threading": types.SimpleNamespace(
                 Thread=functools.partial(Thread, world), current_thread=lambda: main, main_thread=lambda: main
             ),
+            # That a process 0 stands still is not simulated, so no thread has to ask it.
+            "JobStore": lambda client, what, here, timeout: JobStore(client, what, here=True, timeout=timeout),
             "host": types.SimpleNamespace(**{**vars(host), "join": Hosts(world).join}),
             "start": lambda *started: [one.start() for one in started],
         }
-        modules: list[Any] = [multi_process, job_store]
-        self._swap = [(one, name, value) for one in modules for name, value in replaced.items() if hasattr(one, name)]
+        module: Any = multi_process
+        self._swap = [(module, name, value) for name, value in replaced.items()]
 
     def __enter__(self) -> None:
         self._before = [(module, name, getattr(module, name)) for module, name, _ in self._swap]

@@ -4,6 +4,7 @@ import itertools
 import pathlib
 import secrets
 import time
+import types
 
 import pytest
 from benchmarks import simulation
@@ -129,8 +130,12 @@ def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -
     assert second.signs(1, "a") == {} and third.signs(2, "a") == {}
     assert first.signs(0, "a") == {0: "a", 1: "a", 2: "a"}
     assert second.signs(1, "b") == {}
-    third.close()
-    assert first.signs(0, "b") == {0: "b", 1: "b", 2: "a"}, "what is not renewed stays"
+    third._speaker.close()  # type: ignore[attr-defined]
+    assert first.signs(0, "b") == {0: "b", 1: "b", 2: "a"}, "what a dead one has said stays, and is not renewed"
+    fourth = host.join(name)
+    assert fourth and fourth.signs(3, "a") == {} and first.signs(0, "b")[3] == "a"
+    fourth.close()
+    assert 3 not in first.signs(0, "b"), "it has left"
     assert second.signs(1, "c") == {}
     time.sleep(0.6)
     assert second.signs(1, "d") == {1: "d"}
@@ -164,7 +169,7 @@ class _Values(dict[str, str]):
 def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large job: sooner where a sign comes by way of another; not for a job that stood still as a whole."""
     now, values = 0.0, _Values()
-    monkeypatch.setattr(multi_process.time, "monotonic", lambda: now)
+    monkeypatch.setattr(multi_process, "time", types.SimpleNamespace(monotonic=lambda: now))
     call = multi_process.MultiProcess(values, 0, 100_000, "save", 30, multi_process.History())
     values[f"{call.name}/heartbeat/0/3"] = host.as_text(8.25, {3: "1 writing", 4: "1 writing"})
     values[f"{call.name}/heartbeat/0/5"] = "1 writing"

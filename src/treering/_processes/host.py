@@ -7,7 +7,9 @@ with their process. Linux alone has such; elsewhere, and in a container of its o
 """
 
 import contextlib
+import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -45,6 +47,9 @@ class _Listening:
                 one, _ = self._listening.accept()
                 one.setblocking(False)
                 self._others.append(one)
+                if not _is_ours(one):
+                    self._others.remove(one)
+                    one.close()
         for one in list(self._others):
             if not self._hear(one):
                 self._others.remove(one)
@@ -54,12 +59,16 @@ class _Listening:
     def _hear(self, one: socket.socket) -> bool:
         """Whether the process at the other end lives."""
         try:
-            while message := one.recv(_MOST_BYTES):
-                self._signs.update([msgspec.json.decode(message, type=tuple[int, str])])
+            while message := _received(one):
+                index, text = msgspec.json.decode(message, type=tuple[int, str | None])
+                if text is None:
+                    self._signs.pop(index, None)
+                else:
+                    self._signs[index] = text
                 one.send(b"heard")
         except BlockingIOError:
             return True
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError, msgspec.MsgspecError):
             pass
         return False
 
@@ -72,9 +81,10 @@ class _Telling:
     """A process that another speaks for, as long as that answers."""
 
     def __init__(self, speaker: socket.socket):
-        self._speaker, self._answered = speaker, time.monotonic()
+        self._speaker, self._answered, self._index = speaker, time.monotonic(), -1
 
     def signs(self, index: int, text: str) -> dict[int, str]:
+        self._index = index
         try:
             with contextlib.suppress(BlockingIOError):
                 while self._speaker.recv(_MOST_BYTES):
@@ -85,7 +95,22 @@ class _Telling:
         return {} if time.monotonic() - self._answered < _UNANSWERED_SECONDS else {index: text}
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # one that leaves is not to be taken for dead
+            self._speaker.send(msgspec.json.encode((self._index, None)))
         self._speaker.close()
+
+
+def _received(one: socket.socket) -> bytes:
+    try:
+        return one.recv(_MOST_BYTES)
+    except ConnectionResetError:  # it has left answers unread; what it has said can be read all the same
+        return one.recv(_MOST_BYTES)
+
+
+def _is_ours(one: socket.socket) -> bool:
+    """Whether the process at the other end is of the same user: names of sockets are no secrets."""
+    _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user == os.getuid()
 
 
 def as_text(every: float, signs: Mapping[int, str]) -> str:
@@ -100,10 +125,11 @@ def each(found: Mapping[int, str]) -> tuple[dict[int, str], dict[int, float]]:
     for text in found.values():
         if text.startswith("["):
             seconds, passed_on = msgspec.json.decode(text, type=tuple[float, dict[int, str]])
-            every.update(dict.fromkeys(passed_on.keys() - signs.keys(), seconds))
             for index, sign in passed_on.items():
-                own = signs.get(index, "")
-                signs[index] = own if own.startswith(FAILED) else f"{own}, {sign}" if own else sign
+                before = signs.get(index, "")
+                if not before or index in every:
+                    every[index] = max(seconds, every.get(index, 0))
+                signs[index] = before if before.startswith(FAILED) else f"{before}, {sign}" if before else sign
     return signs, every
 
 
@@ -121,6 +147,8 @@ def join(name: str) -> Host | None:
                 host: Host = _Listening(one)
             except OSError:  # another one has come first
                 one.connect(f"\0treering/{name}")
+                if not _is_ours(one):
+                    return None
                 host = _Telling(one)
         except OSError:
             return None

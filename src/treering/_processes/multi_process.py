@@ -40,7 +40,7 @@ _LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a
 _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
-_TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and nobody else does
+_TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and not those of another job
 _ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # that a sign takes, at most, to the process that passes it on
 _TOKEN_SECONDS = 5.0  # seconds for which one waits for process 0 to make it
 _EVERYONE = (
@@ -183,7 +183,7 @@ class MultiProcess:
         """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            for key in self._given:
+            for key in list(self._given):  # an interrupt may have left the heartbeat at it
                 self._store.delete(key)
 
     def _uncount(self) -> None:
@@ -304,7 +304,7 @@ class MultiProcess:
             if self._ordinal == self._history.ordinal:  # even if the call is over: the others look for this process
                 where = [self._what, self._number, self._ordinal]
                 self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
-            together = self._on_host() if tree.is_large(self.count) else None
+            together = self._on_host() if tree.is_large(self.count) and not self._ended else None
             with contextlib.closing(together) if together else contextlib.nullcontext():
                 given = -math.inf  # when this process has given a sign last
                 for beat in itertools.count():
@@ -335,18 +335,22 @@ class MultiProcess:
 
     def _pass_on(self, signs: dict[int, str], given: float) -> float:
         """Puts signs of life into the store, unless that was done lately; returns when it was."""
-        now, alone = time.monotonic(), signs.keys() == {self.index}
-        every = self._heartbeat_seconds if alone else tree.heartbeat_seconds(self.count / max(len(signs), 1))
-        if not signs or now - given < every:
-            return given
-        if alone or not self.index:
-            self._give(self._heartbeat_of(self.index), signs.pop(self.index))
+        if not signs:  # another one passes them on, which is believed when this one says nothing of itself
+            while self._given:
+                self._store.delete(self._given.pop())
+            return -math.inf
         heard_by: dict[int, dict[int, str]] = {}
         for index, sign in signs.items():
-            if index:
+            if index or not self.index:  # process 0 speaks for itself, to all
                 heard_by.setdefault(tree.parent(index), {})[index] = sign
+        now, every = time.monotonic(), tree.heartbeat_seconds(self.count * len(heard_by) / len(signs))
+        if now - given < every:
+            return given
         for hears, heard in heard_by.items():
-            self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, heard))
+            if heard.keys() == {self.index}:
+                self._give(self._heartbeat_of(self.index), heard[self.index])
+            else:
+                self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, heard))
         return now
 
     def _give(self, key: str, sign: str) -> None:

@@ -6,7 +6,7 @@ FAN_OUT = 64  # processes that one hears; a job with no more than that beside pr
 _REQUESTS = 2_000  # signs of life a second that the store in process 0 may get; it answers some 10,000 requests
 HEARTBEAT_SECONDS = 1.0  # seconds between signs of life, of jobs that are not too large for it
 _MISSED = 4  # signs of life, after which a process is dead
-_LOOK_REQUESTS = 3  # of a process that hears others, each time it looks
+_LOOK_REQUESTS = 6  # of a process that hears others, each time it looks
 _POLL_SECONDS = 0.25  # seconds between looks at them
 
 

@@ -26,12 +26,14 @@ CONTEXT = {
     "file_io_sync": False,
 }
 # As Orbax has it: metadata of arrays lies in the tree itself, and the tree in one node, for there is one writer.
-DATABASE_OPTIONS = {
+DATABASE_OPTIONS: dict[str, Any] = {
     "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
     "assume_config": True,
     "target_data_file_size": 1 << 31,
     "value_data_prefix": "d/v",  # apart from the nodes, which are read again while it is written
 }
+# Of a database that is written in portions: each makes the nodes anew that it changes, and all stay in memory.
+IN_PORTIONS = {**DATABASE_OPTIONS, "config": {**DATABASE_OPTIONS["config"], "max_decoded_node_bytes": 1 << 15}}
 DATABASE = "manifest.ocdbt"
 DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
 

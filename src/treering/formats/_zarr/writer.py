@@ -18,7 +18,7 @@ from ...stores.whole_files import files_in
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 from .chunks import Chunks
-from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, Driver, Folder, below, part_of_database
+from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, Folder, below, part_of_database
 
 
 class Writer:
@@ -37,9 +37,10 @@ class Writer:
         self._merges = ocdbt and call.count > 1  # each process writes a database of its own
         own = part_of_database(path, call.index) if self._merges else path
         context = ts.Context({**CONTEXT, "file_io_sync": call.index > 0})
-        self._folder = Folder(store, own, ocdbt=ocdbt, options=DATABASE_OPTIONS, context=context)
-        self._waiting = PendingReads(store, limit)
         self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory
+        options = IN_PORTIONS if self._sends_early else DATABASE_OPTIONS
+        self._folder = Folder(store, own, ocdbt=ocdbt, options=options, context=context)
+        self._waiting = PendingReads(store, limit)
         self._unsent, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
 
