@@ -13,7 +13,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-kills damage fuzz lowest newest clean
+.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -71,6 +71,10 @@ lowest: .venv-lowest/done
 newest: $(if $(PYTHON_NEWEST),.venv-newest/done)
 	$(if $(PYTHON_NEWEST),.venv-newest/bin/python -m pytest -m "not slow" -n 2,@echo "make newest: SKIPPED: expected \
 	python3.13 on the PATH or among pyenv's versions, found none; say where one is with PYTHON_NEWEST=PATH")
+
+# What jobs can leave in a bucket, and do to each other there: takes about ten minutes on two cores.
+torture-buckets: $(VENV)/test
+	PYTHONPATH=tests $(RUN) -m buckets --write docs/evidence.md
 
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.

@@ -13,7 +13,7 @@ import pytest
 import treering as tr
 from treering.errors import CorruptError, ExistsError, UnsupportedError
 from treering.formats.treering import manifest
-from treering.stores import lease
+from treering.stores.store import LOCK_NAME
 from treering.testing._subject import listing
 
 TREE = {"w": np.arange(1000.0), "n": 3}
@@ -308,7 +308,7 @@ def test_an_array_file_of_a_later_version_hides_no_damage_beside_it(tmp_path: pa
 def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, TREE)
-    lock = tmp_path / lease.NAME
+    lock = tmp_path / LOCK_NAME
     abouts: list[dict[str, Any]] = [{"version": 2}, {"version": 1, "requires": ["lease"]}, {"version": "1"}]
     abouts += [{"version": True}, {"requires": "zstd"}]
     texts = [json.dumps(about) for about in abouts]

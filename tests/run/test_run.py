@@ -223,6 +223,40 @@ print("ready", flush=True); sys.stdin.read(1)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_a_step_behind_the_latest_is_logged(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, local: bool
+) -> None:
+    """A job that did not restore: `keep` counts from steps that it does not know of."""
+    run = tmp_path / "run"
+    save_steps(run, (10, 20), keep=tr.keep.last(2))
+    options: Any = {"keep": tr.keep.last(2), "local": tmp_path / "local" if local else None}
+    with tr.Checkpointer(run, **options) as ckpts:
+        for step in (1, 2, 20):
+            ckpts.save(step, {"x": np.full(3, -step)}, on_exists="overwrite")
+            ckpts.wait()
+    told = [record.getMessage() for record in caplog.records if "is saved behind" in record.getMessage()]
+    assert len(told) == 1 and ": step 1 is saved behind step 20, which" in told[0] and "rewind" in told[0]
+    caplog.clear()
+    with tr.Checkpointer(run, **{**options, "keep": None}) as ckpts:
+        first = ckpts.steps[0]
+        ckpts.restore(step=first)
+        ckpts.save(first + 1, {"x": np.zeros(3)})  # the later ones are set aside
+        ckpts.save(first + 2, {"x": np.zeros(3)})
+        ckpts.rewind(first + 1)
+        ckpts.save(first + 2, {"x": np.zeros(3)})
+        ckpts.save(30, {"x": np.zeros(3)})
+        ckpts.save(30, {"x": np.ones(3)}, on_exists="overwrite")
+    for place in (run, *[tmp_path / "local"] * local):
+        if (file := next((place / "step-00000030").glob("arrays-*"), None)) is not None:
+            file.unlink()
+    with tr.Checkpointer(run, **{**options, "keep": None}) as ckpts:
+        restored = ckpts.restore()["x"].shape and ckpts.restored_step
+        assert restored is not None and restored < 20
+        ckpts.save(25, {"x": np.ones(3)})  # 30 is damaged
+    assert not [record for record in caplog.records if "is saved behind" in record.getMessage()]
+
+
 def test_a_save_that_is_skipped_or_refused_takes_no_run(tmp_path: pathlib.Path) -> None:
     old, new = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
     old.save(1, {"x": 1})

@@ -58,6 +58,11 @@ class Copies:
         """Whether there is work under way or queued."""
         return self._chores.busy
 
+    @property
+    def taken_over(self) -> BaseException | None:
+        """The error by which the last attempt has found that another job writes the run."""
+        return self._error if isinstance(self._error, TakenOverError) else None
+
     def begin(self) -> None:
         """Begins to copy what is lacking."""
         if self._places.claimed:
@@ -68,9 +73,9 @@ class Copies:
 
         Called in the caller's thread, where the user's function is told of errors.
         """
-        error = self._error
-        if isinstance(error, TakenOverError):
+        if error := self.taken_over:
             raise error
+        error = self._error
         if error and error is not self._told and not isinstance(error, _PausedError):
             self._told = error
             self._tell(error)
@@ -101,6 +106,8 @@ class Copies:
 
     def _copy_all(self) -> None:
         with self._one:
+            if self.taken_over:
+                return  # for good: what is far may be replaced by the other job's
             self._error = None
             tried: set[int] = set()
             try:

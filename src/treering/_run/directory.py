@@ -28,7 +28,7 @@ class Directory:
         self.steps, self.root = steps, steps.root
         self.back_to: int | None = None
         self.restored: int | None = None
-        self._taken = False
+        self._taken = self._told_of_later = False
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
 
@@ -98,16 +98,19 @@ class Directory:
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
         removal.delete(self._store, path)
 
-    def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
+    def place_for(
+        self, step: int, on_exists: str, under_way: Collection[int | None], elsewhere: Collection[int] = ()
+    ) -> tuple[str, bool] | None:
         """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`.
 
         A step that is there may be another job's, which saves ahead of this one: that job is named then, whatever is to
-        be done about the step.
+        be done about the step. `elsewhere`: the steps that the run has in another place, too.
         """
         committed = self.steps.committed()
         if (back_to := self.back_to) is not None:
             self.check_own_after(back_to)
             committed = {number: path for number, path in committed.items() if number <= back_to}
+        self._warn_of_later(step, {*committed, *elsewhere})
         path = committed.get(step) or self.own_path(step)
         overwrite = on_exists == "overwrite"
         if step in under_way or step in committed:
@@ -125,6 +128,21 @@ class Directory:
             if step in committed:
                 self._check_removable({step: path})
         return path, overwrite
+
+    def _warn_of_later(self, step: int, steps: Collection[int]) -> None:
+        """Logs, once, that a new step that is about to be saved is not going to be the latest of the run."""
+        if self._told_of_later or step in steps:
+            return
+        later = sorted(one for one in steps if one > step)
+        while later and self.steps.is_damaged(later[-1], self.own_path(later[-1])):
+            later.pop()
+        if later:
+            self._told_of_later = True
+            _log.warning(
+                "%s: step %d is saved behind step %d, which stays the latest: that one is restored, and `keep` counts "
+                "from there; to go on from an earlier step restore it with step=, or rewind to it",
+                self._root, step, later[-1],
+            )  # fmt: skip
 
     def acquire(self) -> None:
         """Takes the lock. Raises `ExistsError` when another writer holds it."""

@@ -11,7 +11,8 @@ from .._save.pending import PendingSave, SaveReport
 from ..errors import CorruptError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
-from ..stores.temporary_names import place_of
+from ..stores.store import LOCK_NAME
+from ..stores.temporary_names import clock_of, place_of
 from . import run
 from .chores import Chores
 from .directory import Directory
@@ -76,6 +77,9 @@ class Retention:
                         store.remove_leftover(posixpath.join(place, name))
                 if run.parse(name, self._steps.prefix) is not None:
                     removal.remove_leftovers(store, posixpath.join(place, name), remove_empty=True)
+                elif clock_of(name) == LOCK_NAME:  # its writer was killed before it could remove it
+                    with contextlib.suppress(FileNotFoundError):
+                        store.delete(posixpath.join(place, name))
         run.settle_aside(store, root)
 
     def after(self, report: SaveReport) -> None:

@@ -193,7 +193,9 @@ class TwoPlaces:
             self.far.check_own_after(self.back_to)
         if step in self._ever_far and self.far.place_for(step, on_exists, under_way) is None:
             return None
-        return self.near.place_for(step, on_exists, under_way)
+        far = () if self.back_to is not None else self._ever_far
+        whole = [one for one in far if not (one > step and self.far.steps.is_damaged(one, self.far.own_path(one)))]
+        return self.near.place_for(step, on_exists, under_way, whole)
 
     def enter(self) -> None:
         self._claim()
@@ -245,7 +247,7 @@ class TwoPlaces:
 
     def leave(self) -> SaveError | None:
         own = self._claimed and os.getpid() == self._process and not self._ended
-        problem = self._problem(self._copies.finish() if self.claimed else None) if own else None
+        problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
         self._claimed = False
         for one in (self.far, self.near):
             try:
@@ -270,6 +272,7 @@ class TwoPlaces:
             for place in places:  # near first: what is only near would be copied
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
+            self._ever_far.discard(step_number(step))
 
     def rewind(self, step: int) -> None:
         self.existing(step)
@@ -285,6 +288,7 @@ class TwoPlaces:
             self.origin.set_far()
             self.far.set_aside_after(step)
             self._saved = {one for one in self._saved if one <= step}
+            self._ever_far = {one for one in self._ever_far if one <= step}
 
     def finish(self) -> None:
         self._claim()
@@ -306,7 +310,7 @@ class TwoPlaces:
                 _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
         if self._claimed:
             self._ended = True  # `leave` need not try again
-            error = self._copies.finish() if self.claimed else None
+            error = self._copies.finish() if self.claimed else self._copies.taken_over
             self._retain(None)
             if problem := self._problem(error):
                 raise problem

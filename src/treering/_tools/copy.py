@@ -63,7 +63,7 @@ def copy_all(source: str | os.PathLike[str], target: str | os.PathLike[str], *, 
                     pins.pin(there, other, True)
                 done.there.append(other)
             else:
-                _copy(here, one, there, other, done._moved)
+                _copy(here, one, there, other, done._moved, absent=same[one] is None)
                 done.copied.append(other)
         except (CorruptError, UnsupportedError) as error:
             if single:
@@ -75,9 +75,11 @@ def copy_all(source: str | os.PathLike[str], target: str | os.PathLike[str], *, 
     return done
 
 
-def _copy(here: Store, path: str, there: Store, to: str, moved: Callable[[int], None]) -> None:
-    """Copies a checkpoint, in the place of another or of a damaged copy of it."""
+def _copy(here: Store, path: str, there: Store, to: str, moved: Callable[[int], None], *, absent: bool) -> None:
+    """Copies a checkpoint, in the place of another or of a damaged copy of it, unless nothing was there."""
     replaced = summary.look(there, to) is not None
+    if replaced and absent:
+        raise ExistsError(f"{to}: another writer put a checkpoint there meanwhile; it is untouched")
     if replaced and _identity(there, to) == _identity(here, path):  # whose files have the names of the copy's
         if problem := next(Reader(here, path).problems(), None):  # what is there may be better
             raise CorruptError(str(problem))

@@ -21,6 +21,7 @@ class Filesystem:
     """A file system; `disk` has its system calls. See `stores.store.Store` for the methods."""
 
     has_folders = True
+    has_locks = True
     object_bytes = None
 
     def __init__(self, disk: Disk):

@@ -1,4 +1,7 @@
-"""One writer at a time for a run: a locked file that names the process which holds it."""
+"""One writer at a time for a run: a locked file that names the process which holds it.
+
+The file of a killed writer stays; only the lock counts.
+"""
 
 import contextlib
 import datetime
@@ -17,8 +20,8 @@ from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import claims
 from .directories import make_dirs
 from .posix import Disk
+from .store import LOCK_NAME
 
-NAME = "writer.lock"  # the file of a killed writer stays; only the lock counts
 _VERSION = 1
 _MAX_OWN_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes of it that are read
@@ -74,7 +77,7 @@ class WriterLock:
 
     def check_free(self) -> None:
         """Raises an `ExistsError` that names another process which holds the lock. Takes nothing, from nobody."""
-        path = os.path.join(self._run, NAME)
+        path = os.path.join(self._run, LOCK_NAME)
         with _taking:  # or a lock that is just taken in this process would look like another's
             if any(one._holds(path) for one in _alive.all()):
                 return
@@ -94,7 +97,7 @@ class WriterLock:
 
     def _take_over(self) -> None:
         """Takes the lock away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
-        path = os.path.join(self._run, NAME)
+        path = os.path.join(self._run, LOCK_NAME)
         for other in _alive.all():
             if other is self or not other._holds(path):
                 continue
@@ -111,7 +114,7 @@ class WriterLock:
         return False
 
     def _acquire(self) -> None:
-        path = os.path.join(self._run, NAME)
+        path = os.path.join(self._run, LOCK_NAME)
         made: list[str] = []
         try:
             fd = self._locked(path, made)

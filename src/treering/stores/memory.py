@@ -44,6 +44,7 @@ class MemoryStore:
     """Bytes by name. See `stores.store.Store` for the methods."""
 
     has_folders = False
+    has_locks = True
     object_bytes = None
 
     def __init__(self) -> None:
@@ -271,7 +272,7 @@ class _MemorySink:
         data.extend(bytes(max(nbytes - len(data), 0)))
         del data[nbytes:]
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
         with self._store.lock:
             found = self._store.stat(path)
             seen = found.version if found else ABSENT

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from .ranges import Range
 
 ABSENT = "absent"  # the version of what is not there
+LOCK_NAME = "writer.lock"  # of the file or object of a run that its writer holds
 
 
 class Stat(NamedTuple):
@@ -134,11 +135,13 @@ class Sink(Protocol):
         """Cuts it to its size and makes it durable, but for its name: see `Store.settle`."""
         ...
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
         """Gives it its name, in one step. Raises `FileExistsError` when that is taken, unless it is to be overwritten.
 
         version: that of what is to be overwritten when it was seen, or `ABSENT`; a store that can tell raises
         `FileExistsError` for anything else. None for whatever is there.
+        retract: whether it is removed again when it turns out that its writer was taken for dead meanwhile, unless it
+        has replaced something. (Where there are locks, it never is.)
         The name under which it was created is gone when it overwrites; else it may remain beside the other.
         """
         ...
@@ -197,6 +200,11 @@ class Store(Protocol):
     @property
     def has_folders(self) -> bool:
         """Whether folders exist by themselves, and lie in others that do."""
+        ...
+
+    @property
+    def has_locks(self) -> bool:
+        """Whether a writer that does not move is known to live, however long; else it counts as dead after a while."""
         ...
 
     @property

@@ -1,10 +1,14 @@
-"""Names of files and folders that are being written: ``.name.7f3a9c.tmp`` beside what becomes ``name``."""
+"""Names of what is there for a while.
+
+``.name.7f3a9c.tmp`` is being written and becomes ``name``; ``name.7f3a9c.tmp`` was put there to read a server's clock.
+"""
 
 import os
 import posixpath
 import re
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
+_CLOCK = re.compile(r"(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 
 
 def temporary_beside(path: str) -> str:
@@ -16,4 +20,16 @@ def temporary_beside(path: str) -> str:
 def place_of(name: str) -> str | None:
     """The name beside which something with a temporary name is written; None for other names."""
     found = _TEMPORARY.fullmatch(name)
+    return found and found[1]
+
+
+def clock_beside(path: str) -> str:
+    """A name for an object that is put beside what is at a path, which may be temporary itself."""
+    beside = _CLOCK.fullmatch(path)
+    return f"{beside[1] if beside else path}.{os.urandom(3).hex()}.tmp"
+
+
+def clock_of(name: str) -> str | None:
+    """The name beside which a server was asked for the time; None for other names."""
+    found = _CLOCK.fullmatch(name)
     return found and found[1]

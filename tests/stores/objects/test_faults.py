@@ -16,6 +16,7 @@ import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering.errors import CorruptError, ExistsError, NotFoundError, SaveError, TreeringError, UnsupportedError
+from treering.stores.objects.bucket import Bucket
 from treering.stores.objects.store import ObjectStore
 
 _ROOT = "faulty://tests"
@@ -231,3 +232,22 @@ def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: 
             tr.save(path, _TREE)
             tr.save(path, {"w": np.ones(2)}, overwrite=True)
             assert _same(path, {"w": np.ones(2)})
+
+
+def test_an_object_that_comes_while_it_is_looked_up(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, asked = stores.of(place), iter([True])
+
+    def absent(self: Bucket, key: str, nbytes: int) -> Any:
+        if next(asked, False):
+            with store.new_file(f"{place}/x", overwrite=False) as file:
+                file.write(b"x")
+            raise FileNotFoundError
+        return beginning(self, key, nbytes)
+
+    beginning = Bucket.beginning
+    monkeypatch.setattr(Bucket, "beginning", absent)
+    assert store.open(f"{place}/x").read(0, 1) == b"x"
+    with pytest.raises(CorruptError, match="names that begin with this one"):
+        store.open(f"{place}/first")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import obstore
 import obstore.store
 import pytest
 
@@ -21,6 +22,8 @@ import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
+from treering._tools import copy as copying
+from treering._tools.copy import copy_all
 from treering.errors import ExistsError, SaveError, TreeringError
 from treering.stores.objects import heartbeat, sink
 from treering.stores.objects.store import ObjectStore
@@ -31,6 +34,8 @@ import numpy as np
 import s3
 import treering as tr
 from treering import stores
+from treering._tools import copy as copying
+from treering._tools.copy import copy_all
 from treering.errors import ExistsError, SaveError
 from treering.stores.objects.store import ObjectStore
 
@@ -144,6 +149,41 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
         assert set(_names(far)) == {"origin", *(f"step-{step:08}" for step in tr.steps(far))}
         for step in tr.steps(far):
             assert tr.verify(tr.Checkpointer(far).path(step)).ok and len(_names(f"{far}/step-{step:08}")) == 2
+
+
+_KEEPING = """
+with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(1)) as ckpts:
+    for step in (1, 2):
+        ckpts.save(step, {"w": np.full(70_000, step)})
+        ckpts.wait()
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, place: str) -> None:
+    """From the commit of the second step on, which the first one goes for; that one is whole or gone."""
+    with proxy(s3_server) as counted:
+        assert _ended(_start(counted.url, _KEEPING, f"{place}/counted")) == 0
+        requests = counted.requests
+    commits = [one.number for one in requests if one.method == "PUT" and one.path.endswith("treering.json")]
+    assert len(commits) == 2 and sum("delete" in one.path for one in requests[commits[1] :]) >= 2
+    for number in range(commits[1], len(requests) + 1):
+        run = f"{place}/{number}"
+        with proxy(s3_server) as deadly:
+            processes: list[subprocess.Popen[str]] = []
+            deadly.fault = functools.partial(_kill_at, number, processes)
+            processes.append(_start(deadly.url, _KEEPING, run))
+            _ended(processes[0])
+        steps = tr.steps(run)
+        assert steps and set(steps) <= {1, 2} and (number == commits[1] or 2 in steps)
+        for step in steps:
+            assert np.array_equal(tr.restore(run, step=step)["w"], np.full(70_000, step))
+        with tr.Checkpointer(run, keep=tr.keep.last(1)) as ckpts:
+            assert np.array_equal(ckpts.restore()["w"], np.full(70_000, steps[-1]))
+            ckpts.save(9, {"w": np.full(70_000, 9)})
+        assert {9} <= set(tr.steps(run)) <= {steps[-1], 9}  # what was restored is not deleted by this job
+        assert all(len(_names(f"{run}/step-{step:08}")) == 2 for step in tr.steps(run))
+        assert set(_names(run)) == {f"step-{step:08}" for step in tr.steps(run)}
 
 
 _RUN = """
@@ -347,3 +387,55 @@ pending.result()
     assert child.communicate(timeout=60)[0] == "0\n" and child.returncode == 0
     between.fault = lambda request: None
     assert tr.restore(place)["w"].shape == (80_000_000,)
+
+
+def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only stood still must not put in place what is being removed."""
+    buckets = ObjectStore()
+    buckets.add("memory://marks", obstore.store.MemoryStore())
+    path = "memory://marks/c"
+    with pytest.raises(SaveError, match="took what is written here"), buckets.scratch_folder(path) as files:
+        folder = files.rpartition("/")[0]
+        with buckets.new_file(f"{files}/x", overwrite=False) as file:
+            file.write(b"x")
+        buckets.remove_leftover(folder)
+        assert buckets.list(files) == ["x"]  # its writer lives
+        writer = next(one for one in heartbeat._alive.all() if one.key.startswith("." + "c."))
+        monkeypatch.setattr(heartbeat, "lives", lambda *_: writer.renew() or False)
+        buckets.remove_leftover(folder)
+        assert buckets.list(files) == ["x"] and writer.confirm()  # renewed between the look at it and its removal
+        monkeypatch.setattr(heartbeat, "lives", lambda *_: False)
+        monkeypatch.setattr(buckets, "_clear", lambda *_: None)
+        buckets.remove_leftover(folder)
+        assert buckets.list(files) == ["x"] and not writer.confirm()
+        writer.renew()
+        assert writer.lost
+
+
+def test_overwriting_a_damaged_checkpoint_leaves_nothing_of_it() -> None:
+    """What it consists of cannot be read any more."""
+    buckets = ObjectStore()
+    buckets.add("damaged://tests", client := obstore.store.MemoryStore())
+    with stores.using(buckets, "damaged"):
+        path = "damaged://tests/c"
+        tr.save(path, {"w": np.zeros(70_000)})
+        obstore.put(client, "c/treering.json", b"{")
+        tr.save(path, {"w": np.ones(70_000)}, overwrite=True)
+        assert np.array_equal(tr.restore(path)["w"], np.ones(70_000)) and len(_names(path)) == 2, _names(path)
+
+
+def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    buckets = ObjectStore()
+    buckets.add("copies://tests", obstore.store.MemoryStore())
+    with stores.using(buckets, "copies"):
+        tr.save(tmp_path / "c", {"w": np.ones(70_000)})
+        copy_all(tmp_path / "c", path := "copies://tests/c")
+        there = [stores.of(path).stat(f"{path}/{name}") for name in _names(path)]
+        monkeypatch.setattr(copying, "_is_same", lambda *_, **__: None)  # the other one came after this look
+        with pytest.raises(ExistsError, match="meanwhile; it is untouched"):
+            copy_all(tmp_path / "c", path)
+        look = copying.summary.look  # or after the second one
+        monkeypatch.setattr(copying.summary, "look", lambda at, path: None if "://" in path else look(at, path))
+        with pytest.raises(ExistsError, match="pass overwrite=True"):
+            copy_all(tmp_path / "c", path)
+        assert [stores.of(path).stat(f"{path}/{name}") for name in _names(path)] == there

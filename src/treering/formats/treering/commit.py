@@ -15,7 +15,7 @@ from ...errors import ExistsError, SaveError
 from ...stores.claims import TakenOverError
 from ...stores.store import ABSENT, Store
 from .new_files import CREATE_ATTEMPTS, Files, write_whole
-from .removal import check_removable, consists_of, logged, remove_leftovers
+from .removal import check_removable, consists_of, disown, logged, remove_leftovers
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -50,8 +50,11 @@ class Transaction(Files):
     """One save into one directory: invisible to readers until `commit`, gone without a trace after `abort`.
 
     Process 0 makes the temporary manifest first: it shows the others that they write to the same file system.
-    `token` is that of the files' names, a new one by default.
+    `token` is that of the files' names, a new one by default. With `retracts` a commit is taken back that another job
+    may have taken for dead meanwhile.
     """
+
+    retracts = True
 
     def __init__(self, store: Store, path: str, *, overwrite: bool, token: str = ""):
         with store.glance(path):
@@ -62,8 +65,9 @@ class Transaction(Files):
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
         self._published = False  # or about to be
+        self._disowned: list[str] = []
         if any(OWN_FILES.fullmatch(name) for name in names):
-            remove_leftovers(store, path)
+            self._make_room()
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = posixpath.join(path, name)
         try:
@@ -86,14 +90,18 @@ class Transaction(Files):
         self.store.settle(self.path)  # the array files' names come before the manifest that needs them
         for path, sink in self._open.items():
             if not sink.is_at(path):
-                raise SaveError(f"{path}: removed by another program while the save was under way; do locks work here?")
+                why = "do locks work here?" if self.store.has_locks else "did this job stand still for long?"
+                raise SaveError(f"{path}: removed by another program while the save was under way; {why}")
         check()
         found = self.store.stat(self._manifest) if self._overwrite else None
         replaced = consists_of(self.store, self.path) if found else []
         self._published = True
         try:
             self._open[self._temporary].publish(
-                self._manifest, overwrite=self._overwrite, version=found.version if found else ABSENT
+                self._manifest,
+                overwrite=self._overwrite,
+                version=found.version if found else ABSENT,
+                retract=self.retracts,
             )
         except TakenOverError:
             self.committed = self._in_place() is not False
@@ -132,7 +140,10 @@ class Transaction(Files):
         if self._overwrite:
             with logged(self.path):  # the files of the replaced checkpoint, without locks: no save has them
                 self.store.delete_all(self.path, replaced)
-            remove_leftovers(self.store, self.path)
+            if self.store.has_locks:
+                remove_leftovers(self.store, self.path)
+        with logged(self.path):
+            self.store.delete_all(self.path, self._disowned)
 
     def abort(self) -> None:
         """Removes everything this save wrote, unless it is committed, or in place and cannot be taken back."""
@@ -162,6 +173,17 @@ class Transaction(Files):
         with contextlib.suppress(OSError):
             return sink is not None and sink.is_at(self._manifest)
         return None
+
+    def _make_room(self) -> None:
+        """Removes what killed saves have left.
+
+        Without locks a save that was only stopped counts as dead, too, and may go on. It must not commit arrays that
+        are gone: they go when a commit of this save is in the way of its own.
+        """
+        if self.store.has_locks:
+            remove_leftovers(self.store, self.path)
+        else:
+            self._disowned = disown(self.store, self.path)
 
     def _make_dir(self) -> None:
         """Makes the directory. The commit makes its name durable; the names of those above it are durable before."""

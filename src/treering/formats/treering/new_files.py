@@ -58,7 +58,8 @@ class Files:
                     return sink
                 self._open.pop(path).close()  # another process locked or removed it first, as a leftover
             time.sleep(0.001 * attempt)
-        raise SaveError(f"{path}: taken or removed by another program again and again; do locks work here?")
+        why = "do locks work here?" if self.store.has_locks else "does another job write there?"
+        raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
     def close(self) -> None:
         """Closes the files, which releases their locks."""

@@ -6,6 +6,7 @@ A checkpoint of which any part is of a later version of the format is never move
 import contextlib
 import logging
 import posixpath
+import time
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -21,6 +22,7 @@ from . import manifest, metrics
 from .manifest import file_names
 from .schema import MANIFEST, OWN_FILES
 
+_STOPPED_SECONDS = 24 * 3600.0  # for longer, nobody stops a save and has it go on
 _log = logging.getLogger("treering")
 
 
@@ -51,36 +53,68 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
     """Removes the leftovers of crashed or replaced saves in a directory; with `remove_empty` also the empty directory.
 
     The files of living writers stay, and so do foreign ones. Errors of the system are logged, not raised: the next
-    writer tries again.
+    writer tries again. Beside a checkpoint in a store without locks arrays stay for a day as well: a save that was only
+    stopped could still put them in its place.
     """
+
+    def are_old(name: str) -> bool:
+        found = store.stat(posixpath.join(path, name))
+        return found is not None and time.time() - found.modified > _STOPPED_SECONDS
+
     with logged(path):
-        if any(OWN_FILES.fullmatch(name) for name in store.list(path)):
-            _remove_leftovers(store, path)
+        names = store.list(path)
+        if any(OWN_FILES.fullmatch(name) for name in names):
+            at_once = store.has_locks or MANIFEST not in names
+            _remove_leftovers(store, path, (lambda name: True) if at_once else are_old)
         if remove_empty and store.stat(path) and not store.list(path):
             store.remove_folder(path)
 
 
-def _remove_leftovers(store: Store, path: str) -> None:
-    def left_over() -> list[str]:
-        try:
-            data = read_file(store, posixpath.join(path, MANIFEST))
-            keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
-        except FileNotFoundError:
-            keep, metrics = set(), "/"
-        found = [name for name in store.list(path) if OWN_FILES.fullmatch(name) and name not in keep]
-        return [name for name in found if not name.startswith(metrics)]
+def disown(store: Store, path: str) -> list[str]:
+    """Takes their temporary manifests away from the saves that count as dead.
 
+    Returns the names of their array files, or of all that are there beside a damaged manifest. Whoever then puts
+    another manifest in place may remove them: no save that goes on can replace that, for it looks at its temporary
+    manifest after it has looked at what it is to replace.
+    """
+    with logged(path):
+        _remove_leftovers(store, path, lambda name: False)
+        try:
+            found = _left_over(store, path)
+        except CorruptError:
+            found = store.list(path)
+        except UnsupportedError:
+            return []
+        return [name for name in found if _is_array_file(name) and _temporary_of(name) not in found]
+    return []
+
+
+def _left_over(store: Store, path: str) -> list[str]:
+    """The files in a directory that no manifest names."""
+    try:
+        data = read_file(store, posixpath.join(path, MANIFEST))
+        keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
+    except FileNotFoundError:
+        keep, metrics = set(), "/"
+    found = [name for name in store.list(path) if OWN_FILES.fullmatch(name) and name not in keep]
+    return [name for name in found if not name.startswith(metrics)]
+
+
+def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) -> None:
+    """Removes what is left over; of array files those that may go."""
     settled = False
     try:
-        if found := left_over():
+        found = _left_over(store, path)
+        if found:
             check_removable(store, path)
-        for name in found:
-            if _in_a_living_save(store, path, name):
+        # Temporary manifests first: a save that has none any more does not commit.
+        for name in sorted(found, key=_is_array_file):
+            if _is_array_file(name) and (not may_go(name) or _in_a_living_save(store, path, name)):
                 continue
 
             def still_left_over(name: str = name) -> bool:
                 nonlocal settled
-                if name not in left_over():
+                if name not in _left_over(store, path):
                     return False
                 if not settled:  # the manifest that no longer names it must outlive a power cut
                     store.settle(path)
@@ -94,15 +128,22 @@ def _remove_leftovers(store: Store, path: str) -> None:
         return  # the files of a damaged checkpoint, or of one of a later version, cannot be known
 
 
+def _is_array_file(name: str) -> bool:
+    return name.startswith("arrays-")
+
+
+def _temporary_of(name: str) -> str:
+    """The temporary manifest of the save that an array file belongs to. It is made before that."""
+    return f"{MANIFEST}.{name.split('-')[1]}.tmp"
+
+
 def _in_a_living_save(store: Store, path: str, name: str) -> bool:
     """Whether the save that an array file belongs to may still commit: its temporary manifest is locked.
 
     The process that wrote the file may be gone; process 0, which commits, is not.
     """
-    if not name.startswith("arrays-"):
-        return False
     try:
-        return store.is_in_use(posixpath.join(path, f"{MANIFEST}.{name.split('-')[1]}.tmp"))
+        return store.is_in_use(posixpath.join(path, _temporary_of(name)))
     except FileNotFoundError:
         return False
 

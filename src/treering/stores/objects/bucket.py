@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 from ...errors import UnsupportedError
 from ..buffers import aligned, copy
 from ..read_errors import RequestError
+from ..temporary_names import clock_beside
 
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _QUICK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
-_TOKEN = re.compile(r"\.[0-9a-f]{6}\.tmp$")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
@@ -242,7 +241,7 @@ class Bucket:
 
     def _ask_clock(self, beside: str) -> None:
         """Reads the server's clock off an object that was just put, unless another process has removed that."""
-        probe = f"{_TOKEN.sub('', beside)}.{os.urandom(3).hex()}.tmp"
+        probe = clock_beside(beside)
         try:
             self.put(probe, b"-", overwrite=True)
             here = now()  # afterwards: what is old is rather taken for younger than it is

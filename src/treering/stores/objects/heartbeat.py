@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ SAFE_SECONDS = 60.0  # since the last renewal, within which no other writer can 
 VERSION = 1
 _MAX_BYTES = 4096  # of such an object; larger ones are none
 _UNSEEN = "unseen"  # in the place of the time when a process began
+_ENDED = b'{"version":1}'  # nobody's
 _log = logging.getLogger("treering")
 _PROCESS = os.urandom(8).hex()  # names this process in the objects that it writes
 _alive: "Alive[Heartbeat]" = Alive()
@@ -154,6 +156,22 @@ def lives(bucket: Bucket, about: About, found: Found) -> bool:
     if is_here(about):
         return _runs(about)
     return bucket.age(found, found.key) <= LEASE_SECONDS
+
+
+def end(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
+    """Takes an object away from a writer that is dead, or will know it by that; False for one that lives.
+
+    For an object of another kind nothing is done. False as well unless `check` agrees. Raises `FileNotFoundError`.
+    """
+    about, found = read(bucket, key)
+    if (about is not None and lives(bucket, about, found)) or not check():
+        return False
+    if about is not None:
+        try:
+            bucket.put(key, _ENDED, replaces=found.version)
+        except (ChangedError, FileNotFoundError):
+            return False  # it was renewed meanwhile
+    return True
 
 
 def is_here(about: About) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..._threads.alive import Alive
 from ...errors import ExistsError, UnsupportedError
 from .. import claims
-from ..lease import NAME
+from ..store import LOCK_NAME
 from . import heartbeat
 from .bucket import Bucket, ChangedError, Version
 from .heartbeat import LEASE_SECONDS, About, Heartbeat
@@ -31,7 +31,7 @@ class ObjectLease:
 
     def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
         self.run, self.lost = f"{bucket.url}/{key}", False
-        self._bucket, self._key, self._busy = bucket, f"{key}/{NAME}", busy
+        self._bucket, self._key, self._busy = bucket, f"{key}/{LOCK_NAME}", busy
         self._beat: Heartbeat | None = None
         _alive.add(self)
         weakref.finalize(self, _drop, held := [])
@@ -82,9 +82,9 @@ class ObjectLease:
                 continue  # it was given back
             if holder is None or not holder.is_known:
                 raise UnsupportedError(
-                    f"{self.run}/{NAME}: expected version {heartbeat.VERSION} of this object, found another; a later "
-                    "release of treering writes this run: upgrade treering, or make sure that no job writes it and "
-                    "remove the object"
+                    f"{self.run}/{LOCK_NAME}: expected version {heartbeat.VERSION} of this object, found another; a "
+                    "later release of treering writes this run: upgrade treering, or make sure that no job writes it "
+                    "and remove the object"
                 )
             if not heartbeat.lives(self._bucket, holder, found):
                 _log.warning(

@@ -81,7 +81,7 @@ class ObjectSink:
     def _put(self, data: memoryview) -> None:
         self._bucket.put(self._key, data, overwrite=True)  # no other object gets its name
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
         self._uploads.settle(self.path.rpartition("/")[0])
         key = path[len(self._bucket.url) + 1 :]
         replaces: Any = version if overwrite and version != ABSENT else None
@@ -101,7 +101,7 @@ class ObjectSink:
             check_leases(path)
             self._check_alive()
         except TakenOverError as error:  # it took so long that another may have begun to write here
-            if overwrite:  # without it nothing would be there at all
+            if replaces is not None or anything or not retract:  # without it nothing might be there at all
                 raise TakenOverError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
             self._take_back(key, published)
             raise

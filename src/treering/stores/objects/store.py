@@ -40,6 +40,7 @@ class ObjectStore:
     """
 
     has_folders = False
+    has_locks = False
     object_bytes = OBJECT_BYTES
 
     def __init__(self, make: Callable[..., Any] = clients.make, *, conditional: bool = True):
@@ -89,8 +90,11 @@ class ObjectStore:
         try:
             return ObjectBlob(bucket, key, expected)
         except FileNotFoundError:
-            if self.stat(path):
+            found = self.stat(path)
+            if found and found.is_folder:
                 raise CorruptError(f"{path}: expected an object, found names that begin with this one") from None
+            if found:  # put there meanwhile
+                return ObjectBlob(bucket, key, expected)
             raise
 
     @contextlib.contextmanager
@@ -180,15 +184,18 @@ class ObjectStore:
         return about is not None and heartbeat.lives(bucket, about, found)
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        if not self.is_in_use(path) and check():
-            bucket, key = self._find(path)
+        bucket, key = self._find(path)
+        if heartbeat.end(bucket, key, check):
             bucket.delete([key])
         return True
 
     def remove_leftover(self, path: str) -> None:
         bucket, key = self._find(path)
-        if not self._is_filled(path, _MARK) and not self._is_filled(path, _FOLDER_MARK):
-            self._clear(bucket, key)
+        for mark in (_MARK, _FOLDER_MARK):  # before anything else goes, its writer loses it
+            with contextlib.suppress(FileNotFoundError):
+                if not heartbeat.end(bucket, f"{key}/{mark}"):
+                    return
+        self._clear(bucket, key)
 
     def _is_filled(self, folder: str, mark: str) -> bool:
         """Whether a living writer fills a temporary folder; the mark is the first in it, and the last to go."""
