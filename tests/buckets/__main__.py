@@ -67,18 +67,20 @@ def _table(counts: dict[str, Count], seconds: float, wish: argparse.Namespace) -
             lambda count: len(count.failures),
         )
     )
-    total = f"{states:,} states, {distinct:,} of them distinct, {buckets:,} buckets; {failures} failures."
+    limits = sum(count.limits for count in counts.values())
+    total = f"{states:,} states, {distinct:,} of them distinct, {buckets:,} buckets; {failures} failures, "
+    total += f"{limits} plans that came to the known limit."
     lines = [
         f"{total} Treering {__version__}, {wish.jobs} processes, {seconds:.0f} s, seed {wish.seed}.",
         "",
-        "| scenario | plans | states | distinct | buckets | how the jobs ended, most often first | failures |",
-        "| --- | --: | --: | --: | --: | --- | --: |",
+        "| scenario | plans | states | distinct | buckets | how the jobs ended, most often first | limit | failures |",
+        "| --- | --: | --: | --: | --: | --- | --: | --: |",
     ]
     for name, one in counts.items():
         ends = "; ".join(f"{end} {number:,}" for end, number in one.ends.most_common(5))
         lines.append(
             f"| {name} | {one.plans:,} | {one.states:,} | {len(one.distinct):,} | {len(one.buckets):,} "
-            f"| {ends} | {len(one.failures)} |"
+            f"| {ends} | {one.limits} | {len(one.failures)} |"
         )
     return "\n".join(lines) + "\n"
 

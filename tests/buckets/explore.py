@@ -15,7 +15,7 @@ from treering import stores
 from treering.stores.objects.store import ObjectStore
 
 from . import job, scenarios
-from .server import OUTCOMES, Answer, Server
+from .server import EXPIRES_SECONDS, OUTCOMES, Answer, Server
 
 ALL = 10**9  # requests
 _KILLED = Answer(None, ("killed", ""), 0.0)
@@ -46,6 +46,7 @@ class Count:
     buckets: set[int] = dataclasses.field(default_factory=set)  # contents, and what was reported by then
     distinct: set[int] = dataclasses.field(default_factory=set)  # those, and how far each job had come
     ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    limits: int = 0  # plans that came to the known one, see `_Late`
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -93,6 +94,32 @@ class Explorer:
         return play.numbers
 
 
+class _Late:
+    """Whether a job takes back a manifest that it put when its lease had run out, and removes that of another instead.
+
+    It has looked, but no store deletes what it saw and nothing else: the limit that `docs/object-stores.md` names.
+    """
+
+    def __init__(self) -> None:
+        self._renewed: dict[int, float] = {}  # by jobs: when a lease or mark of theirs was put
+        self._putters: dict[str, int] = {}  # by manifests: the job that put it
+        self._late: set[tuple[int, str]] = set()
+
+    def put(self, who: int, key: str, clock: float) -> None:
+        """Takes note of an object that was put."""
+        if key.endswith(("/writer.lock", ".tmp")):
+            self._renewed[who] = clock
+        elif key.endswith("/treering.json"):
+            self._putters[key] = who
+            if clock - self._renewed.get(who, clock) > EXPIRES_SECONDS:
+                self._late.add((who, key))
+
+    def removes_others(self, who: int, keys: str | list[str]) -> bool:
+        """Whether it is about to happen."""
+        keys = [keys] if isinstance(keys, str) else keys
+        return any((who, key) in self._late and self._putters[key] != who for key in keys)
+
+
 class _Play:
     """One run of a scenario by a plan."""
 
@@ -108,6 +135,7 @@ class _Play:
         self._over: dict[int, str | None] = {}  # jobs that have ended, and their errors
         self._reports: list[tuple[int, Any]] = []
         self._wrong = ""
+        self._late, self._limit = _Late(), False
 
     def run(self) -> None:
         """Runs the jobs, and looks at the bucket after each request and at the end."""
@@ -131,7 +159,8 @@ class _Play:
             shutil.rmtree(self._local, ignore_errors=True)
         ends = [str(self._over[who]).partition(":")[0] for who in range(self._last)]
         self._count.ends[", ".join("good" if end == "None" else end for end in ends)] += 1
-        if self._wrong:
+        self._count.limits += self._limit
+        if self._wrong and not self._limit:
             self._count.failures.append(f"{self._name}: {self._plan}: {self._wrong}; jobs ended: {self._over}")
 
     def _serve(self, who: int, requests: int) -> None:
@@ -166,7 +195,11 @@ class _Play:
         unanswered = Answer(None, ("GenericError", "no answer, max_retries: 0"), self._server.clock)
         if outcome == "lost":
             return unanswered
+        if name == "delete" and not self._wrong and self._late.removes_others(who, args[0]):
+            self._limit = True
         answer = self._server.ask(name, args, options)
+        if name == "put" and not answer.error:
+            self._late.put(who, args[0], self._server.clock)
         self._see()
         if outcome == "repeated":
             answer = self._server.ask(name, args, options)
@@ -185,7 +218,7 @@ class _Play:
             self._look(self._scenario.check)
 
     def _look(self, check: Callable[[str, scenarios.Reports], None]) -> None:
-        if self._wrong:
+        if self._wrong or self._limit:
             return
         with self._reading():
             try:

@@ -1,5 +1,6 @@
 """A job in a process of its own, that waits at each request until it is told to go on."""
 
+import atexit
 import builtins
 import logging
 import threading
@@ -103,6 +104,7 @@ def serve(connection: Connection, name: str) -> None:
     heartbeat._begin = lambda one: None  # `holds` renews it where that is due
     heartbeat._machine = lambda: name  # another than that of the other jobs, of which only the age of a lease tells
     removal.time = types.SimpleNamespace(time=lambda: job.clock)
+    atexit.unregister(lease._release_all)  # the last job may have been killed
     lease.time = types.SimpleNamespace(sleep=lambda seconds: job.ask("sleep", (seconds,), {}))
     while True:
         try:
