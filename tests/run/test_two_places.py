@@ -644,6 +644,30 @@ def test_a_damaged_step_far_is_replaced_by_the_good_one_near(near: str, tmp_path
     _check(tr.restore(far, step=1), 1)
 
 
+def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(near: str, tmp_path: pathlib.Path) -> None:
+    """The damaged copy is gone before the new one is whole: until then the one near is the only one."""
+    far = tmp_path / "far"
+    ckpts = tr.Checkpointer(far, local=near, keep=None)
+    ckpts.save(1, _state(1, 100_000))
+    ckpts.wait()
+    _until(lambda: ckpts.uncopied == [] and not ckpts._directory.busy)
+    next((far / "step-00000001").glob("arrays-*")).unlink()
+    pace = ckpts._directory._copies._pace  # type: ignore[attr-defined]
+    pace._rate = 100_000  # bytes a second: the first step takes four
+    try:
+        _save(ckpts, 2)
+        _until(lambda: "copying step 1" in repr(ckpts))
+        _until(lambda: 1 not in tr.steps(far))
+        uncopied = ckpts.uncopied
+        _save(ckpts, 3, 4)
+        time.sleep(0.5)  # in which retention deletes what it may
+        assert 1 in tr.steps(near) and 1 in uncopied
+    finally:
+        pace.lift()
+    ckpts.close()
+    assert tr.steps(far) == [1, 2, 3, 4] and tr.verify(far).ok
+
+
 def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The disk is a double that has room for three steps, and removes slowly."""
     far = tmp_path / "far"

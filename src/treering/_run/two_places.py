@@ -379,6 +379,7 @@ class TwoPlaces:
         if there and self.far.steps.is_damaged(step, there):
             if problem := next(Reader(near, path).problems(), None):  # what is left far may be better
                 raise CorruptError(str(problem))
+            self._copied.pop(step, None)  # from here on what is near is the only copy
             removal.delete(far, there)  # the names of its files may be those of the copy
         seen = summary.look(near, path)
         identity = copy.copy(near, path, far, to, overwrite=summary.look(far, to) is not None, moved=moved)

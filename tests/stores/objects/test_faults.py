@@ -16,11 +16,14 @@ import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering.errors import CorruptError, ExistsError, NotFoundError, SaveError, TreeringError, UnsupportedError
+from treering.stores.objects import bucket, lease
 from treering.stores.objects.bucket import Bucket
 from treering.stores.objects.store import ObjectStore
 
 _ROOT = "faulty://tests"
 _TREE = {"w": np.arange(300_000, dtype=np.float32), "b": np.ones(3)}
+_LARGE = {"w": np.arange(8_800_000, dtype=np.float32)}  # goes in parts into one file
+_KEY = re.compile(rb"<Key>(.*?)</Key>")
 
 
 @pytest.fixture
@@ -43,11 +46,32 @@ def place(between: Proxy) -> str:
 
 _QUICK: Any = {"init_backoff": datetime.timedelta(milliseconds=5), "base": 2}
 _FAULTS = ["drop", "lose", "twice", "cut", "late", "503 SlowDown", "429 TooManyRequests", "500 InternalError"]
+_FAULTS += ["409 OperationAborted"]
 
 
 def _once(fault: str, which: int) -> Any:
     """Does it to the request of this number, and to no other."""
     return lambda request: fault if request.number == which else None
+
+
+def _deletes(request: Request) -> bool:
+    return request.method == "DELETE" or (request.method == "POST" and "?delete" in request.path)
+
+
+def _begins_parts(request: Request) -> bool:
+    return request.method == "POST" and "?uploads" in request.path
+
+
+def _sends_part(request: Request) -> bool:
+    return request.method == "PUT" and "partNumber=" in request.path
+
+
+def _ends_parts(request: Request) -> bool:
+    return request.method == "POST" and "uploadId=" in request.path
+
+
+def _puts_lease(request: Request) -> bool:
+    return request.method == "PUT" and request.path.endswith("/writer.lock")
 
 
 def _same(path: str, tree: Any) -> bool:
@@ -196,7 +220,9 @@ def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> 
         ("404 NoSuchBucket", "no such bucket"),
     ],
 )
-def test_what_is_not_allowed_is_said(between: Proxy, place: str, answer: str, hint: str) -> None:
+def test_what_is_not_allowed_is_said(
+    between: Proxy, place: str, answer: str, hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tr.save(f"{place}/c", _TREE)
     between.fault = lambda request: answer
     for call in (lambda: tr.save(f"{place}/d", _TREE), lambda: tr.restore(f"{place}/c"), lambda: tr.steps(place)):
@@ -205,9 +231,85 @@ def test_what_is_not_allowed_is_said(between: Proxy, place: str, answer: str, hi
     between.fault = lambda request: answer if request.method == "PUT" else None
     with pytest.raises(SaveError, match=hint):
         tr.save(f"{place}/d", _TREE)
-    between.fault = lambda request: answer if request.method == "DELETE" else None
-    tr.save(f"{place}/e", _TREE)  # what could not be removed is logged
+    between.fault = lambda request: answer if _deletes(request) else None
+    for _ in range(2):
+        tr.save(f"{place}/e", _TREE, overwrite=True)  # what could not be removed is logged
+        assert _same(f"{place}/e", _TREE)
+    assert "tidying up failed" in caplog.text
+    for of_parts in (_begins_parts, _sends_part, _ends_parts):
+        between.fault = lambda request, chosen=of_parts: answer if chosen(request) else None
+        with pytest.raises(SaveError, match=rf"d\.safetensors.*{hint}"):
+            tr.save(f"{place}/d.safetensors", _LARGE)
+        between.fault = lambda request: None
+        with pytest.raises(NotFoundError):
+            tr.restore(f"{place}/d.safetensors")
+
+
+def test_what_may_not_be_deleted_is_said_at_once(
+    between: Proxy, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers a list of objects to delete with success, and an error for each one."""
+    ask = between._ask
+
+    def refuse(request: Request, body: bytes) -> Any:
+        if not _deletes(request):
+            return ask(request, body)
+        error = b"<Error><Key>%b</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        errors = [error % key for key in _KEY.findall(body)]
+        return 200, {}, b"<?xml version='1.0'?><DeleteResult>%b</DeleteResult>" % b"".join(errors)
+
+    monkeypatch.setattr(between, "_ask", refuse)
+    begun = len(between.requests)
+    tr.save(f"{place}/e", _TREE)
+    deletes = [request for request in between.requests[begun:] if _deletes(request)]
+    assert len(deletes) == 1 and "they may list, get, put and delete" in caplog.text
     assert _same(f"{place}/e", _TREE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "overwrite"),
+    [("drop", True), ("lose", True), ("lose", False), ("cut", True), ("short", False), ("503 SlowDown", False)],
+)
+def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str, fault: str, overwrite: bool) -> None:
+    """It is in place, whole, or an error says that it is not, or that nobody knows."""
+    old = {"w": np.zeros(10, np.float32)}
+    begun = len(between.requests)
+    tr.save(f"{place}/counted.safetensors", _LARGE)
+    for number in range(len(between.requests) - begun):
+        path = f"{place}/{number}.safetensors"
+        if overwrite:
+            tr.save(path, old)
+        between.fault = _once(fault, len(between.requests) + number)
+        failed = ""
+        try:
+            tr.save(path, _LARGE, overwrite=overwrite)
+        except (SaveError, ExistsError) as error:
+            failed = str(error)
+        finally:
+            between.fault = lambda request: None
+        if not failed:
+            assert _same(path, _LARGE)
+        elif "cannot be known" in failed:
+            assert _same(path, _LARGE) or (overwrite and _same(path, old))
+        elif overwrite:
+            assert _same(path, old), failed
+        else:
+            with pytest.raises(NotFoundError):
+                tr.restore(path)
+
+
+def test_a_store_that_takes_nothing_and_has_nothing(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that can neither be created nor read ends in an error, not in a loop."""
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.01)
+    between.fault = lambda request: "409 OperationAborted" if _puts_lease(request) else None
+    begun = len(between.requests)
+    with pytest.raises(TreeringError, match="refuses to create it"), tr.Checkpointer(f"{place}/run") as ckpts:
+        ckpts.save(1, _TREE)
+    assert len([request for request in between.requests[begun:] if _puts_lease(request)]) < 200
 
 
 def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: str) -> None:

@@ -24,7 +24,8 @@ from jobs import run_job
 from treering import stores
 from treering.errors import MismatchError, NotFoundError, UnsupportedError
 from treering.stores import buffers
-from treering.stores.objects import blob
+from treering.stores.objects import blob, clients
+from treering.stores.read_errors import RequestError
 
 
 @pytest.fixture
@@ -90,6 +91,36 @@ def test_a_profile_has_the_credentials(bucket: str, tmp_path: pathlib.Path, monk
     monkeypatch.setenv("AWS_PROFILE", "mine")
     tr.save(f"{bucket}/a", {"w": np.ones(3)})
     assert tr.restore(f"{bucket}/a")["w"].sum() == 3
+
+
+def test_a_profile_names_the_endpoint(
+    s3_server: str, bucket: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-west-3\nendpoint_url = {s3_server}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    client = clients.make(f"s3://{s3.BUCKET}")
+    assert client.config["endpoint"] == s3_server and client.config["region"] == "eu-west-3"
+    assert "unsigned_payload" not in client.config  # nothing else would cover it without TLS
+
+
+def test_clients_of_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert clients.make("s3://b").config["unsigned_payload"]
+    with pytest.raises(RequestError, match=r"az://c: no client can be made .*environment"):
+        clients.make("az://c")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    assert clients.make("az://c").config["container_name"] == "c"
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    assert [clients.make(f"{scheme}://b").config["bucket"] for scheme in ("gs", "gcs")] == ["b", "b"]
 
 
 def test_a_store_object_stands_for_its_bucket(s3_server: str) -> None:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ...errors import UnsupportedError
+from ...errors import TreeringError, UnsupportedError
 from ..buffers import aligned, copy
 from ..read_errors import RequestError
 from ..temporary_names import clock_beside
+from .clients import short
 
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
@@ -19,6 +20,7 @@ _QUICK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
+_DENIED = (" 403 ", " 401 ", "AccessDenied")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
 T = TypeVar("T")
@@ -145,7 +147,8 @@ class Bucket:
             except ChangedError as error:
                 if found := self.same(key, data):
                     return found.version
-                if not isinstance(error, ConflictError) or attempt == _ATTEMPTS - 1:
+                conflict = overwrite or isinstance(error, ConflictError)  # without a condition it can be nothing else
+                if not conflict or attempt == _ATTEMPTS - 1:
                     raise
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
@@ -160,11 +163,12 @@ class Bucket:
             return found if bytes(there) == data else None
         return None
 
-    def check_unchanged(self, key: str, replaces: Version | None) -> None:
-        """Raises `ChangedError` unless what is there is what is to be replaced, or nothing when that is None."""
+    def check_unchanged(self, key: str, replaces: Version | None) -> Found | None:
+        """What is there. Raises `ChangedError` unless it is what is to be replaced, or nothing when that is None."""
         found = self.head(key)
-        if (found and found.version) != replaces:
-            raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
+        if (found and found.version) == replaces:
+            return found
+        raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
     def list(self, key: str) -> tuple[list[Found], list[str]]:
         """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
@@ -275,26 +279,28 @@ class Bucket:
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         except (exceptions.NotSupportedError, NotImplementedError) as error:
-            raise UnsupportedError(f"{path}: this kind of store cannot do that: {_short(error)}") from error
-        except exceptions.BaseError as error:
-            text = str(error)
+            raise UnsupportedError(f"{path}: this kind of store cannot do that: {short(error)}") from error
+        except (exceptions.BaseError, OSError) as error:
+            if isinstance(error, TreeringError) or getattr(error, "errno", None) is not None:
+                raise
+            text = str(error)  # an `OSError` without a number is what a writer in parts raises for everything
             if any(word in text for word in _EMPTY):
                 raise _EmptyError(path) from None
             if any(word in text for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
-            denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-            if denied or " 403 " in text or " 401 " in text:
-                raise RequestError(
-                    f"{path}: the store does not allow this ({_short(error)}); look at the credentials, and whether "
-                    "they may list, get, put and delete there"
-                ) from error
             if any(word in text for word in _EXPIRED):
-                raise RequestError(f"{path}: the credentials have expired; renew them ({_short(error)})") from error
+                raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
+            denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+            if denied or any(word in text for word in _DENIED):
+                raise RequestError(
+                    f"{path}: the store does not allow this ({short(error)}); look at the credentials, whether they "
+                    "may list, get, put and delete there, and whether this machine's clock is right"
+                ) from error
             if " 409 " in text:
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
             hint = "; without a reason, this is often a token that has expired" if " 400 " in text else ""
             kind = RequestError if "max_retries" in text else _BrokenError  # or obstore has tried again already
-            raise kind(f"{path}: the store did not answer as it should: {_short(error)}{hint}") from error
+            raise kind(f"{path}: the store did not answer as it should: {short(error)}{hint}") from error
 
 
 _process: int | None = None  # that has made the first request
@@ -319,12 +325,6 @@ def _above(key: str) -> Iterator[str]:
     """The keys that others would take for the folders of one; some programs put empty objects there."""
     while key := key.rpartition("/")[0]:
         yield key
-
-
-def _short(error: Exception) -> str:
-    """The first line of an error, without the source that obstore adds."""
-    text = str(error).partition("\n\nDebug source")[0]
-    return " ".join(text.split())[:300]
 
 
 def _found(meta: Any) -> Found:

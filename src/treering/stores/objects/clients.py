@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ...errors import MismatchError, UnsupportedError
+from ..read_errors import RequestError
 
 EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "adl": "azure",
@@ -19,11 +20,12 @@ _RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=90)}
 def make(root: str, seconds: int = _SECONDS) -> Any:
     """The client for what is before the names in a URL (`s3://bucket`, `https://host`), with a limit for each request.
 
-    Raises `UnsupportedError` when obstore is not installed.
+    Raises `UnsupportedError` when obstore is not installed, and `RequestError` when it makes no client of the URL.
     """
     scheme, _, place = root.partition("://")
     try:
         from obstore import store
+        from obstore.exceptions import BaseError
     except ImportError:
         raise UnsupportedError(
             f"{root}: reading and writing such URLs needs obstore: pip install 'treering[{EXTRAS[scheme]}]'"
@@ -32,12 +34,18 @@ def make(root: str, seconds: int = _SECONDS) -> Any:
     options: dict[str, Any] = {"client_options": limits, "retry_config": _RETRIES}
     if scheme == "memory":
         return _in_memory(place)
-    if scheme in ("http", "https"):
-        options["client_options"]["allow_http"] = scheme == "http"
-        return store.HTTPStore(root, **options)
-    if scheme in ("s3", "s3a"):
-        return _s3(store, place, options)
-    return store.from_url(root, **options)
+    try:
+        if scheme in ("http", "https"):
+            options["client_options"]["allow_http"] = scheme == "http"
+            return store.HTTPStore(root, **options)
+        if scheme in ("s3", "s3a"):
+            return _s3(store, place, options)
+        return store.from_url(f"gs://{place}" if scheme == "gcs" else root, **options)
+    except BaseError as error:
+        raise RequestError(
+            f"{root}: no client can be made for it: {short(error)}; look at the URL, and at the variables of the "
+            "environment with the account and the credentials"
+        ) from error
 
 
 @functools.cache
@@ -50,15 +58,16 @@ def _in_memory(name: str) -> Any:
 
 def _s3(store: Any, bucket: str, options: dict[str, Any]) -> Any:
     """S3, or what speaks its language at `AWS_ENDPOINT_URL`. Payloads are not signed over TLS: checksums cover them."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profile():
+        options |= _of_profile(bucket)
+    named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = next(filter(None, map(os.environ.get, named)), options.get("endpoint", ""))
     if endpoint:
         options["endpoint"] = endpoint
     if endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
     else:
         options["unsigned_payload"] = True
-    if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profile():
-        options |= _of_profile(bucket)
     return store.S3Store(bucket, **options)
 
 
@@ -80,7 +89,16 @@ def _of_profile(bucket: str) -> dict[str, Any]:
     found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session=session)}
     if session.region_name:
         found["region"] = session.region_name
+    endpoint = session.client("s3", region_name=session.region_name or "us-east-1").meta.endpoint_url
+    if "amazonaws.com" not in endpoint:  # the profile names one
+        found["endpoint"] = endpoint
     return found
+
+
+def short(error: Exception) -> str:
+    """The first line of an error, without the source that obstore adds."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return " ".join(text.split())[:300]
 
 
 def url_of(client: Any) -> str:

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from ..._threads.alive import Alive
 from ...errors import ExistsError, UnsupportedError
 from .. import claims
+from ..read_errors import RequestError
 from ..store import LOCK_NAME
 from . import heartbeat
 from .bucket import Bucket, ChangedError, Version
 from .heartbeat import LEASE_SECONDS, About, Heartbeat
 
 _POLL_SECONDS = 2.0
+_MOST_CHANGES = 10  # that others may make while the lease is being taken
 _log = logging.getLogger("treering")
 _alive: "Alive[ObjectLease]" = Alive()
-_taking = threading.RLock()  # held while a lease is taken: one at a time in this process
+_taking: "dict[str, threading.RLock]" = {}  # by run: held while its lease is taken, one at a time in this process
 
 
 class ObjectLease:
@@ -37,8 +39,12 @@ class ObjectLease:
         weakref.finalize(self, _drop, held := [])
         self._held: list[Heartbeat] = held  # what is left when the `Checkpointer` was dropped without `close`
 
+    @property
+    def _alone(self) -> threading.RLock:
+        return _taking.setdefault(self.run, threading.RLock())
+
     def acquire(self) -> None:
-        with _taking:
+        with self._alone:
             if self.lost:
                 raise claims.lost(self.run)
             if self._beat is not None:
@@ -49,7 +55,7 @@ class ObjectLease:
 
     def check_free(self) -> None:
         """Raises an `ExistsError` for another process of this machine; of others that would take waiting."""
-        with _taking:
+        with self._alone:
             if any(one._beat is not None and one.run == self.run for one in _alive.all()):
                 return
             try:
@@ -75,11 +81,19 @@ class ObjectLease:
     def _wait_for_it(self) -> None:
         """Takes the lease once its holder is dead, which may take `LEASE_SECONDS` to see. Raises `ExistsError`."""
         first: About | None = None
+        gone = 0
         while not self._taken(None):
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
-            except FileNotFoundError:
-                continue  # it was given back
+            except FileNotFoundError:  # it was given back
+                gone += 1
+                if gone == _MOST_CHANGES:
+                    raise RequestError(
+                        f"{self.run}/{LOCK_NAME}: the store refuses to create it as one that is there, and says that "
+                        "there is none, again and again; look whether the store works"
+                    ) from None
+                time.sleep(_POLL_SECONDS * gone / _MOST_CHANGES)
+                continue
             if holder is None or not holder.is_known:
                 raise UnsupportedError(
                     f"{self.run}/{LOCK_NAME}: expected version {heartbeat.VERSION} of this object, found another; a "
@@ -118,7 +132,7 @@ class ObjectLease:
         return True
 
     def release(self) -> None:
-        with _taking:
+        with self._alone:
             if self._beat is not None:
                 beat, self._beat = self._beat, None
                 self._held.clear()
@@ -155,8 +169,7 @@ def _release_all() -> None:
 
 
 def _forget_after_fork() -> None:
-    global _taking
-    _taking = threading.RLock()  # the old one may be held by a thread that the child does not have
+    _taking.clear()  # they may be held by threads that the child does not have
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,7 +10,6 @@ from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
 from ..buffers import round_up
-from ..read_errors import RequestError
 from .bucket import Bucket, Version
 
 OBJECT_BYTES = 32 << 20  # bytes of an array object, which is put in one request
@@ -57,18 +56,30 @@ class Stream:
         if self._parts is None:
             return self._bucket.put(self._key, self.contents(), replaces=replaces, overwrite=overwrite)
         self._send()
-        if not overwrite:
-            self._bucket.check_unchanged(self._key, replaces)
+        bucket, key = self._bucket, self._key
+        before = bucket.head(key) if overwrite else bucket.check_unchanged(key, replaces)
         parts, self._parts = self._parts, None
-        with self._bucket.asked(self._key):
-            parts.close()
-        found = self._bucket.head(self._key)
-        if found is None or found.nbytes != self.size:
-            raise RequestError(
-                f"{self._bucket.url}/{self._key}: expected {self.size} bytes that were put in parts, found "
-                f"{'nothing' if found is None else found.nbytes}"
-            )
-        return found.version
+        error: OSError | None = None
+        try:
+            with bucket.asked(key):
+                parts.close()
+        except OSError as raised:  # it may have been carried out, and its answer lost
+            error = raised
+        path = f"{bucket.url}/{key}"
+        try:
+            found = bucket.head(key)
+        except OSError as unknown:
+            raise SaveError(
+                f"{path}: it cannot be known whether the new one is in place, for looking was not answered "
+                f"({unknown}); {'it is, whole, or what was there before is' if before else 'it is, whole, or nothing'}"
+            ) from error
+        is_new = found is not None and (before is None or found.version != before.version)
+        if found and found.nbytes == self.size and (is_new or not error):  # the same bytes may get no new version
+            return found.version
+        raise error or SaveError(
+            f"{path}: expected {self.size} bytes that were put in parts, and that the store has taken, found "
+            f"{found.nbytes if found else 'nothing'}; it cannot be known what is in place: look whether the store works"
+        )
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
