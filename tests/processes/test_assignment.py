@@ -270,12 +270,25 @@ def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
     st.lists(st.integers(0, 100), min_size=10, max_size=10),
 )
 def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[int]], before: list[int]) -> None:
-    one = Layout([((n, n + 1),) for n in range(len(holders))], [sorted(own) for own in holders])
+    size = 3 * MIB // 2  # of smaller ones few processes write more
+    boxes = [((n * size, (n + 1) * size),) for n in range(len(holders))]
+    one = Layout(boxes, [sorted(own) for own in holders])
     loads = np.array(before, np.int64)
     (share,) = assignment.share_out([(one, 1)], loads, 1000)
     turns = [[own[turn % len(own)] for own in one.holders] for turn in range(max(map(len, holders)))]
     assert max(before[own] for own in turns[share.turn]) == min(max(before[own] for own in turn) for turn in turns)
-    assert (loads - before).tolist() == [turns[share.turn].count(process) for process in range(10)]
+    assert (loads - before).tolist() == [size * turns[share.turn].count(process) for process in range(10)]
+
+
+def test_few_processes_write_what_is_small() -> None:
+    """Each that writes anything writes a file: a thousand leaves of 1 KiB are not a thousand files."""
+    everyone = [range(4096)]
+    for nbytes, writers in ((1 << 10, 1), (64 << 10, 63), (MIB, 1000)):
+        _, loads = sharing([(Layout([((0, nbytes),)], everyone), 1)] * 1000, 4096)
+        assert np.count_nonzero(loads) == writers and loads.max() <= MIB
+    large = [(Layout([((0, 64 * MIB),)], [range(16)]), 1)]
+    _, loads = sharing([*large, *[(Layout([((0, 1 << 10),)], [range(16)]), 1)] * 1000], 16)
+    assert loads.max() < 1.1 * loads.mean()  # where all write anyway, all share it
 
 
 @unhurried

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jobs import Result, run_job
 from treering._processes.read_shares import deal
+from treering._restore.read_once import circle
 from treering._threads.ahead import ahead
 
 pytestmark = pytest.mark.long
@@ -188,7 +189,7 @@ def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Pa
 def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> None:
     body = """
     rows, everywhere = NamedSharding(mesh(COUNT), P("x")), NamedSharding(mesh(COUNT), P())
-    sizes = [(1024, 4096), (1024,), (64, 64)] * (3 * COUNT)
+    sizes = [(1024, 4096), (1024,), (64, 64), (8 * 87, 517), (8 * 13,)] * (3 * COUNT)
     tree = [np.full(size, n, np.float32) for n, size in enumerate(sizes)]
     tr.save(tmp / "sharded", [put(value, P("x"), mesh(COUNT)) for value in tree])
     if INDEX == 0:
@@ -200,10 +201,10 @@ def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> No
     for saved in ("sharded", "alone"):
         for name, sharding in (("rows", rows), ("everywhere", everywhere)):
             like = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding) for value in tree]
-            for read in ("each", "once"):
+            for read, limit in (("each", None), ("once", None), ("once", 64 << 20))[: 2 + (sharding is everywhere)]:
                 before, disk.nbytes = read_by_system(), 0
-                restored = tr.restore(tmp / saved, like, read=read)
-                found[f"{saved} {name} {read}"] = [disk.nbytes, read_by_system() - before]
+                restored = tr.restore(tmp / saved, like, read=read, memory_limit=limit)
+                found[f"{saved} {name} {limit} {read}"] = [disk.nbytes, read_by_system() - before]
                 assert all(map(same, restored, tree))
                 del restored
     report([sum(value.nbytes for value in tree), found])
@@ -218,7 +219,7 @@ def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> No
         assert counted <= by_system  # what the disk counts is what the system has seen, and headers
         if name.endswith("once"):
             assert by_system <= 1.05, read
-    assert read["alone everywhere each"][0] >= count, read  # or this test measures nothing
+    assert read["alone everywhere None each"][0] >= count, read  # or this test measures nothing
 
 
 def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) -> None:
@@ -531,3 +532,14 @@ def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path
     """
     for result in run(tmp_path, body, processes=3):
         assert result.report == [True, True]
+
+
+@pytest.mark.parametrize("count", [2, 1024, 1025, 5000])
+def test_circles_of_those_that_read_together(count: int) -> None:
+    """Each process is in one, all in it know that, and messages from all of them fit into memory."""
+    processes = tuple(range(0, 3 * count, 3))
+    found = {index: circle(processes, index) for index in processes}
+    assert all(index in one for index, one in found.items())
+    assert all(found[other] == one for one in found.values() for other in (one[0], one[-1]))
+    assert sum(map(len, set(found.values()))) == count
+    assert max(map(len, found.values())) * 96 << 10 <= 96 << 20

@@ -338,9 +338,10 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     `loads` are the bytes that each process writes already; the bytes given to it here are added. `fair` are the bytes
     that each should write. The arrays with the largest pieces come first, each given to the holders with the least to
     do; pieces larger than a quarter of a fair share are cut up among their holders. So no process has more than about a
-    quarter above its fair share.
+    quarter above its fair share. What is small goes where that, or a megabyte, is almost reached: few processes write
+    it.
     """
-    least = max(fair // 8, _MIN_CUT_BYTES)
+    least, enough = max(fair // 8, _MIN_CUT_BYTES), max(fair, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
     for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
         layout, itemsize = arrays[n]
@@ -357,7 +358,10 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
                 after += sizes
             # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
             most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
+            most_before = enough - largest if layout.is_regular else enough
             turn = int(most.argmin())
+            if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # or each process would write a file
+                turn = int(np.where(most <= most_before, most, -1).argmax())
         np.add.at(loads, turns[turn], sizes)
         shares[n] = Share(layout.boxes, turns[turn], layout, turn)
     return shares

@@ -147,11 +147,17 @@ class MultiProcess:
         return self._received(exchange) if self.index else self._answer(exchange, decide())
 
     def check(self) -> None:
-        if self.index and (self.count <= tree.FAN_OUT or time.monotonic() - self._looked >= self._poll_seconds):
+        if self.index and self._is_due:
             self._check([0])
 
     def check_all(self) -> None:
-        self._check([*([0] if self.index else []), *self._children])
+        if self._is_due:
+            self._check([*([0] if self.index else []), *self._children])
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to look again: however often many processes are asked to, their store must bear it."""
+        return self.count <= tree.FAN_OUT or time.monotonic() - self._looked >= self._poll_seconds
 
     def cancel(self, reason: BaseException) -> None:
         self._cancelled = reason

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 _SHARE = 4  # of what is available; other processes of a job may be on this host
 _LEAST = 256 << 20  # bytes, however little is available: a save that holds less would hardly move
-_CGROUP = "/sys/fs/cgroup"
+_CGROUP, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 _NAMES: dict[str, tuple[str, str, Collection[str]]] = {  # by version: of limit, use, and what of that is the page cache
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -37,15 +37,19 @@ def available() -> int | None:
 
 
 def _of_container() -> int | None:
-    """What is left to the control group of this process, of version 2 or 1; None without a limit."""
+    """What is left to the control groups that this process is in, of version 2 or 1; None without a limit.
+
+    A group has no more than those above it. Within a container the host's path of a group may lead nowhere.
+    """
+    found: list[int] = []
     with contextlib.suppress(OSError):
-        for line in _lines("/proc/self/cgroup"):
+        for line in _lines(_OWN_GROUPS):
             _, kinds, group = line.split(":", 2)
             if kinds in ("", "memory"):
-                for folder in (group, ""):  # within a container the host's path of the group leads nowhere
-                    if (left := _left(os.path.join(_CGROUP, kinds, folder.strip("/")), *_NAMES[kinds])) is not None:
-                        return left
-    return None
+                parts = group.strip("/").split("/")
+                folders = (os.path.join(_CGROUP, kinds, *parts[:n]) for n in range(len(parts) + 1))
+                found += [left for one in folders if (left := _left(one, *_NAMES[kinds])) is not None]
+    return min(found, default=None)
 
 
 def _left(folder: str, limit: str, used: str, cached: Collection[str]) -> int | None:

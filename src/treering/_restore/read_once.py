@@ -5,6 +5,7 @@ them. Here every process reads a share, of arrays that are split along other axe
 device to device. Which arrays are read so is decided in `shared_reads`.
 """
 
+import bisect
 import functools
 import math
 import operator
@@ -32,7 +33,8 @@ from ..errors import PeerError, TreeringError
 from ..stores.buffers import adoptable, round_up
 from ..stores.read_errors import ReplacedError
 
-_MOST, _LEAST = 2 << 20, 256 << 10  # bytes that a process sends at a time
+_MOST, _LEAST = 2 << 20, 32 << 10  # bytes that a process sends at a time
+_MOST_MEMBERS = 1024  # processes that read together; among more, so many of them
 _UNIT = 16  # bytes, at multiples of which parts of a message begin; the first such is its seal
 _WHOLE, _FAILED = 1, 2
 _LOOKS, _LOOK_SECONDS = 20, 0.1  # after a transfer that failed
@@ -71,7 +73,7 @@ class ReadTogether:
     """Reads boxes of which some are also needed by other processes; see `treering.formats.Source.read`.
 
     All processes of the call make one, and call `read` for the same leaves in the same order. Messages take about
-    `room` bytes of memory, but no less than 768 KiB for each process of an exchange.
+    `room` bytes of memory, but no less than 96 KiB for each process of an exchange.
     """
 
     def __init__(self, call: Call, source: Source, how: Mapping[str, How | None], room: int):
@@ -91,7 +93,8 @@ class ReadTogether:
         for n, (entry, box) in enumerate(wanted):
             if (how := self._how.get(entry.path)) is None:
                 continue
-            members = how.together or (_holders(how.layout, box) if how.layout else ())
+            everyone = how.together or (_holders(how.layout, box) if how.layout else ())
+            members = circle(everyone, self._call.index)
             if len(members) > 1:
                 item = _Item(entry, whole(entry.shape) if how.together else box, how.layout if how.together else None)
                 found[n] = adoptable(box_shape(box), dtypes.to_numpy(entry.dtype))
@@ -282,6 +285,16 @@ def _sealed(message: np.ndarray, process: int) -> bool | None:
     if not good or message[12:16].view(np.uint32)[0] != process or message[8] not in (_WHOLE, _FAILED):
         return None
     return bool(message[8] == _WHOLE)
+
+
+def circle(processes: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """Those of some processes that process `index`, one of them, reads together with: no more than memory bears."""
+    if len(processes) <= _MOST_MEMBERS:
+        return processes
+    circles = -(-len(processes) // _MOST_MEMBERS)
+    edges = [len(processes) * n // circles for n in range(circles + 1)]
+    n = bisect.bisect_right(edges, processes.index(index)) - 1
+    return processes[edges[n] : edges[n + 1]]
 
 
 def _holders(layout: Layout, box: Box) -> tuple[int, ...]:

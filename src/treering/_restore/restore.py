@@ -34,6 +34,7 @@ from .targets import Target, fits
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
+_SHARE, _MOST_TOGETHER = 128 << 20, 8 << 30  # bytes for each process to read at a time, and for all of them
 _MESSAGES = 64 << 20  # bytes of it, at most, for what processes that read together send to one another
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 
@@ -219,9 +220,12 @@ def _values(
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
-    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice.
-    left = budget if limit is None else budget - room
-    most = sys.maxsize if free else left if joint else budget // 2 if passing else budget
+    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice, and
+    # where one process ends and the next begins. Arrays that stay on the host take their memory in any case.
+    left = budget if limit is None or not joint else budget - room
+    if call and not passing:
+        left = max(left, min(_SHARE * call.count, _MOST_TOGETHER))
+    most = sys.maxsize if free else budget // 2 if passing and not joint else left
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0

@@ -1,0 +1,63 @@
+"""What control groups leave to a process: their files as the kernel writes them, in a folder made by hand."""
+
+import pathlib
+
+import pytest
+
+from treering._pytree import available_memory
+
+_MIB = 1 << 20
+
+
+def _v2(folder: pathlib.Path, limit: str, used: int, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\nactive_file 0\n")
+
+
+def _v1(folder: pathlib.Path, limit: int, used: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("total_inactive_file 0\ntotal_active_file 0\n")
+
+
+@pytest.fixture
+def groups(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where groups are; `own` names those of this process."""
+    monkeypatch.setattr(available_memory, "_CGROUP", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(available_memory, "_OWN_GROUPS", str(tmp_path / "own"))
+    return tmp_path / "cgroup"
+
+
+def test_the_tightest_group_counts(groups: pathlib.Path) -> None:
+    """A job's limit holds for the tasks in it, which have none of their own."""
+    (groups.parent / "own").write_text("0::/job/step/task\n")
+    _v2(groups / "job" / "step" / "task", "max", 0)
+    assert available_memory._of_container() is None
+    _v2(groups / "job", str(100 * _MIB), 30 * _MIB)
+    _v2(groups / "job" / "step", str(90 * _MIB), 10 * _MIB)
+    assert available_memory._of_container() == 70 * _MIB
+    assert available_memory.available() == 70 * _MIB
+    _v2(groups / "job" / "step" / "task", str(20 * _MIB), 15 * _MIB, cache=4 * _MIB)  # the system lets go of its files
+    assert available_memory._of_container() == 9 * _MIB
+
+
+def test_within_a_container(groups: pathlib.Path) -> None:
+    """The path of the group is the host's, and leads nowhere."""
+    (groups.parent / "own").write_text("0::/docker/1234\n")
+    _v2(groups, str(50 * _MIB), 60 * _MIB)
+    assert available_memory._of_container() == 0
+
+
+def test_groups_of_version_1(groups: pathlib.Path) -> None:
+    (groups.parent / "own").write_text("5:cpu:/other\n4:memory:/job/task\n")
+    _v1(groups / "memory" / "job" / "task", 1 << 62, 5)
+    _v1(groups / "memory" / "job", 40 * _MIB, 10 * _MIB)
+    assert available_memory._of_container() == 30 * _MIB
+
+
+def test_no_groups(groups: pathlib.Path) -> None:
+    assert available_memory._of_container() is None
+    assert (available_memory.available() or 0) > 0
