@@ -87,6 +87,7 @@ def test_pageable_memory_is_taken_where_pinned_is_refused(
     with caplog.at_level(logging.WARNING, "treering"):
         tr.save_async(tmp_path / "c", saved).result()
     assert double.requests and caplog.text.count("pageable is used: RESOURCE_EXHAUSTED") == 1
+    assert not any(map(cached, saved.values()))
     assert_saved(tmp_path / "c", saved)
 
 
