@@ -424,6 +424,7 @@ def test_text_is_the_templates_as_equinox_has_it(tmp_path: Path, caplog: pytest.
     assert eqx.tree_equal(tr.open(path).select("0").restore(part), [("other", saved[0].norm.weight), "alone"])
 
 
+@pytest.mark.long
 def test_text_is_left_out_as_equinox_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "treering")
     saved, path = stateful(0), tmp_path / "ours.eqx"

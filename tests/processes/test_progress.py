@@ -50,6 +50,7 @@ def test_without_asking_there_are_none(tmp_path: pathlib.Path, monkeypatch: pyte
     assert not shown.getvalue()
 
 
+@pytest.mark.long
 def test_a_real_terminal(tmp_path: pathlib.Path) -> None:
     pty = pytest.importorskip("pty")  # POSIX alone
     code = f"import numpy as np, treering as tr; tr.save({str(tmp_path / 'c')!r}, dict(x=np.ones(9**7)), progress=True)"

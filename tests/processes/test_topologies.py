@@ -213,6 +213,7 @@ IN_MEMORY = [
 ]
 
 
+@pytest.mark.long
 def test_from_every_kind_of_memory_to_every_other(tmp_path: pathlib.Path) -> None:
     if not {"pinned_host", "unpinned_host"} <= set(KINDS):
         pytest.skip("devices here have one kind of memory")

@@ -380,6 +380,7 @@ def test_a_shared_variable_whose_leaves_are_made_anew_is_seen(tmp_path: Path) ->
     assert list(tr.open(tmp_path / "shared")) == ["a/0", "a/1"]
 
 
+@pytest.mark.long
 def test_a_container_may_restore_something_while_it_is_flattened(tmp_path: Path) -> None:
     """Of a structure that is new as well; nothing that others wait for is held meanwhile."""
     code = f"""

@@ -850,6 +850,7 @@ def test_what_is_deleted_is_left_out_and_what_was_yielded_can_still_be_read(tmp_
     assert [ckpt.step for ckpt in steps] == [4, 5]
 
 
+@pytest.mark.long
 def test_damaged_steps_are_left_out_until_they_are_saved_again(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1, 2, 3])
     (file,) = (tmp_path / "step-00000002").glob("*.safetensors")

@@ -120,6 +120,7 @@ def test_the_nearest_good_copy_is_taken(near: str, far: str, caplog: pytest.LogC
     assert tr.steps(far) == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_what_is_not_copied_is_never_deleted(near: str, tmp_path: pathlib.Path, s3_server: str) -> None:
     """The network goes away: saving goes on near, all that `keep` wants stays there, and the next job copies it."""
     with proxy(s3_server) as between:
@@ -265,6 +266,7 @@ def test_a_killed_job_is_finished_by_the_next(near: str, tmp_path: pathlib.Path,
         assert len(os.listdir(f"{far}/step-{step:08}")) == 2
 
 
+@pytest.mark.long
 def test_steps_of_a_job_that_was_overtaken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
     """Another host has gone on: what the first one has near and far has not is an old branch, and never comes back."""
     other = near + "-of-another-host"
@@ -409,6 +411,7 @@ def test_a_damaged_step_is_not_copied(near: str, far: str, caplog: pytest.LogCap
     assert tr.steps(far) == [1, 3, 4] and "damaged leaves: w" in caplog.text
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_named(near: str, far: str) -> None:
     for options, about in {
         "local": ({"local": far}, "expected another directory than that of the run"),
@@ -644,6 +647,7 @@ def test_a_damaged_step_far_is_replaced_by_the_good_one_near(near: str, tmp_path
     _check(tr.restore(far, step=1), 1)
 
 
+@pytest.mark.long
 def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(near: str, tmp_path: pathlib.Path) -> None:
     """The damaged copy is gone before the new one is whole: until then the one near is the only one."""
     far = tmp_path / "far"
@@ -668,6 +672,7 @@ def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(near: str, tmp_
     assert tr.steps(far) == [1, 2, 3, 4] and tr.verify(far).ok
 
 
+@pytest.mark.long
 def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The disk is a double that has room for three steps, and removes slowly."""
     far = tmp_path / "far"

@@ -27,6 +27,7 @@ def state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_copy_of_a_checkpoint_is_equal_to_it(tmp_path: pathlib.Path) -> None:
     tree = state()
     tr.save(tmp_path / "a", tree, step=7, metrics={"loss": 0.5}, metadata={"lr": [1, None]})

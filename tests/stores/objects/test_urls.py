@@ -154,6 +154,7 @@ def test_importing_and_local_calls_leave_obstore_alone(tmp_path: pathlib.Path) -
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
+@pytest.mark.long
 def test_requests_are_few(s3_server: str) -> None:
     """At 50 ms each they are what saving and restoring small states takes."""
     tree = {f"layer-{n}": np.full(1000, n, np.float32) for n in range(1000)}

@@ -353,6 +353,11 @@ class ObjectStore:
 
     def _find(self, path: str) -> tuple[Bucket, str]:
         """The bucket of a path and the key in it."""
+        if path.startswith(("http://", "https://")) and "?" in path:
+            raise UnsupportedError(
+                f"{path}: expected a URL without a query, found one; pass one that leads there by itself or by "
+                "redirects, or download the file"
+            )
         known = [url for url in list(self._buckets) if path == url or path.startswith(url + "/")]
         if known:
             url = max(known, key=len)
@@ -360,11 +365,6 @@ class ObjectStore:
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
-        if scheme in ("http", "https") and "?" in rest:
-            raise UnsupportedError(
-                f"{path}: expected a URL without a query, found one; pass one that leads there by itself or by redirects, "
-                "or download the file"
-            )
         made = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
         with self._lock:
             return self._buckets.setdefault(url, made), key
