@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import azurite
 import s3
 from treering import stores
 from treering._save import pending
@@ -70,6 +71,16 @@ def use_disk(the_usual_stores: None) -> Any:
         return disk
 
     return use
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real server of Azure's blobs. npm installs it; without npm the tests that use it are skipped."""
+    try:
+        with azurite.server(tmp_path_factory.mktemp("azurite")) as url:
+            yield url
+    except azurite.UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

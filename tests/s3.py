@@ -66,6 +66,12 @@ def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
     )
 
 
+def keep_versions(url: str, bucket: str) -> None:
+    """Makes a bucket that keeps what is overwritten and deleted."""
+    _boto(url).create_bucket(Bucket=bucket)
+    _boto(url).put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+
+
 def environment(url: str) -> dict[str, str]:
     """The variables with which programs that know nothing of the server use it."""
     return {

@@ -14,6 +14,7 @@ from typing import Any
 import obstore.store
 import pytest
 
+import azurite
 import s3
 from treering import stores
 from treering.stores.memory import MemoryStore
@@ -87,6 +88,13 @@ class TestS3(_Buckets):
     @pytest.fixture
     def client(self, s3_server: str) -> Any:
         return s3.client(s3_server)
+
+
+@pytest.mark.slow
+class TestAzure(_Buckets):
+    @pytest.fixture
+    def client(self, azure_server: str) -> Any:
+        return azurite.client(azure_server)
 
 
 class _Forgetful(MemoryStore):

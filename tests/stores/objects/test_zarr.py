@@ -192,3 +192,23 @@ def test_errors_come_by_way_of_tensorstore(error: Exception, expected: type[Exce
     with pytest.raises(expected) as caught, errors(stores.of("/tmp"), "/tmp/place"):
         raise ValueError(shown)
     assert type(caught.value) is expected and "/tmp/place" in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["treering", "safetensors", *_FORMATS])
+def test_a_bucket_that_keeps_versions(s3_server: str, format: str) -> None:
+    """Answers about one object have the number of its version there, and lists of objects have none."""
+    bucket = f"versions-{secrets.token_hex(4)}"
+    s3.keep_versions(s3_server, bucket)
+    buckets = store.ObjectStore()
+    buckets.add("versions://b", s3.client(s3_server, bucket))
+    tree = {"w": np.arange(9_000_000, dtype=np.float32)}
+    with stores.using(buckets, "versions"):
+        for first in (1, 2):
+            tree["w"][0] = first
+            tr.save("versions://b/c", tree, format=format, overwrite=True)
+            found = tr.restore("versions://b/c", tree)["w"]
+            np.testing.assert_array_equal(found, tree["w"])
+        with tr.Checkpointer("versions://b/run", keep=tr.keep.last(1)) as ckpts:
+            for step in (1, 2):
+                ckpts.save(step, tree)
+        assert tr.steps("versions://b/run") == [2] and tr.verify("versions://b/run").ok

@@ -30,7 +30,7 @@ class ObjectBlob:
 
     def check_is(self, found: Found) -> None:
         """Raises `ReplacedError` unless it is the object that was found, by its version."""
-        if self._found.version != found.version:
+        if not self._found.is_same(found):
             raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:

@@ -52,6 +52,19 @@ class Found(NamedTuple):
     modified: float
     version: Version
 
+    def is_same(self, other: "Found") -> bool:
+        """Whether two answers are about one object, or equal ones.
+
+        Lists have no numbers of versions, and fractions of seconds that other answers lack.
+        """
+        (tag, number), (other_tag, other_number) = self.version, other.version
+        if self.nbytes != other.nbytes or tag != other_tag:
+            return False
+        if number and other_number:
+            return number == other_number
+        strong = tag is not None and not tag.startswith("W/")
+        return strong or self.modified == other.modified
+
 
 class Bucket:
     """The requests to one bucket. `url` is what the paths in it begin with; `client` is a store of obstore's.
@@ -87,7 +100,7 @@ class Bucket:
     def read_into(self, target: memoryview, key: str, begin: int, expected: Found) -> None:
         """Fills a buffer with bytes of an object, from `begin` on. Raises `ChangedError` for another than expected."""
         _, found = self._bytes(key, begin, begin + len(target), expected.version, target)
-        if found[1:] != expected[1:]:
+        if not found.is_same(expected):
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
     def _bytes(
@@ -332,7 +345,9 @@ def _found(meta: Any) -> Found:
 
 
 def _version(answer: Any) -> Version:
-    return answer["e_tag"], answer["version"]
+    """The same for the same object whatever was asked: Azure's lists give the tag without its quotes."""
+    tag = answer["e_tag"]
+    return (f'"{tag}"' if tag and '"' not in tag else tag), answer["version"]
 
 
 def _mode(version: Version) -> dict[str, str]:

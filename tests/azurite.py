@@ -1,0 +1,101 @@
+"""A real server of Azure's blobs on loopback, Azurite, in a process of its own; npm installs it beside pytest, once."""
+
+import base64
+import contextlib
+import email.utils
+import fcntl
+import hashlib
+import hmac
+import http.client
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+CONTAINER = "treering"
+_ACCOUNT = "devstoreaccount1"  # which everyone knows
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_VERSION = "2021-12-02"
+_START_SECONDS, _INSTALL_SECONDS = 60, 300
+
+
+class UnavailableError(Exception):
+    """Azurite cannot be had: there is no npm, or it finds no packages."""
+
+
+@contextlib.contextmanager
+def server(data: pathlib.Path) -> Iterator[str]:
+    """Yields the URL of a server with one container, `CONTAINER`, while the `with` block runs."""
+    program = _installed()
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [str(program), "--blobPort", str(port), "--location", str(data)]
+    command += ["--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait(port, process)
+        _make_container(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client(url: str) -> Any:
+    """A store of obstore's for the container."""
+    from obstore.store import AzureStore
+
+    return AzureStore(
+        CONTAINER,
+        account_name=_ACCOUNT,
+        account_key=_KEY,
+        endpoint=f"{url}/{_ACCOUNT}",
+        client_options={"allow_http": True, "timeout": "20s"},
+        retry_config={"max_retries": 3},
+    )
+
+
+def _installed() -> pathlib.Path:
+    """The program, installed by whoever of the processes that run tests comes first. Raises `UnavailableError`."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise UnavailableError("Azurite needs npm, which is not there")
+    folder = pathlib.Path(sys.prefix, "azurite")
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = folder / "node_modules" / ".bin" / "azurite-blob"
+        if not program.exists():
+            command = [npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", "azurite@3"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+            if done.returncode:
+                raise UnavailableError(f"npm cannot install Azurite: {done.stderr.strip()[-300:]}")
+    return program
+
+
+def _make_container(port: int) -> None:
+    """obstore makes none; the request is signed as "Authorize with Shared Key" of Azure's reference says."""
+    date = email.utils.formatdate(usegmt=True)
+    signed = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{_VERSION}\n"
+    signed += f"/{_ACCOUNT}/{_ACCOUNT}/{CONTAINER}\nrestype:container"
+    digest = hmac.digest(base64.b64decode(_KEY), signed.encode(), hashlib.sha256)
+    headers = {"x-ms-date": date, "x-ms-version": _VERSION, "Content-Length": "0"}
+    headers["Authorization"] = f"SharedKey {_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("PUT", f"/{_ACCOUNT}/{CONTAINER}?restype=container", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 201, (answer.status, answer.read())
+
+
+def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("Azurite did not start")
