@@ -132,7 +132,7 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
     with proxy(s3_server) as counted:
         assert _ended(_start(counted.url, _COPYING, f"{place}/counted", str(tmp_path / "counted"))) == 0
         count = len(counted.requests)
-    for number in range(0, count + 1, 4):
+    for number in range(0, count + 1, 7):
         far, near = f"{place}/{number}", str(tmp_path / str(number))
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
