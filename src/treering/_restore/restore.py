@@ -19,6 +19,7 @@ from .._core.leaf_paths import below, few
 from .._core.part import name_of, whole_of
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source
+from .._core.views import View
 from .._processes import progress_bar as _progress
 from .._processes.calls import Call
 from .._pytree import box_levels, devices, flax, iterators, walk
@@ -213,6 +214,9 @@ def _values(
     passing = _leave_host(targets, places)
     budget = _BUDGET if limit is None else limit
     room = int(min(_MESSAGES, budget // 4))
+    if limit is None and call and call.count > 1 and not passing and _as_they_are(plan):
+        # What is read is what is returned: no memory is saved by reading little at a time.
+        budget = max(budget, min(_SHARE * call.count, _MOST_TOGETHER))
     with gc_paused():
         joint = shared_reads.shared(
             call, plan.source, targets, places, read, alike=[budget, passing, verify], room=room
@@ -220,12 +224,9 @@ def _values(
     reader = joint or plan.source
     # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
-    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice, and
-    # where one process ends and the next begins. Arrays that stay on the host take their memory in any case.
-    left = budget if limit is None or not joint else budget - room
-    if call and not passing:
-        left = max(left, min(_SHARE * call.count, _MOST_TOGETHER))
-    most = sys.maxsize if free else budget // 2 if passing and not joint else left
+    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice.
+    left = budget if limit is None else budget - room
+    most = sys.maxsize if free else left if joint else budget // 2 if passing else budget
     with gc_paused():
         groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
@@ -312,6 +313,14 @@ def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
     if None in wanted:
         platforms.add(jax.default_backend())
     return not platforms <= {"cpu"}
+
+
+def _as_they_are(plan: _Plan) -> bool:
+    """Whether no array is made of another one that has to be in memory meanwhile."""
+    if isinstance(plan.source, View):
+        return False
+    arrays = ((target.entry, target.dtype) for target in plan.targets if target.entry is not None)
+    return all(dtype is None or dtypes.to_numpy(entry.dtype) == dtype for entry, dtype in arrays)
 
 
 def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
