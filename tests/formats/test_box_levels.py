@@ -163,6 +163,7 @@ def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str)
 
 @pytest.mark.parametrize("name", ["boxed", "train state"])
 @pytest.mark.parametrize("format", ["flax", "fjformer", "t5x"])
+@pytest.mark.long
 def test_flax_and_its_relatives(tmp_path: pathlib.Path, name: str, format: str) -> None:
     tree, like = TREES[name](0), TREES[name](1)
     path = tmp_path / "theirs.msgpack"

@@ -93,6 +93,7 @@ def test_a_state_before_and_after_training_survives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("template", [0, 1])
+@pytest.mark.long
 def test_step_may_be_a_number_or_an_array_on_either_side(tmp_path: Path, saved: int, template: int) -> None:
     state, like = train(fresh(0), saved), train(fresh(7), template)
     for restored, from_shapes in every_way(tmp_path, state, like, jax.eval_shape(lambda: like)):

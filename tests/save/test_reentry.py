@@ -126,6 +126,7 @@ def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: path
     assert refused
 
 
+@pytest.mark.long
 def test_a_handler_that_saves_while_the_main_thread_saves_is_told_what_to_do(tmp_path: pathlib.Path) -> None:
     code = """
 import faulthandler, os, signal, sys, time

@@ -184,6 +184,7 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_leaving_the_program_finishes_the_save(tmp_path: pathlib.Path) -> None:
     done = run(
         """
@@ -552,6 +553,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, us
     assert len(everything(tmp_path / "c")) == 2
 
 
+@pytest.mark.long
 def test_a_really_full_file_system_names_the_cause(tmp_path: pathlib.Path) -> None:
     done = run(
         """

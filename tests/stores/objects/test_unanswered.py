@@ -23,6 +23,7 @@ from treering.stores.objects.bucket import Bucket, ChangedError
 from treering.stores.objects.store import ObjectStore
 from treering.stores.read_errors import ReplacedError, RequestError, raise_if_momentary
 
+pytestmark = pytest.mark.long
 _ONE, _TWO = ({name: np.full(3, value, np.float32) for name in "abc"} for value in (1, 2))
 
 
