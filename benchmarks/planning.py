@@ -76,6 +76,13 @@ def _hundred_shapes(mesh: Mesh) -> Any:
     }
 
 
+def _split(mesh: Mesh) -> Any:
+    """A thousand arrays of ten shapes, of which no element is in two devices."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    shapes = [(mesh.size, 64 * (1 + n % 10)) for n in range(1_000)]
+    return [jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding) for shape in shapes]
+
+
 def _transformer(mesh: Mesh) -> Any:
     """The parameters of a transformer, cut along both axes of the mesh; what is small is in part replicated."""
 
@@ -105,7 +112,8 @@ def _child(kind: str, processes: int) -> None:
     devices = [Device(n, n // _DEVICES) for n in range(processes * _DEVICES)]
     shape = (_PROCESSES, processes // _PROCESSES, _DEVICES)  # more processes are more replicas
     mesh = Mesh(np.array(devices).reshape(shape), ("fsdp", "replica", "tensor"))
-    walked = walk.walk(_hundred_shapes(mesh) if kind == "shapes" else _transformer(mesh))
+    states = {"shapes": _hundred_shapes, "split": _split, "transformer": _transformer}
+    walked = walk.walk(states[kind](mesh))
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
     shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}

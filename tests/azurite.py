@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import email.utils
-import fcntl
 import hashlib
 import hmac
 import http.client
@@ -12,15 +11,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
+
+import s3
 
 CONTAINER = "treering"
 _ACCOUNT = "devstoreaccount1"  # which everyone knows
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _VERSION = "2021-12-02"
-_START_SECONDS, _INSTALL_SECONDS = 60, 300
+_INSTALL_SECONDS = 300
 
 
 class UnavailableError(Exception):
@@ -38,7 +38,7 @@ def server(data: pathlib.Path) -> Iterator[str]:
     command += ["--silent", "--skipApiVersionCheck", "--disableTelemetry"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait(port, process)
+        s3.wait_for(port, process)
         _make_container(port)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -62,6 +62,8 @@ def client(url: str) -> Any:
 
 def _installed() -> pathlib.Path:
     """The program, installed by whoever of the processes that run tests comes first. Raises `UnavailableError`."""
+    import fcntl  # there is none on Windows
+
     npm = shutil.which("npm")
     if npm is None:
         raise UnavailableError("Azurite needs npm, which is not there")
@@ -90,12 +92,3 @@ def _make_container(port: int) -> None:
         connection.request("PUT", f"/{_ACCOUNT}/{CONTAINER}?restype=container", headers=headers)
         answer = connection.getresponse()
         assert answer.status == 201, (answer.status, answer.read())
-
-
-def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        time.sleep(0.05)
-    raise AssertionError("Azurite did not start")

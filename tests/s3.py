@@ -42,7 +42,7 @@ def server() -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait(port, process)
+        wait_for(port, process)
         _boto(url).create_bucket(Bucket=BUCKET)
         yield url
     finally:
@@ -89,10 +89,11 @@ def _boto(url: str) -> Any:
     return boto3.client("s3", endpoint_url=url, **keys)
 
 
-def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Returns when the server that a process is listens on a port of the loopback."""
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             return
         time.sleep(0.05)
-    raise AssertionError("the S3 server did not start")
+    raise AssertionError("the server did not start")

@@ -1,5 +1,5 @@
 """What a bucket can look like after any request was lost, done without an answer, or the last of its process; and while
-another job goes on. `make torture-buckets` tries thousands of plans for each scenario, not a hundred.
+another job goes on. `make torture-buckets` tries thousands of plans for each scenario, not some hundred.
 """
 
 import pathlib

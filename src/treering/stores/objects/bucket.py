@@ -301,14 +301,14 @@ class Bucket:
                 raise _EmptyError(path) from None
             if any(word in text for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
-            if any(word in text for word in _EXPIRED):
-                raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
             denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
             if denied or any(word in text for word in _DENIED):
                 raise RequestError(
                     f"{path}: the store does not allow this ({short(error)}); look at the credentials, whether they "
                     "may list, get, put and delete there, and whether this machine's clock is right"
                 ) from error
+            if any(word in text for word in _EXPIRED):
+                raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
             if " 409 " in text:
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
             hint = "; without a reason, this is often a token that has expired" if " 400 " in text else ""
