@@ -126,22 +126,11 @@ def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any,
     tr.save(tmp_path / "c", tree)
     tr.save(tmp_path / "warm", {"a": np.zeros(1 << 20, np.float32)})
     code = f"""
-    import re, s3, threading, treering as tr
+    import resident, s3, treering as tr
     from treering import stores
     root = stores.absolute(s3.client({s3_server!r}, prefix={secrets.token_hex(4)!r}))
-    def now():  # without the pages of mapped files
-        return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
     def convert(source, target, **options):
-        over, most = threading.Event(), [now()]
-        def watch():
-            while not over.wait(0.005):
-                most.append(now())
-        watching = threading.Thread(target=watch)
-        watching.start()
-        tr.convert(source, target, **options)
-        over.set()
-        watching.join()
-        print(max(most) - most[0])
+        print(resident.most(lambda: tr.convert(source, target, **options))[0])
     for name in ("warm", "c"):
         convert(f"{tmp_path}/{{name}}", f"{{root}}/{{name}}", format={format!r})
         convert(f"{{root}}/{{name}}", f"{tmp_path}/{{name}}-back")
