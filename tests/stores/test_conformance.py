@@ -1,6 +1,7 @@
 """The stores pass the tests of stores; what those tests are there for, they find."""
 
 import contextlib
+import functools
 import ntpath
 import os
 import pathlib
@@ -208,9 +209,19 @@ class _Hidden(MemoryStore):
         return [name for name in super().list(path) if self.objects[f"{path}/{name}"].data]
 
 
+class _Staring(MemoryStore):
+    """Never looks again at what a glance has shown."""
+
+    @contextlib.contextmanager
+    def glance(self, path: str) -> Iterator[None]:
+        self.stat = functools.cache(super().stat)  # type: ignore[method-assign]
+        yield
+
+
 @pytest.mark.parametrize(
     ("store", "test"),
     [
+        (_Staring, "a_glance_shows_what_is_there"),
         (_Forgetful, "what_is_written_is_read"),
         (_Overwriting, "a_name_is_given_once"),
         (_Careless, "what_a_living_writer_has_is_not_removed"),

@@ -28,15 +28,11 @@ class Place(NamedTuple):
     path: str
 
 
-def open_one(store: Store, path: str) -> Checkpoint:
-    """Opens a checkpoint of any format. Raises `ReplacedError` when there is none any more."""
+def open_one(store: Store, path: str, format: formats.Format | None = None) -> Checkpoint:
+    """Opens a checkpoint, of any format unless one is given. Raises `ReplacedError` when there is none any more."""
     try:
-        format = formats.detect(store, path)
-    except UnsupportedError:  # it was there when it was looked for
-        format = formats.get("treering")
-    try:
-        with reading(path):
-            reader = format.open(store, path)
+        with reading(path), store.glance(path):
+            reader = (format or _detected(store, path)).open(store, path)
             reader.check_present()
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
@@ -45,14 +41,21 @@ def open_one(store: Store, path: str) -> Checkpoint:
     return Checkpoint(reader)
 
 
-def _places(store: Store, place: str, step: int | None) -> list[Place] | None:
-    """The steps that may be meant and where they are, newest first; None when the path is one checkpoint."""
+def _detected(store: Store, path: str) -> formats.Format:
+    try:
+        return formats.detect(store, path)
+    except UnsupportedError:  # it was there when it was looked for
+        return formats.get("treering")
+
+
+def places_of(store: Store, place: str, step: int | None) -> list[Place] | formats.Format:
+    """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint."""
     found = {} if summary.look(store, place) else all_steps(store, place)
     if not found:
-        check_known(store, place)
+        format = check_known(store, place)
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
-        return None
+        return format
     if step is None:
         return [Place(number, store, path) for number, path in reversed(found.items())]
     number = step_number(step)
@@ -61,10 +64,13 @@ def _places(store: Store, place: str, step: int | None) -> list[Place] | None:
     return [Place(number, store, found[number])]
 
 
-def check_known(store: Store, place: str) -> None:
-    """Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format."""
+def check_known(store: Store, place: str) -> formats.Format:
+    """The format of the checkpoint that is there.
+
+    Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format.
+    """
     try:
-        formats.detect(store, place)  # first: a path may be the beginning of the names of several files
+        return formats.detect(store, place)  # first: a path may be the beginning of the names of several files
     except UnsupportedError as error:
         there = store.stat(place)
         if there is None:
@@ -122,14 +128,17 @@ def _log_next(passed: Place, place: Place) -> None:
         _log.warning("taking step %d, the one before step %d", place.step, passed.step)
 
 
-def use_current(store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+def use_current(
+    store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T], opened: Checkpoint | None = None
+) -> T:
     """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
-    Raises `ReplacedError` when it was deleted, or is overwritten faster than it can be read.
+    `opened` is the first to use, where it has just been opened. Raises `ReplacedError` when it was deleted, or is
+    overwritten faster than it can be read.
     """
-    for _ in range(_OPEN_ATTEMPTS - 1):
+    for n in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
-            return use(_open_step(store, path, step))
+            return use(opened if opened is not None and n == 0 else _open_step(store, path, step))
     return use(_open_step(store, path, step))
 
 

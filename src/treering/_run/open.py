@@ -1,5 +1,6 @@
 """Opens or restores the checkpoint at a path: a checkpoint itself, or a step of a run."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -11,8 +12,8 @@ from .._core.entries import check_whole
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
-from ..stores.read_errors import reading
-from .latest_good import Place, _places, latest_good, listed_again, use_current
+from ..stores.read_errors import ReplacedError, reading
+from .latest_good import Place, latest_good, listed_again, open_one, places_of, use_current
 
 if TYPE_CHECKING:
     from .._restore.options import RestoreOptions
@@ -136,9 +137,9 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
     store = stores.of(place)
 
     def candidates() -> list[tuple[int, str]] | None:
-        with reading(place):
-            steps = _places(store, place, step)
-        return None if steps is None else [(one.step, one.path) for one in steps]
+        with reading(place), store.glance(place):
+            steps = places_of(store, place, step)
+        return [(one.step, one.path) for one in steps] if isinstance(steps, list) else None
 
     with coordinator.begun(f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring") as call:
         on_all = functools.partial(consistency.on_all_processes, call)
@@ -160,10 +161,14 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
     store = stores.of(place)
 
     def attempt() -> T:
-        with reading(place):
-            steps = _places(store, place, step)
-        if steps is None:
-            return use_current(store, place, None, use)
-        return latest_good(place, steps, use, fallback=fallback)[1]
+        ckpt: Checkpoint | None = None
+        with reading(place), store.glance(place):
+            steps = places_of(store, place, step)
+            if not isinstance(steps, list):
+                with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
+                    ckpt = open_one(store, place, steps)
+        if isinstance(steps, list):
+            return latest_good(place, steps, use, fallback=fallback)[1]
+        return use_current(store, place, None, use, ckpt)
 
     return attempt() if step is not None else listed_again(attempt)

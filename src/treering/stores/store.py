@@ -232,7 +232,8 @@ class Store(Protocol):
     def glance(self, path: str) -> AbstractContextManager[None]:
         """Lets `stat` and `list` answer from one look at a folder, while the `with` block of this thread runs.
 
-        Stores where each question takes long look at all that is below, unless that is too much.
+        Stores where each question takes long look at all that is below, unless that is too much, and remember what
+        else they were asked about it, the beginnings of files that were opened among it.
         """
         ...
 

@@ -154,6 +154,25 @@ class StoreConformance:
             sink.close()
         assert store.list(root) == names
 
+    def test_a_glance_shows_what_is_there(self, store: Store, root: str) -> None:
+        store.make_folders(f"{root}/a/b", [])
+        _put(store, f"{root}/a/b/x", b"text")
+        _put(store, f"{root}/a/y", b"")
+
+        def look() -> list[Any]:
+            stats = [store.stat(f"{root}{name}") for name in ("", "/a", "/a/b", "/a/b/x", "/a/y", "/a/z", "/b")]
+            lists = [store.list(f"{root}{name}") for name in ("", "/", "/a", "/a/", "/a/b", "/a/b/", "/b")]
+            return [lists, [found and (found.kind, found.nbytes if found.is_file else 0) for found in stats]]
+
+        for place in (root, f"{root}/a", f"{root}/a/b/x", f"{root}/b"):
+            with store.glance(place), store.glance(f"{root}/a"):
+                seen = look()
+                blobs = [store.open(f"{root}/a/b/x") for _ in range(2)]
+                assert seen == look() and [blob.read(0, 4) for blob in blobs] == [b"text"] * 2
+            assert seen == look()
+        _put(store, f"{root}/a/z", b"more")
+        assert store.stat(f"{root}/a/z") and store.list(f"{root}/a") == ["b", "y", "z"]
+
     def test_a_name_may_begin_with_another(self, store: Store, root: str) -> None:
         for folder in ("a", "ab", "a.b"):
             store.make_folders(f"{root}/{folder}", [])

@@ -23,6 +23,8 @@ from ...stores.store import Store
 from .extents import Runs, Small, mapped
 
 _CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
+_AT_ONCE = 16  # files that are opened at a time where that takes long
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -49,6 +51,18 @@ def attempt(read: Callable[[], T]) -> T | CorruptError:
         raise
     except CorruptError as error:
         return error
+
+
+def attempts(store: Store, given: Sequence[S | CorruptError], read: Callable[[S], T]) -> list[T | CorruptError]:
+    """What `attempt` gives for reading each; errors stay. Several at a time where the answers of a store take long."""
+    found: list[T | CorruptError] = [CorruptError("not read")] * len(given)
+
+    def work(n: int) -> None:
+        one = given[n]
+        found[n] = one if isinstance(one, CorruptError) else attempt(lambda: read(one))
+
+    in_parallel(list(range(len(given))), work, 1 if store.object_bytes is None else _AT_ONCE)
+    return found
 
 
 def check_file(store: Store, path: str, index: str) -> str:

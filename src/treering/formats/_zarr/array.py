@@ -8,6 +8,7 @@ import contextlib
 import math
 import posixpath
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from ...stores.read_errors import reading
 from ...stores.store import Store
 from ...stores.whole_files import opened
 from .._shared.pending_reads import PendingReads, errors
+from .._shared.reader import attempt
 from . import metadata as zarr_metadata
-from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, about, below, check_file, stat
+from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, below, check_file, stat
 
 _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
 _LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
@@ -168,21 +170,18 @@ class ZarrArray(Array):
     def __init__(self, store: Store, path: str, *, driver: Driver = "zarr", base: str | None = None):
         parent, name = _place(path, base)
         folder = Folder(store, parent, ocdbt=base is not None)
-        super().__init__(folder, name, driver, folder.metadata(name, driver))
+        (text,) = folder.metadata([name], driver)
+        if isinstance(text, CorruptError):
+            raise text
+        super().__init__(folder, name, driver, text)
 
 
 def find(folder: Folder, names: Sequence[str], driver: Driver, *, filled: bool = False) -> list[Array | CorruptError]:
     """The array of each name, or why there is none; the metadata of all is read at once."""
-    pending = [folder.keys.read(about(name, driver)) if folder.ocdbt else None for name in names]
-    found: list[Array | CorruptError] = []
-    for name, future in zip(names, pending, strict=True):
-        try:
-            found.append(Array(folder, name, driver, folder.metadata(name, driver, future), filled=filled))
-        except UnsafeError:
-            raise
-        except CorruptError as error:
-            found.append(error)
-    return found
+    return [
+        text if isinstance(text, CorruptError) else attempt(partial(Array, folder, name, driver, text, filled=filled))
+        for name, text in zip(names, folder.metadata(names, driver), strict=True)
+    ]
 
 
 def read(wanted: Sequence[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ some files, and believes sizes; so files are looked at first, where that can be 
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...errors import CorruptError, UnsafeError
@@ -15,6 +15,7 @@ from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
 from ...stores.whole_files import read_file
 from .._shared.pending_reads import errors
+from .._shared.reader import attempt, attempts
 from . import metadata as zarr_metadata
 
 Driver = Literal["zarr", "zarr3"]
@@ -85,22 +86,23 @@ class Folder:
             found = self.keys.list(between).result()
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
-    def metadata(self, name: str, driver: Driver, future: Any = None) -> bytes:
-        """The contents of an array's metadata file, which may be on their way already.
-
-        Raises `CorruptError` where there is none.
-        """
-        key = about(name, driver)
-        path = posixpath.join(self.path, key)
+    def metadata(self, names: Sequence[str], driver: Driver) -> "list[bytes | CorruptError]":
+        """The contents of the metadata files of arrays, which are read at once, or why there are none."""
+        paths = [posixpath.join(self.path, about(name, driver)) for name in names]
         if not self.ocdbt:
-            return self._file(path)
+            files = [attempt(lambda path=path: self._checked(path)) for path in paths]
+            return attempts(self.store, files, lambda path: read_file(self.store, path))
+        pending = [self.keys.read(about(name, driver)) for name in names]
+        return [attempt(lambda one=one: self._value(*one)) for one in zip(paths, pending, strict=True)]
+
+    def _value(self, path: str, pending: Any) -> bytes:
         with errors(self.store, self.path):
-            found = (future or self.keys.read(key)).result()
+            found = pending.result()
         if found.state != "value":
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         return found.value
 
-    def _file(self, path: str) -> bytes:
+    def _checked(self, path: str) -> str:
         there = self.store.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
@@ -109,7 +111,7 @@ class Folder:
         folder, within = map(self.store.real_path, (self.path, os.path.dirname(path)))
         if not posixpath.join(within, "").startswith(posixpath.join(folder, "")):
             raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
-        return read_file(self.store, path)
+        return path
 
 
 def part_of_database(path: str, index: int) -> str:

@@ -86,9 +86,9 @@ def find_tensor(data: bytes | bytearray, key: str) -> Tensor | None:
     return None
 
 
-def decode_header(data: bytes | bytearray, name: str) -> Header:
-    """Parses length and header. Offsets are as written; `check` tests them."""
-    metadata = decode_metadata(data, name)
+def decode_header(data: bytes | bytearray, name: str, metadata: Mapping[str, str] | None = None) -> Header:
+    """Parses length and header, whose metadata may be known. Offsets are as written; `check` tests them."""
+    metadata = decode_metadata(data, name) if metadata is None else metadata
     try:
         text = memoryview(data)[8:]
         if metadata.keys() & {"shape", "data_offsets"}:  # which would be taken for those of a tensor

@@ -17,7 +17,7 @@ from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob, Store
 from ...stores.whole_files import open_fetched
 from .._shared.extents import Layout, Runs, layout
-from .._shared.reader import ForeignReader, Stored, attempt, check_file
+from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from .folder import weights_of
 from .header import Header, check_side_by_side, decode_header, header_size
 from .schema import path_of, read_sidecar
@@ -46,9 +46,10 @@ def open_shards(store: Store, path: str, index: str) -> Source:
     size = 0 if there is None else there.nbytes
     files: dict[str, _Opened] = {}
     damage: dict[str, str] = {}
-    for name in dict.fromkeys(weights.values()):
-        place = posixpath.join(os.path.dirname(index), name)
-        found = attempt(lambda place=place: _open(store, check_file(store, place, index)))
+    names = list(dict.fromkeys(weights.values()))
+    paths = [posixpath.join(os.path.dirname(index), name) for name in names]
+    there_are = [attempt(lambda place=place: check_file(store, place, index)) for place in paths]
+    for name, found in zip(names, attempts(store, there_are, lambda place: _open(store, place)), strict=True):
         if isinstance(found, CorruptError):
             damage[name] = str(found)
         else:

@@ -1,5 +1,6 @@
 """The header of an array file: where its tensors are, and the checksums of its blocks."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,20 +32,25 @@ class ArrayHeader:
         self._found = 0  # tensors, without parsing the others
         self.size = len(data)
         self.blocks = -(-(file_size - self.size) // BLOCK)
-        _check_version(data, path)
+        try:
+            metadata = safetensors.decode_metadata(data, path)
+        except CorruptError as error:
+            _check_version(_metadata(data), path)
+            raise manifest.invalid(str(error)) from None
+        _check_version(metadata, path)
         try:
             if data[8:9] != b"{" or not data.rstrip(b" ").endswith(b"}"):
                 raise CorruptError(f"{path}: the header is no JSON object that is padded with spaces")
             if safetensors.header_size(bytes(data[:8]), file_size, path) != self.size:
                 raise CorruptError(f"{path}: the header does not have the size that the manifest gives")
-            metadata = safetensors.decode_metadata(data, path)
             self.checksums = metadata.get("xxh3", "")
             if metadata.get("block") != str(BLOCK) or not _is_checksums(self.checksums, self.blocks):
                 raise CorruptError(f"{path}: expected {self.blocks} checksums of blocks of {BLOCK} bytes")
         except CorruptError as error:
             raise manifest.invalid(str(error)) from None
-        about = metadata.items()
-        self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in about if key.startswith("dtype:")}
+        of_tensors = ((key, value) for key, value in metadata.items() if key.startswith("dtype:"))
+        self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in of_tensors}
+        self._metadata = metadata
         if self.size < _LARGE:
             self.tensors  # noqa: B018 (checked at once)
 
@@ -56,7 +62,7 @@ class ArrayHeader:
             return self._tensors
         try:
             with gc_paused():
-                header = safetensors.decode_header(data, self._path)
+                header = safetensors.decode_header(data, self._path, self._metadata)
             safetensors.check_side_by_side(header, self._file_size, self._path)
         except CorruptError as error:
             raise manifest.invalid(str(error)) from None
@@ -86,16 +92,21 @@ def check_version(store: Store, path: str, listed: manifest.File) -> None:
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return  # that header cannot be checked
     if manifest.xxh3(header) == listed.xxh3:
-        _check_version(header, path)
+        _check_version(_metadata(header), path)
 
 
-def _check_version(header: bytes | bytearray, path: str) -> None:
-    """Raises `UnsupportedError` for the header of a later version, whose checksum is right."""
-    try:
-        found = msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # decoding the whole header will say what is wrong
-    about = found if isinstance(found, dict) else {}
+def _metadata(header: bytes | bytearray) -> Any:
+    """The metadata of a header, of whatever type a later version gives them; None for what is no JSON."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
+    return None  # decoding the whole header will say what is wrong
+
+
+def _check_version(metadata: Any, path: str) -> None:
+    """Raises `UnsupportedError` for the metadata of a later version; the checksum of their header is right."""
+    if metadata is None:
+        return
+    about = metadata if isinstance(metadata, dict) else {}
     version = about.get("version")
     requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""
     if about.get("format") != manifest.FORMAT or version != str(manifest.VERSION) or requires:

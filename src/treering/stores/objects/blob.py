@@ -9,6 +9,7 @@ from ..buffers import copy
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ChangedError, Found
+from .glance import Glance
 from .upload import OBJECT_BYTES
 
 _MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well
@@ -21,10 +22,10 @@ class ObjectBlob:
     local = has_holes = False
     readers, read_bytes = 16, 8 << 20
 
-    def __init__(self, bucket: Bucket, key: str, expected: int = 0):
+    def __init__(self, bucket: Bucket, key: str, expected: int = 0, glance: Glance | None = None):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        head, found = bucket.beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
+        head, found = (glance or bucket).beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
         self.size, self._found = found.nbytes, found
         self._heads = [memoryview(head)]  # at most one: no lock, for a signal handler may read the same
 

@@ -67,8 +67,7 @@ class ObjectStore:
     def stat(self, path: str) -> Stat | None:
         bucket, key = self._find(path)
         if key:
-            seen = self._seen(bucket, key)
-            found = seen.objects.get(key) if seen and key != seen.key else bucket.head(key)
+            found = (self._glance(bucket, key) or bucket).head(key)
             if found:
                 return Stat("file", found.nbytes, found.modified, found.version)
         if _is_web(bucket):
@@ -77,7 +76,7 @@ class ObjectStore:
         if not objects and not folders and key:
             return None
         last = max((one.modified for one in objects), default=0.0)
-        return Stat("folder", 0, last, (*((one.key, one.version) for one in objects), *folders))
+        return Stat("folder", 0, last, (*sorted((one.key, one.version) for one in objects), *sorted(folders)))
 
     def list(self, path: str) -> "list[str]":
         objects, folders = self._list(*self._find(path))
@@ -87,8 +86,9 @@ class ObjectStore:
         bucket, key = self._find(path)
         if not key:
             raise CorruptError(f"{path}: expected an object, found a bucket")
+        glance = None if expected else self._glance(bucket, key)
         try:
-            return ObjectBlob(bucket, key, expected)
+            return ObjectBlob(bucket, key, expected, glance)
         except FileNotFoundError:
             found = self.stat(path)
             if found and found.is_folder:
@@ -100,29 +100,29 @@ class ObjectStore:
     @contextlib.contextmanager
     def glance(self, path: str) -> "Iterator[None]":
         bucket, key = self._find(path)
-        if self._seen(bucket, key) or _is_web(bucket):
+        if (seen := self._glance(bucket, key)) and (seen.is_whole or seen.key == key or _is_web(bucket)):
             yield
             return
-        found = bucket.list_up_to(key, _GLANCE_OBJECTS)
+        found = None if _is_web(bucket) else bucket.list_up_to(key, _GLANCE_OBJECTS)
         glances = self._local.__dict__.setdefault("glances", [])
-        glances.append(None if found is None else Glance(bucket, key, found))
+        glances.append(Glance(bucket, key, found))
         try:
             yield
         finally:
             glances.pop()
 
-    def _seen(self, bucket: Bucket, key: str) -> Glance | None:
-        """The glance of this thread that shows what is at and below a key."""
-        glances = getattr(self._local, "glances", ())
-        return next((one for one in glances if one and one.covers(bucket, key)), None)
+    def _glance(self, bucket: Bucket, key: str) -> Glance | None:
+        """A glance of this thread at a key or at what is around it; the one that has listed all, if there is one."""
+        covering = [one for one in getattr(self._local, "glances", ()) if one.covers(bucket, key)]
+        return max(covering, key=lambda one: one.is_whole) if covering else None
 
     def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
-        seen = self._seen(bucket, key)
-        if not seen and _is_web(bucket):
-            if bucket.head(key):
-                return [], []
-            raise NotFoundError(f"{bucket.url}/{key}: expected a file, for web servers cannot be listed; found none")
-        return seen.list(key) if seen else bucket.list(key)
+        seen = self._glance(bucket, key) or bucket
+        if not _is_web(bucket):
+            return seen.list(key)
+        if seen.head(key):
+            return [], []
+        raise NotFoundError(f"{bucket.url}/{key}: expected a file, for web servers cannot be listed; found none")
 
     def is_local(self, path: str) -> bool:
         return False
@@ -361,13 +361,13 @@ class ObjectStore:
         known = [url for url in list(self._buckets) if path == url or path.startswith(url + "/")]
         if known:
             url = max(known, key=len)
-            return self._buckets[url], path[len(url) + 1 :]
+            return self._buckets[url], path[len(url) + 1 :].rstrip("/")
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
         made = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
         with self._lock:
-            return self._buckets.setdefault(url, made), key
+            return self._buckets.setdefault(url, made), key.rstrip("/")
 
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):
