@@ -108,12 +108,13 @@ def _share(subset: tuple[int, int] | None) -> Share:
 
 def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedError], int]:
     store = stores.of(place)
-    single = summary.look(store, place) is not None
-    names = [] if single else [name for _, name in directories(store, place)]
-    others = [] if single else formats.foreign_steps(store, place, set(names)).values()
-    parts = [posixpath.join(place, name) for name in names] + sorted(others)
-    if not parts or formats.is_known(store, place):  # such as the weights that a run began with, beside its steps
-        parts.insert(0, place)
+    with store.glance(place):
+        single = summary.look(store, place) is not None
+        names = [] if single else [name for _, name in directories(store, place)]
+        others = [] if single else formats.foreign_steps(store, place, set(names)).values()
+        parts = [posixpath.join(place, name) for name in names] + sorted(others)
+        if not parts or formats.is_known(store, place):  # such as the weights that a run began with, beside its steps
+            parts.insert(0, place)
     total = 0
     found: list[Problem] = []
     unsupported: list[UnsupportedError] = []
@@ -134,10 +135,9 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem], share
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
-            check_known(store, path)
-            format = formats.detect(store, path)
-            file = summary.file(below) if format.name == "treering" else path
-            with reading(path):
+            with reading(path), store.glance(path):
+                format = check_known(store, path)
+                file = summary.file(below) if format.name == "treering" else path
                 reader = format.open(store, path)
         except CorruptError as error:
             found.append(Problem(file, (), None, str(error)))

@@ -208,12 +208,13 @@ def detect(store: Store, path: str) -> Format:
     of git-lfs and unreadable files, which may be anything.
     """
     reasons: list[str] = []
-    for format in _each():
-        with reading(path):
-            reason = format.refuses(store, path)
-        if reason is None:
-            return format
-        reasons.append(f"  {format.name}: {reason}")
+    with reading(path), store.glance(path):  # they ask for the same
+        for format in _each():
+            with reading(path):
+                reason = format.refuses(store, path)
+            if reason is None:
+                return format
+            reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
         git_lfs.check_all(store, path + ending, levels=2)
     what = kinds.described(store, path)
@@ -223,12 +224,14 @@ def detect(store: Store, path: str) -> Format:
 
 def is_known(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
-    return any(accepts(format, store, path) for format in _each())
+    with store.glance(path):
+        return any(accepts(format, store, path) for format in _each())
 
 
 def is_foreign(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint that another library wrote, or unreadable, so that it may be one."""
-    return any(name != "treering" and accepts(get(name), store, path) for name in names())
+    with store.glance(path):
+        return any(name != "treering" and accepts(get(name), store, path) for name in names())
 
 
 def accepts(format: Format, store: Store, path: str) -> bool:
@@ -276,7 +279,7 @@ def _steps(format: Format, store: Store, folder: str, listed: Sequence[str]) -> 
 def foreign_steps(store: Store, folder: str, ours: Container[str] = ()) -> dict[int, str]:
     """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
     found: dict[int, str] = {}
-    with reading(folder):
+    with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
         for name in names():
             if name != "treering":

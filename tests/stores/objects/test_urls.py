@@ -181,6 +181,8 @@ def test_requests_are_few(s3_server: str) -> None:
             for step in range(20):
                 ckpts.save(step, {"a": step})
         assert requests(lambda: tr.steps(f"{root}/run")) == 1
+        assert requests(lambda: tr.restore(f"{root}/run")) <= 4
+        assert requests(lambda: tr.verify(f"{root}/run")) <= 2 + 4 * 20
 
 
 @pytest.mark.parametrize("listed", [5000, 10], ids=["all at once", "level by level"])
