@@ -21,8 +21,8 @@ class Request(NamedTuple):
 
 # What happens to a request: None passes it on. The others: "drop" (never arrives), "lose" (is done, and its answer is
 # lost), "twice" (is done twice), "cut" (the connection ends within the body of the answer), "short" (the answer has
-# fewer bytes and says so), "flip" (one bit of the answer's body), "late" (after half a second), or a status, an S3 code
-# that the server is made to answer with: "503 SlowDown".
+# fewer bytes and says so), "flip" (one bit of the answer's body), "late" (after half a second), "silent" (no answer
+# ever), or a status, an S3 code that the server is made to answer with: "503 SlowDown".
 Fault = Callable[[Request], str | None]
 
 
@@ -37,6 +37,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.sent = 0
         self.delay = 0.0  # seconds before each request is passed on
+        self._ended = threading.Event()
         self._server = urlsplit(server).netloc
         self._lock = threading.Lock()
         proxy = self
@@ -61,6 +62,7 @@ class Proxy:
 
     def close(self) -> None:
         """Ends it."""
+        self._ended.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -74,7 +76,9 @@ class Proxy:
         fault = self.fault(request)
         if fault == "late":
             time.sleep(0.5)
-        if fault == "drop":
+        if fault == "silent":
+            self._ended.wait()
+        if fault in ("drop", "silent"):
             self._hang_up(handler)
             return
         if fault and fault[0].isdigit():

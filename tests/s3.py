@@ -50,7 +50,7 @@ def server() -> Iterator[str]:
         process.wait()
 
 
-def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
+def client(url: str, bucket: str = BUCKET, timeout: str = "20s", **options: Any) -> Any:
     """A store of obstore's for the bucket."""
     from obstore.store import S3Store
 
@@ -61,7 +61,7 @@ def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
         access_key_id="testing",
         secret_access_key="testing",
         region="us-east-1",
-        client_options={"allow_http": True, "timeout": "20s"},
+        client_options={"allow_http": True, "timeout": timeout},
         **options,
     )
 

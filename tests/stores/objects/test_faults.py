@@ -1,5 +1,6 @@
 """What goes wrong on the way to a bucket: a save is there as a whole or not at all; nothing wrong is ever read."""
 
+import contextlib
 import datetime
 import logging
 import re
@@ -110,6 +111,34 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
         tr.save(path, _TREE, overwrite=True)  # whatever was left behind is in nobody's way
         names = stores.of(path).list(path)
         assert len(names) == 2 and all(re.fullmatch(r"treering\.json|arrays-\S*", name) for name in names), names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent_from", range(10))
+def test_a_server_that_falls_silent_ends_in_an_error(s3_server: str, silent_from: int) -> None:
+    """However many requests of a save it has answered before; and nothing of that is in anybody's way later."""
+    root = f"silent://{secrets.token_hex(4)}"
+    with proxy(s3_server) as between:
+        buckets = ObjectStore()
+        retries = {"max_retries": 1, "backoff": _QUICK, "retry_timeout": datetime.timedelta(seconds=1)}
+        buckets.add(root, s3.client(between.url, timeout="1s", retry_config=retries))
+        with stores.using(buckets, "silent"):
+            path = f"{root}/{secrets.token_hex(4)}"
+            tr.save(path, {"a": 1})
+            first = len(between.requests) + silent_from
+            between.fault = lambda request: "silent" if request.number >= first else None
+            saving = tr.save_async(path, _TREE, overwrite=True)
+            with contextlib.suppress(SaveError):
+                saving.result(timeout=120)
+                assert silent_from > 7, "by then it is committed, and what it replaces is left behind"
+            for call in (tr.open, tr.restore, tr.verify, tr.steps):
+                with pytest.raises((TreeringError, OSError), match=path):
+                    call(path)
+            with pytest.raises((TreeringError, OSError)), tr.Checkpointer(path) as ckpts:
+                ckpts.restore_or_init(lambda: _TREE)
+            between.fault = lambda request: None
+            tr.save(path, _TREE, overwrite=True)
+            assert _same(path, _TREE)
 
 
 @pytest.mark.long
