@@ -301,6 +301,33 @@ def test_several_processes_write_one_checkpoint(bucket: str, s3_server: str, tmp
     assert tr.restore(f"{bucket}/cast")["w"].dtype == np.float16 and tr.verify(f"{bucket}/run").ok
 
 
+_PREEMPTED = """
+tree = {"w": put(np.arange(1 << 20, dtype=np.float32).reshape(8, -1), P("x"))}
+with tr.Checkpointer(URL + "/run", save_every=1000, save_on_preemption=True) as ckpts:
+    for step in range(1, 900):
+        time.sleep(0.02)  # JAX's service takes a while to tell all processes
+        if step == 5 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ckpts.save(step, tree)
+        if ckpts.preempted:
+            break
+again = tr.Checkpointer(URL + "/run")
+assert same(again.restore(tree)["w"], np.arange(1 << 20, dtype=np.float32).reshape(8, -1))
+again.close()
+report(step)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_to_stop_saves_in_a_bucket(bucket: str, s3_server: str, tmp_path: pathlib.Path) -> None:
+    """One process hears it; all save one step, and the lease is given back, so that the next job begins at once."""
+    body = f"import signal\nos.environ.update({s3.environment(s3_server)!r})\n" + _PREEMPTED
+    found = run_job(tmp_path, body, processes=2, URL=bucket)
+    assert [result.code for result in found] == [0, 0], found[0].output
+    steps = {result.report for result in found}
+    assert len(steps) == 1 and tr.steps(f"{bucket}/run") == list(steps) and tr.verify(f"{bucket}/run").ok
+
+
 class _Hub(http.server.SimpleHTTPRequestHandler):
     """Serves a folder with ranges, and sends who asks for `/resolve/…` to another address, as the Hub does."""
 
