@@ -27,6 +27,7 @@ import s3
 
 _NBYTES = 256 << 20
 _LATENCY_SECONDS = 0.05
+_SMALL = "1,000 small leaves"
 
 
 def rows(repeats: int) -> list[Row]:
@@ -80,20 +81,27 @@ def _latency(url: str, repeats: int) -> list[Row]:
         tr.save(f"{root}/first", {"a": 1})
         slow.delay = _LATENCY_SECONDS
         numbers = itertools.count()
-        calls = {
-            "save to a bucket": lambda: tr.save(f"{root}/{next(numbers)}", state),
-            "restore from a bucket": lambda: tr.restore(f"{root}/0"),
-            "open in a bucket and read a leaf": lambda: tr.open(f"{root}/0")["layer-7"][...],
+        calls: dict[tuple[str, str], Callable[[], object]] = {
+            ("save to a bucket", _SMALL): lambda: tr.save(f"{root}/{next(numbers)}", state),
+            ("restore from a bucket", _SMALL): lambda: tr.restore(f"{root}/0"),
+            ("open in a bucket and read a leaf", _SMALL): lambda: tr.open(f"{root}/0")["layer-7"][...],
         }
-        found = []
-        for name, call in calls.items():
+        some = dict(list(state.items())[:200])
+        for format, ending in (("safetensors", ".safetensors"), ("orbax", ""), ("levanter", "")):
+            path = f"{root}/{format}{ending}"
+            tr.save(path, some, format=format)
+            calls["open in a bucket and read a leaf", f"200 small leaves of {format}"] = functools.partial(
+                lambda path: tr.open(path)["layer-7"][...], path
+            )
+        found: list[Row] = []
+        for (name, what), call in calls.items():
             call()
             begun = len(slow.requests)
             call()
-            count = len(slow.requests) - begun
-            what = f"1,000 small leaves, {count} requests of 50 ms"
+            count = float(len(slow.requests) - begun)
             timed = functools.partial(measure.seconds, call)
-            found.append(Row(name, what, "s", _medians({"treering": timed}, repeats)))
+            found.append(Row(f"requests: {name}", what, "", {"treering": count}))
+            found.append(Row(f"{name}, 50 ms a request", what, "s", _medians({"treering": timed}, repeats)))
         return found
 
 

@@ -101,6 +101,8 @@ TARGETS = [
     Target("restore, warm", "processes", "orbax", 10),
     Target("save to a bucket", "256 MiB in objects of 32 MiB", "floor", 0.9),
     Target("restore from a bucket", "256 MiB in objects of 32 MiB", "floor", 0.9),
+    Target("requests: save to a bucket", "1,000 small leaves", "value", 8),
+    Target("requests: restore from a bucket", "1,000 small leaves", "value", 8),
     Target("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
     Target("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
     Target("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),
