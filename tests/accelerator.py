@@ -49,7 +49,7 @@ class _Late:
 def install(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Accelerator:
     """Takes CPU devices for accelerators until the test is over."""
     double = Accelerator(refuses)
-    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: sharding.memory_kind in devices._HOST_KINDS)
     monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     monkeypatch.setattr(devices, "_moved", double.moved)
     monkeypatch.setattr(restore, "_leave_host", lambda targets, places: any(one.make == "jax" for one in targets))

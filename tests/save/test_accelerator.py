@@ -124,11 +124,18 @@ def test_what_lies_in_host_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch)
         assert devices.on_host(Sharding()) is expected  # type: ignore[arg-type]
 
 
-def test_pinned_arrays_are_saved_as_they_are_and_restored_there(tmp_path: pathlib.Path) -> None:
+def test_pinned_arrays_are_saved_as_they_are_and_restored_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
-    saved = {"w": jax.device_put(np.arange(4096.0, dtype=np.float32), where)}
-    report = tr.save_async(tmp_path / "a", saved).result()
-    assert report.nbytes > 4 * 4096
+    values = np.arange(4096.0, dtype=np.float32)
+    saved = {"w": jax.device_put(values, where)}
+    with monkeypatch.context() as patch:
+        double = accelerator.install(patch)
+        tr.save_async(tmp_path / "a", {**saved, "on the device": jax.device_put(values[:7], jax.devices()[1])}).result()
+        assert double.nbytes == 7 * 4, "only what lies on the device is copied"
+        tr.save_async(tmp_path / "a", saved, overwrite=True).result()
+        assert double.nbytes == 7 * 4
     found = tr.restore(tmp_path / "a", saved)
     assert found["w"].sharding == where and found["w"].sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(np.asarray(found["w"]), np.asarray(saved["w"]))
