@@ -56,13 +56,15 @@ ODD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def change_header(step: pathlib.Path, about: dict[str, str]) -> pathlib.Path:
-    """Changes what an array file's header says about itself, with the checksum in the manifest."""
+def change_header(step: pathlib.Path, about: Any) -> pathlib.Path:
+    """Changes what an array file's header says about itself, with the checksum in the manifest; `...` removes that."""
     file = step / json.loads((step / "treering.json").read_bytes())["files"][0]["name"]
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    header["__metadata__"].update(about)
+    header["__metadata__"] = {**header["__metadata__"], **about} if isinstance(about, dict) else about
+    if about is ...:
+        del header["__metadata__"]
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     assert len(text) == size
     file.chmod(0o644)
@@ -79,7 +81,15 @@ def add_metrics(step: pathlib.Path, about: dict[str, Any]) -> pathlib.Path:
     return file
 
 
-LATER_HEADERS: list[dict[str, str]] = [{"version": "2"}, {"format": "next"}, {"requires": "zstd"}]
+LATER_HEADERS: list[Any] = [
+    {"version": "2"},
+    {"version": 2},
+    {"format": "next"},
+    {"requires": "zstd"},
+    {"requires": ["zstd"]},
+    None,
+    ...,
+]
 LATER_METRICS: list[dict[str, Any]] = [
     {"version": 2},
     {"requires": ["x"]},
@@ -259,13 +269,15 @@ def test_late_metrics_without_a_version_are_of_the_first(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("about", LATER_HEADERS)
-def test_array_files_of_a_later_version(tmp_path: pathlib.Path, about: dict[str, str]) -> None:
+def test_array_files_of_a_later_version(tmp_path: pathlib.Path, about: Any) -> None:
     for step in (1, 2):
         tr.save(tmp_path / f"step-0000000{step}", TREE)
     file = change_header(tmp_path / "step-00000002", about)
     for use in (tr.restore, tr.verify):
         with refused():
             use(tmp_path)
+    with refused():
+        tr.save(tmp_path / "step-00000002", TREE, overwrite=True)
     with tr.Checkpointer(tmp_path) as ckpts, refused():
         ckpts.restore()
     assert tr.open(tmp_path)["n"] == 3  # what is not in that file can be read

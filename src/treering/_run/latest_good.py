@@ -150,7 +150,7 @@ def _open_step(store: Store, path: str, step: int | None) -> Checkpoint:
 
 
 def listed_again(attempt: Callable[[], T]) -> T:
-    """The result of an attempt that lists a run; again where newer steps have taken the place of all it knew of."""
+    """The result of an attempt; again where what it looked at was replaced, or newer steps took the place of all."""
     for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return attempt()

@@ -152,7 +152,7 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
             steps = [Place(number, store, path) for number, path in found]
             return latest_good(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
 
-        return (attempt() if step is not None else listed_again(attempt))[1]
+        return listed_again(attempt)[1]
 
 
 def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
@@ -171,4 +171,4 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
             return latest_good(place, steps, use, fallback=fallback)[1]
         return use_current(store, place, None, use, ckpt)
 
-    return attempt() if step is not None else listed_again(attempt)
+    return listed_again(attempt)

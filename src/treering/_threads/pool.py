@@ -6,6 +6,7 @@ for them; the code that makes a `ThreadPool` must close it.
 """
 
 import _thread
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -71,16 +72,20 @@ class ThreadPool:
                 raise
 
     def run(self, work: Callable[[], None]) -> None:
-        """Calls `work()` in every thread at once; returns when all are done; raises the first error."""
+        """Calls `work()` in every thread at once, in the context of the caller; returns when all are done.
+
+        Raises the first error.
+        """
         if self._closed:
             work()
             return
         errors: list[BaseException] = []
         done: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
+        context = contextvars.copy_context()
 
         def guarded() -> None:
             try:
-                work()
+                context.copy().run(work)
             except BaseException as error:
                 errors.append(error)
             finally:

@@ -83,10 +83,10 @@ def refusal(error: TreeringError | OSError, path: str) -> str:
     """The text of an error, as the reason why something is of no format.
 
     Raises `CorruptError` for a file that cannot be read any more, for it may be of any format, and errors that say
-    nothing about what is there.
+    nothing about what is there, such as that it was replaced while it was looked at.
     """
     raise_if_momentary(error)
-    if isinstance(error, UnreadableError):
+    if isinstance(error, UnreadableError | ReplacedError):
         raise error
     try:
         with reading(path):

@@ -14,17 +14,18 @@ _MAX_FILE_BYTES = 2 << 30
 _MAX_SPARSE_BYTES = 16 << 20  # bytes; larger files are not read if they have holes
 
 
-def read_file(store: Store, path: str) -> bytes:
+def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
     """Reads a whole file of text, of at most 2 GiB, which no manifest comes near, and without holes if it is large.
 
-    Raises `CorruptError` for a file that cannot be read any more, and for pointers of git-lfs.
+    With the number of bytes that are `expected` it is read as it is now, whatever `Store.glance` has shown. Raises
+    `CorruptError` for a file that cannot be read any more, and for pointers of git-lfs.
     """
     with reading(path):
-        return looked_up_again(lambda: _read_file(store, path))  # it may also be replaced while it is open
+        return looked_up_again(lambda: _read_file(store, path, expected))  # it may also be replaced while it is open
 
 
-def _read_file(store: Store, path: str) -> bytes:
-    with opened(store, path) as blob:
+def _read_file(store: Store, path: str, expected: int) -> bytes:
+    with opened(store, path, expected=expected) as blob:
         if blob.size > _MAX_FILE_BYTES or (blob.size > _MAX_SPARSE_BYTES and blob.has_holes):
             raise UnsafeError(f"{path}: {blob.size} bytes, which cannot be meant to be read at once")
         data = blob.read_up_to(blob.size)

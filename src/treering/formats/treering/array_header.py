@@ -96,16 +96,16 @@ def check_version(store: Store, path: str, listed: manifest.File) -> None:
 
 
 def _metadata(header: bytes | bytearray) -> Any:
-    """The metadata of a header, of whatever type a later version gives them; None for what is no JSON."""
+    """The metadata of a header, of whatever type a later version gives them; `UNSET` for what is no JSON object."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
-    return None  # decoding the whole header will say what is wrong
+    return msgspec.UNSET
 
 
 def _check_version(metadata: Any, path: str) -> None:
     """Raises `UnsupportedError` for the metadata of a later version; the checksum of their header is right."""
-    if metadata is None:
-        return
+    if metadata is msgspec.UNSET:
+        return  # decoding the whole header says what is wrong
     about = metadata if isinstance(metadata, dict) else {}
     version = about.get("version")
     requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""

@@ -26,7 +26,7 @@ from ...stores.buffers import adoptable
 from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
-from ...stores.whole_files import read_file
+from ...stores.whole_files import opened, read_file
 from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, joined, parts_of
 from .manifest import BLOCK, ArrayRow, piece_key
@@ -91,11 +91,19 @@ class Reader:
         for file in self._manifest.files:
             path = posixpath.join(self.path, file.name)
             found = self._store.stat(path)
-            if found is None:
-                self._raise_missing(file.name)
-            if found.nbytes != file.size:
+            if found is not None and found.nbytes == file.size:
+                continue
+            size = self._size_now(file.name)  # what was listed may be older than the manifest
+            if size != file.size:
                 git_lfs.check_all(self._store, path)
-                raise CorruptError(f"{path}: expected {file.size} bytes, found {found.nbytes}; it is cut short")
+                raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
+
+    def _size_now(self, name: str) -> int:
+        try:
+            with opened(self._store, posixpath.join(self.path, name), expected=1) as blob:
+                return blob.size
+        except FileNotFoundError:
+            self._raise_missing(name)
 
     def hold(self) -> None:
         """Opens all array files, so that they can be read when the checkpoint has been deleted; objects never can."""
@@ -343,7 +351,8 @@ class Reader:
 
     def _raise_missing(self, name: str) -> NoReturn:
         try:
-            now = manifest.xxh3(read_file(self._store, posixpath.join(self.path, MANIFEST)))
+            path, expected = posixpath.join(self.path, MANIFEST), len(self._manifest_bytes)
+            now = manifest.xxh3(read_file(self._store, path, expected=expected))
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(f"{self.path}: the checkpoint was deleted while it was open") from None
         if now != self.identity:

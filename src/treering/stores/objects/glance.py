@@ -1,8 +1,10 @@
 """What one look has shown of a bucket, or several have: who asks the same again for a moment gets the same answer."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+from ..read_errors import ReplacedError
 from .bucket import Bucket, Found
 
 _MOST_BEGINNINGS = 16  # that are remembered, each of 1 MiB at most
@@ -22,12 +24,13 @@ class Glance:
         self._folders: set[str] = set()  # likewise
         self._asked: dict[str, Found | None] = {}
         self._beginnings: dict[str, tuple[Any, Found]] = {}
+        self._lock = threading.RLock()
         for one in found or ():
-            folder = one.key.rpartition("/")[0]
+            folder = _around(one.key)
             is_new = folder not in self._levels
             self._level(folder)[0].append(one)
             while is_new and len(folder) > len(key):
-                above = folder.rpartition("/")[0]
+                above = _around(folder)
                 is_new = above not in self._levels
                 self._level(above)[1].append(folder)
                 folder = above
@@ -51,22 +54,59 @@ class Glance:
         """Whether it is known what is below a key: it was listed, or what is around it has no such folder."""
         if self.is_whole or key in self._levels:
             return True
-        return key != self.key and key not in self._folders and self._is_known(key.rpartition("/")[0])
+        return key != self.key and key not in self._folders and self._is_known(_around(key))
 
     def head(self, key: str) -> Found | None:
         """See `Bucket.head`."""
-        if key != self.key and self._is_known(key.rpartition("/")[0]):
+        if key != self.key and self._is_known(_around(key)):
             return self._objects.get(key)
         if key not in self._asked:
             self._asked[key] = self._bucket.head(key)
         return self._asked[key]
 
+    def all(self, key: str) -> "list[Found]":
+        """See `Bucket.list_all`. Raises `ReplacedError` when levels that were listed before are others now."""
+        before = {one.key: one for one in self._objects.values() if one.key.startswith(f"{key}/" if key else "")}
+        if self.is_whole:
+            return sorted(before.values())
+        found = self._bucket.list_all(key)
+        now = {one.key: one for one in found if one.nbytes and _around(one.key) in self._levels}
+        for name in now.keys() | {one.key for one in before.values() if one.nbytes}:
+            if name not in now or name not in before or not now[name].is_same(before[name]):
+                raise self._replaced(name)
+        return found
+
     def beginning(self, key: str, nbytes: int) -> tuple[Any, Found]:
-        """See `Bucket.beginning`; what is remembered is not to be written."""
-        if key not in self._beginnings:
+        """See `Bucket.beginning`; what is remembered is not to be written.
+
+        Raises `ReplacedError` for another object than was listed: names from then do not belong to contents from now.
+        """
+        with self._lock:
+            known = self._beginnings.get(key)
+        if known is None:
             data, found = self._bucket.beginning(key, nbytes)
-            if len(self._beginnings) == _MOST_BEGINNINGS:
-                del self._beginnings[next(iter(self._beginnings))]
-            self._beginnings[key] = memoryview(data).toreadonly(), found
+            self._check(found)
+            known = memoryview(data).toreadonly(), found
+            with self._lock:
+                if len(self._beginnings) == _MOST_BEGINNINGS:
+                    del self._beginnings[next(iter(self._beginnings))]
+                self._beginnings[key] = known
             self._asked[key] = found
-        return self._beginnings[key]
+        return known
+
+    def _check(self, found: Found) -> None:
+        around = _around(found.key)
+        if found.key == self.key or not self._is_known(around):
+            return
+        listed = self._objects.get(found.key)
+        if listed and (found.is_same(listed) or listed in self._bucket.list(around)[0]):
+            return  # or lists of this store name versions otherwise than answers about one object
+        raise self._replaced(found.key)
+
+    def _replaced(self, key: str) -> ReplacedError:
+        return ReplacedError(f"{self._bucket.url}/{key}: it was replaced while it was looked for; open it again")
+
+
+def _around(key: str) -> str:
+    """The key of the level that an object is in."""
+    return key.rpartition("/")[0]

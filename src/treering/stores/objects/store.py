@@ -1,6 +1,7 @@
 """Buckets as a `Store`: names without folders, objects that appear as a whole, writers known by what they renew."""
 
 import contextlib
+import contextvars
 import dataclasses
 import errno
 import logging
@@ -14,6 +15,7 @@ from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, S
 from ..claims import TakenOverError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, take_out
+from ..read_errors import ReplacedError
 from ..store import Beside, Owned, Stat, Writer
 from ..temporary_names import place_of, temporary_beside
 from ..whole_files import check_free
@@ -30,6 +32,8 @@ _log = logging.getLogger("treering")
 _GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
 _MARK = ".writer"  # the object in a temporary folder that names its writer
 _FOLDER_MARK = ".folder"  # the same, where that folder is to take a place
+# Those within which this runs, of whatever store; threads that help have them, too.
+_glances: "contextvars.ContextVar[tuple[Glance, ...]]" = contextvars.ContextVar("glances", default=())
 
 
 class ObjectStore:
@@ -48,7 +52,6 @@ class ObjectStore:
         self._buckets: dict[str, Bucket] = {}
         self._uploads = Uploads()
         self._heartbeats: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
-        self._local = threading.local()
         self._lock = threading.Lock()
 
     def add(self, url: str, client: Any) -> None:
@@ -89,6 +92,8 @@ class ObjectStore:
         glance = None if expected else self._glance(bucket, key)
         try:
             return ObjectBlob(bucket, key, expected, glance)
+        except ReplacedError:
+            raise
         except FileNotFoundError:
             found = self.stat(path)
             if found and found.is_folder:
@@ -104,16 +109,15 @@ class ObjectStore:
             yield
             return
         found = None if _is_web(bucket) else bucket.list_up_to(key, _GLANCE_OBJECTS)
-        glances = self._local.__dict__.setdefault("glances", [])
-        glances.append(Glance(bucket, key, found))
+        before = _glances.set((*_glances.get(), Glance(bucket, key, found)))
         try:
             yield
         finally:
-            glances.pop()
+            _glances.reset(before)
 
     def _glance(self, bucket: Bucket, key: str) -> Glance | None:
-        """A glance of this thread at a key or at what is around it; the one that has listed all, if there is one."""
-        covering = [one for one in getattr(self._local, "glances", ()) if one.covers(bucket, key)]
+        """A glance within which this runs, at a key or at what is around it; one that has listed all, if there is."""
+        covering = [one for one in _glances.get() if one.covers(bucket, key)]
         return max(covering, key=lambda one: one.is_whole) if covering else None
 
     def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
@@ -135,7 +139,8 @@ class ObjectStore:
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         bucket, key = self._find(path)
-        found = bucket.list_all(key)
+        glance = None if writes else self._glance(bucket, key)
+        found = glance.all(key) if glance else bucket.list_all(key)
         if not writes:
             if loopback.is_reachable():
                 return loopback.served(bucket, key, found, context)

@@ -1,0 +1,110 @@
+"""A checkpoint in a bucket that another job overwrites while it is opened: it is the old one or the new one."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import obstore.store
+import pytest
+
+import treering as tr
+from treering import stores
+from treering.errors import CorruptError
+from treering.stores.objects import store as objects
+from treering.stores.objects.bucket import Bucket
+
+pytestmark = pytest.mark.long
+
+
+def _tree(value: float, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
+
+
+_PAIRS = {
+    "other names": (_tree(1, a=(4,), b=(2, 2)), _tree(2, a=(4,), c=(3,), d=(5,))),
+    "other shapes": (_tree(1, a=(4,), b=(2, 2)), _tree(2, a=(4,), b=(3, 3))),
+    "other values": (_tree(1, a=(4,), b=(2, 2)), _tree(2, a=(4,), b=(2, 2))),
+    "more": (_tree(1, a=(4,)), _tree(2, a=(4,), b=(3, 3), c=(2,))),
+}
+
+
+class _Interruption:
+    """Does something before the request of a number, whichever thread makes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._lock = threading.Lock()
+        self._left, self._then = -1, lambda: None
+        asked = Bucket.asked
+
+        @contextlib.contextmanager
+        def interrupted(bucket: Bucket, key: str) -> Iterator[None]:
+            with self._lock:
+                self._left -= 1
+                now = self._left == 0
+            if now:
+                other = threading.Thread(target=self._then)  # with glances of its own, as another job has
+                other.start()
+                other.join()
+            with asked(bucket, key):
+                yield
+
+        monkeypatch.setattr(Bucket, "asked", interrupted)
+
+    def at(self, number: int, then: Callable[[], Any]) -> None:
+        with self._lock:
+            self._left, self._then = number, then
+
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0
+
+
+def _same(found: Any, tree: Any) -> bool:
+    return found.keys() == tree.keys() and all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+@pytest.mark.parametrize("listed", [5000, 0], ids=["all at once", "level by level"])
+@pytest.mark.parametrize("pair", _PAIRS)
+@pytest.mark.parametrize("format", ["treering", "safetensors", "orbax", "t5x", "levanter"])
+def test_before_any_request_of_a_restore(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, format: str, pair: str, listed: int
+) -> None:
+    """Treering's is never taken for damaged, and no other is a mixture of both."""
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
+    options: Any = {"max_shard_size": 20} if format == "safetensors" else {}
+    old, new = _PAIRS[pair]
+    interruption = _Interruption(monkeypatch)
+    seen: set[str] = set()
+    for number in range(1, 200):
+        path = f"{stores.absolute(obstore.store.MemoryStore())}/run/c"  # type: ignore[arg-type]
+        tr.save(path, old, format=format, **options)
+        interruption.at(number, lambda path=path: tr.save(path, new, format=format, overwrite=True, **options))
+        try:
+            found = tr.restore(path)
+            seen.add("old" if _same(found, old) else "new" if _same(found, new) else f"{number}: {found}")
+        except CorruptError as error:  # a folder is not overwritten in one step
+            seen.add(f"{number}: {error}" if format == "treering" else "an error")
+        if not interruption.is_over:
+            break
+    assert {"old", "new"} <= seen <= {"old", "new", "an error"}
+
+
+def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    interruption = _Interruption(monkeypatch)
+    for number in range(1, 50):
+        run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
+        for step in (1, 2):
+            tr.save(f"{run}/step-0000000{step}", {"a": step}, step=step)
+        interruption.at(
+            number, lambda run=run: tr.save(f"{run}/step-00000002", {"a": 3, "b": 4}, step=2, overwrite=True)
+        )
+        with tr.Checkpointer(run) as ckpts:
+            assert ckpts.restore()["a"] in (2, 3)
+            assert ckpts.steps == [1, 2]
+        if not interruption.is_over:
+            break
+    assert number > 4
