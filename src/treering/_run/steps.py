@@ -14,7 +14,7 @@ from ..errors import CorruptError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved
 from ..stores.nfs import warn_of_closed
-from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
+from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Stat, Store
 from . import latest_good, run
 from . import tensorboard as _tensorboard
@@ -90,6 +90,8 @@ class Steps:
         if path not in self._others:
             try:
                 self._others[path] = Saved(step, latest_good.open_one(self.store, path).metrics)
+            except ReplacedError:  # at this moment
+                return None
             except TreeringError as error:
                 raise_if_momentary(error)
                 _log.warning("step %d does not count: %s", step, error)

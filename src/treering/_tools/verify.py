@@ -16,9 +16,8 @@ from .._run.latest_good import check_known
 from .._run.run import directories
 from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
-from ..formats.treering.read import ReplacedError
 from ..stores.nfs import look_anew
-from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
+from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 
 _CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
@@ -122,7 +121,7 @@ def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedErr
         try:
             total += _verify_one(store, part, "" if part == place else posixpath.relpath(part, place), found, share)
         except NotFoundError:
-            if part == place:
+            if part == place or store.stat(part):
                 raise
             continue  # deleted since it was listed
         except UnsupportedError as error:
@@ -139,6 +138,8 @@ def _verify_one(store: Store, path: str, below: str, found: list[Problem], share
                 format = check_known(store, path)
                 file = summary.file(below) if format.name == "treering" else path
                 reader = format.open(store, path)
+        except ReplacedError:
+            continue
         except CorruptError as error:
             found.append(Problem(file, (), None, str(error)))
             return 0

@@ -108,3 +108,19 @@ def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.M
         if not interruption.is_over:
             break
     assert number > 4
+
+
+def test_what_is_overwritten_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    interruption = _Interruption(monkeypatch)
+    for number in range(1, 50):
+        run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
+        for step in (1, 2):
+            tr.save(f"{run}/step-0000000{step}", {"a": np.zeros(10_000)}, step=step)
+        interruption.at(
+            number, lambda run=run: tr.save(f"{run}/step-00000002", {"a": np.ones(10_000)}, step=2, overwrite=True)
+        )
+        report = tr.verify(run)
+        assert report.ok and report.nbytes > 2 * 80_000, "no step is left out"
+        if not interruption.is_over:
+            break
+    assert number > 4
