@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import azurite
+import gcs
 import s3
 from treering import stores
 from treering._save import pending
@@ -81,6 +82,13 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield url
     except azurite.UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[str]:
+    """The URL of a double of Google Cloud Storage, which the tests of this process share."""
+    with gcs.server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

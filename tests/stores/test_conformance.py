@@ -16,6 +16,7 @@ import obstore.store
 import pytest
 
 import azurite
+import gcs
 import s3
 from treering import stores
 from treering.stores.memory import MemoryStore
@@ -96,6 +97,13 @@ class TestAzure(_Buckets):
     @pytest.fixture
     def client(self, azure_server: str) -> Any:
         return azurite.client(azure_server)
+
+
+@pytest.mark.slow
+class TestGoogle(_Buckets):
+    @pytest.fixture
+    def client(self, gcs_server: str) -> Any:
+        return gcs.client(gcs_server)
 
 
 class _Forgetful(MemoryStore):

@@ -20,6 +20,9 @@ _QUICK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
+_BUSY = " 429 "
+# Addresses within the machine that clients ask for credentials when they are given none.
+_METADATA = ("/computeMetadata/", "/metadata/identity/", "/latest/api/token", "/latest/meta-data/")
 _DENIED = (" 403 ", " 401 ", "AccessDenied")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
@@ -42,6 +45,10 @@ class ConflictError(ChangedError):
 
 class _BrokenError(RequestError):
     """An answer that did not come whole, which obstore does not ask for again itself."""
+
+
+class _BusyError(_BrokenError):
+    """The server wants fewer requests, in all or about one object, and has not done what it was asked for."""
 
 
 class Found(NamedTuple):
@@ -157,13 +164,16 @@ class Bucket:
             try:
                 with self.asked(key):
                     return _version(self._obstore.put(client, key, data, mode=mode, use_multipart=False))
+            except _BusyError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
             except ChangedError as error:
                 if found := self.same(key, data):
                     return found.version
                 conflict = overwrite or isinstance(error, ConflictError)  # without a condition it can be nothing else
                 if not conflict or attempt == _ATTEMPTS - 1:
                     raise
-                time.sleep(_PAUSE_SECONDS * 2**attempt)
+            time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
 
     def same(self, key: str, data: Any) -> Found | None:
@@ -284,7 +294,8 @@ class Bucket:
         _check_process()
         path = f"{self.url}/{key}" if key else self.url
         try:
-            yield
+            with _missing_credentials(self.url):
+                yield
         except FileNotFoundError as error:
             if any(word in str(error) for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
@@ -311,6 +322,8 @@ class Bucket:
                 raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
             if " 409 " in text:
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+            if _BUSY in text:
+                raise _BusyError(f"{path}: the store is asked too often: {short(error)}") from error
             hint = "; without a reason, this is often a token that has expired" if " 400 " in text else ""
             kind = RequestError if "max_retries" in text else _BrokenError  # or obstore has tried again already
             raise kind(f"{path}: the store did not answer as it should: {short(error)}{hint}") from error
@@ -328,6 +341,20 @@ def _check_process() -> None:
             "buckets cannot be used in a process that was forked from one that has used them: begin it with "
             "multiprocessing's method 'spawn', or read there from a local copy"
         )
+
+
+@contextlib.contextmanager
+def _missing_credentials(url: str) -> Iterator[None]:
+    """Raises `RequestError` where a client that has no credentials finds none in the machine either."""
+    try:
+        yield
+    except Exception as error:
+        if any(place in str(error) for place in _METADATA):
+            raise RequestError(
+                f"{url}: no credentials were found in the environment, and this machine has none to give; set those of "
+                f"the provider, or pass a store object of obstore's ({short(error)})"
+            ) from error
+        raise
 
 
 class _EmptyError(RequestError):

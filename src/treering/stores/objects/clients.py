@@ -14,7 +14,12 @@ EXTRAS = {
 }  # fmt: skip
 _SECONDS = 300  # for one request with data: five objects at a time need half a megabyte a second
 QUICK_SECONDS = 20  # for one without, and for what says that a writer lives
-_RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=90)}
+_RETRIES = {
+    "max_retries": 6,
+    "retry_timeout": datetime.timedelta(seconds=90),
+    # Google's store changes one object once a second: six of the shortest pauses are longer.
+    "backoff": {"init_backoff": datetime.timedelta(milliseconds=300), "base": 2},
+}
 
 
 def make(root: str, seconds: int = _SECONDS) -> Any:
