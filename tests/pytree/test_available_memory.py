@@ -31,33 +31,48 @@ def groups(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path / "cgroup"
 
 
+def _left() -> int | None:
+    """What the tightest group leaves."""
+    return min((left for left, _ in available_memory._of_container()), default=None)
+
+
 def test_the_tightest_group_counts(groups: pathlib.Path) -> None:
     """A job's limit holds for the tasks in it, which have none of their own."""
     (groups.parent / "own").write_text("0::/job/step/task\n")
     _v2(groups / "job" / "step" / "task", "max", 0)
-    assert available_memory._of_container() is None
+    assert _left() is None
     _v2(groups / "job", str(100 * _MIB), 30 * _MIB)
     _v2(groups / "job" / "step", str(90 * _MIB), 10 * _MIB)
-    assert available_memory._of_container() == 70 * _MIB
+    assert _left() == 70 * _MIB
     assert available_memory.available() == 70 * _MIB
     _v2(groups / "job" / "step" / "task", str(20 * _MIB), 15 * _MIB, cache=4 * _MIB)  # the system lets go of its files
-    assert available_memory._of_container() == 9 * _MIB
+    assert _left() == 9 * _MIB
+
+
+def test_an_eighth_is_left_to_others(groups: pathlib.Path) -> None:
+    """Of every group: the one with the least left need not be the fullest."""
+    (groups.parent / "own").write_text("0::/job/task\n")
+    _v2(groups / "job", str(800 * _MIB), 600 * _MIB)
+    _v2(groups / "job" / "task", str(180 * _MIB), 20 * _MIB)
+    assert available_memory.has_room(100 * _MIB) and not available_memory.has_room(101 * _MIB)
+    _v2(groups / "job" / "task", str(80 * _MIB), 20 * _MIB, cache=5 * _MIB)
+    assert available_memory.has_room(55 * _MIB) and not available_memory.has_room(56 * _MIB)
 
 
 def test_within_a_container(groups: pathlib.Path) -> None:
     """The path of the group is the host's, and leads nowhere."""
     (groups.parent / "own").write_text("0::/docker/1234\n")
     _v2(groups, str(50 * _MIB), 60 * _MIB)
-    assert available_memory._of_container() == 0
+    assert _left() == 0
 
 
 def test_groups_of_version_1(groups: pathlib.Path) -> None:
     (groups.parent / "own").write_text("5:cpu:/other\n4:memory:/job/task\n")
     _v1(groups / "memory" / "job" / "task", 1 << 62, 5)
     _v1(groups / "memory" / "job", 40 * _MIB, 10 * _MIB)
-    assert available_memory._of_container() == 30 * _MIB
+    assert _left() == 30 * _MIB
 
 
 def test_no_groups(groups: pathlib.Path) -> None:
-    assert available_memory._of_container() is None
+    assert _left() is None
     assert (available_memory.available() or 0) > 0

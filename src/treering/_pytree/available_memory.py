@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-_SHARE = 4  # of what is available; other processes of a job may be on this host
+_SHARE = 4  # of what is available
+_LEFT = 8  # of all memory: other processes of a job may take theirs on this host at the same time
 _LEAST = 256 << 20  # bytes, however little is available: a save that holds less would hardly move
 _CGROUP, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 _NAMES: dict[str, tuple[str, str, Collection[str]]] = {  # by version: of limit, use, and what of that is the page cache
@@ -23,42 +24,64 @@ def ceiling(copies: int) -> int | None:
     return None if limit is None or copies <= limit else limit
 
 
+def shared_room(copies: int) -> Callable[[int], bool] | None:
+    """What to ask before more is copied, of so many bytes in all, while other processes on this host do the same.
+
+    None where all of them are few.
+    """
+    return has_room if copies > _LEAST else None
+
+
+def has_room(nbytes: int) -> bool:
+    """Whether an eighth of all memory is left, of the host and of the container, when so many bytes more are taken.
+
+    True where the system does not say.
+    """
+    return all(left - nbytes >= most // _LEFT for left, most in _rooms())
+
+
 def available() -> int | None:
     """Bytes of memory that this process can take without swapping: of the host, or of its container."""
-    host: int | None = None
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = _lines("/proc/meminfo")
-        host = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    if host is None:
+    return min((left for left, _ in _rooms()), default=None)
+
+
+def _rooms() -> list[tuple[int, int]]:
+    """What is left of the memory of the host, and of the groups that this process is in, and what they have in all."""
+    host: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = dict(line.split(":", 1) for line in _lines("/proc/meminfo"))
+        left, most = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+        host.append((left, most))
+    if not host:
         with contextlib.suppress(AttributeError, ValueError, OSError):  # what is free is less than what is available
-            host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    container = _of_container()
-    return min((one for one in (host, container) if one is not None), default=None)
+            page = os.sysconf("SC_PAGE_SIZE")
+            host.append((os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page))
+    return host + _of_container()
 
 
-def _of_container() -> int | None:
-    """What is left to the control groups that this process is in, of version 2 or 1; None without a limit.
+def _of_container() -> list[tuple[int, int]]:
+    """The same of the control groups that this process is in, of version 2 or 1; those without a limit left out.
 
     A group has no more than those above it. Within a container the host's path of a group may lead nowhere.
     """
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     with contextlib.suppress(OSError):
         for line in _lines(_OWN_GROUPS):
             _, kinds, group = line.split(":", 2)
             if kinds in ("", "memory"):
                 parts = group.strip("/").split("/")
                 folders = (os.path.join(_CGROUP, kinds, *parts[:n]) for n in range(len(parts) + 1))
-                found += [left for one in folders if (left := _left(one, *_NAMES[kinds])) is not None]
-    return min(found, default=None)
+                found += [room for one in folders if (room := _room(one, *_NAMES[kinds])) is not None]
+    return found
 
 
-def _left(folder: str, limit: str, used: str, cached: Collection[str]) -> int | None:
+def _room(folder: str, limit: str, used: str, cached: Collection[str]) -> tuple[int, int] | None:
     with contextlib.suppress(OSError, ValueError):
         numbers = (int(_lines(os.path.join(folder, name))[0]) for name in (limit, used))
         of_files = (line.split() for line in _lines(os.path.join(folder, "memory.stat")))
         cache = sum(int(value) for name, value in of_files if name in cached)  # the system lets go of it when asked
         most, taken = numbers
-        return max(most - taken + cache, 0)
+        return max(most - taken + cache, 0), most
     return None
 
 

@@ -5,6 +5,7 @@ Until `run` returns, the caller's arrays are in use; after that they may change 
 """
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from .devices import start_copies
 from .leaves import LocalShard, host_bytes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_log = logging.getLogger("treering")
+_PORTION_BYTES = 256 << 20  # bytes of copies that are begun at a time where others take memory of this host, too
 _PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
 
 
@@ -23,13 +26,22 @@ class Staging:
     """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone.
 
     data: the arrays that hold the shards; the list is emptied on the way.
+    has_room: whether so many bytes more may be copied while others are held, asked again and again, for other processes
+        take of the same memory.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], data: list[Any], limit: int | None):
+    def __init__(
+        self,
+        shards: Sequence[LocalShard],
+        data: list[Any],
+        limit: int | None,
+        has_room: Callable[[int], bool] | None = None,
+    ):
         self.shards, self._data = shards, data
         self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
-        self._limit = limit
+        self._limit, self._has_room = limit, has_room
         self._views: list[Any] = [None] * len(shards)
+        self._told = False  # of too little room
         self._copies = True in [shard.copies for shard in shards]
         self._left = [shard.nbytes for shard in shards]
         self._staged = self._held = 0
@@ -100,7 +112,7 @@ class Staging:
                 if n < self._staged:
                     self._drop(n, self.shards[n])
             if list(order) != sorted(order):
-                self._limit = None
+                self._limit = self._has_room = None
             self._room.set()
             self._changed.notify_all()
 
@@ -154,6 +166,8 @@ class Staging:
     def _groups(self) -> Iterator[tuple[int, int]]:
         """Runs of shards whose copies fit the limit together; their device copies are under way at once."""
         limit = self._limit  # `need` may lift it
+        if self._has_room:
+            limit = _PORTION_BYTES if limit is None else min(limit, _PORTION_BYTES)
         if limit is None:
             yield 0, len(self.shards)
             return
@@ -168,7 +182,9 @@ class Staging:
 
     def _reserve(self, nbytes: int) -> bool:
         def fits() -> bool:
-            return not self._held or self._limit is None or self._held + nbytes <= self._limit
+            if not (self._held and nbytes):
+                return True
+            return (self._limit is None or self._held + nbytes <= self._limit) and not self._is_short_of(nbytes)
 
         while True:
             with self._lock:
@@ -178,6 +194,17 @@ class Staging:
                 room = self._room = Latch()
             self.writers_needed.set()
             room.wait()
+
+    def _is_short_of(self, nbytes: int) -> bool:
+        """Whether the memory of this host, of which other processes take as well, has no room for so much more."""
+        short = self._has_room is not None and not self._has_room(nbytes)
+        if short and not self._told:
+            self._told = True
+            _log.warning(
+                "an eighth of this host's memory is left, so the call waits until copies that it holds are written; "
+                "save to a faster disk, or set a memory_limit= for each process"
+            )
+        return short
 
     def _stage(self, first: int, last: int) -> None:
         data, shards, unneeded = self._data, self.shards, self._unneeded

@@ -90,8 +90,12 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
 
 def _with_ceiling(target: Target, shards: Sequence[LocalShard]) -> Target:
     """The same with a limit where the caller has set none and the copies would take too much of the host's memory."""
+    if target.options.memory_limit is not None:
+        return target
     copies = sum([shard.nbytes for shard in shards if shard.copies])
-    limit = None if target.options.memory_limit is not None else available_memory.ceiling(copies)
+    if coordinator.several():
+        target = target._replace(has_room=available_memory.shared_room(copies))
+    limit = available_memory.ceiling(copies)
     if limit is None:
         return target
     _log.info(
@@ -130,7 +134,8 @@ def _prepare_tree(target: Target, skeleton: Skeleton, described: Described) -> P
     """Prepares a live tree for the native format: its arrays are staged as they are."""
     call, catalogue = target.call, described.catalogue
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
-    staging = Staging(*assignment.to_stage(described, shares, call.index), target.options.memory_limit)
+    staged = assignment.to_stage(described, shares, call.index)
+    staging = Staging(*staged, target.options.memory_limit, target.has_room)
     return Prepared(staging, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, staging))
 
 
@@ -208,7 +213,8 @@ def _prepare_by_way_of_native(target: Target, live: LiveTree, change: Callable[[
     call = target.call
     skeleton, catalogue = live.skeleton, live.catalogue
     shares = assignment.plan(catalogue, call.count)
-    staging = Staging(*assignment.to_stage(live.described, shares, call.index), target.options.memory_limit)
+    staged = assignment.to_stage(live.described, shares, call.index)
+    staging = Staging(*staged, target.options.memory_limit, target.has_room)
     del live  # and its arrays
 
     def write(pool: ThreadPool) -> Written:

@@ -128,7 +128,8 @@ def save_async(
     Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the
     next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
     call holds its caller up until all but that many bytes of copies are written; without one, only where the copies
-    would take more than a quarter of the memory that is available here (but 256 MiB in any case), which is logged.
+    would take more than a quarter of the memory that is available here (but 256 MiB in any case), or where those of all
+    processes of a host leave less than an eighth of its memory. That is logged.
     """
     what = _what(path, step)
     refuse_within(what)

@@ -1,6 +1,7 @@
 """Where a save goes, and what is refused before anything is written there."""
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import formats
@@ -20,7 +21,10 @@ _log = logging.getLogger("treering")
 
 
 class Target(NamedTuple):
-    """The place, format and options of a save."""
+    """The place, format and options of a save.
+
+    has_room: see `Staging`; None where no other process of the job can be short of memory by what this one takes.
+    """
 
     call: Call
     store: Store
@@ -28,6 +32,7 @@ class Target(NamedTuple):
     format: Format
     info: native.Info
     options: SaveOptions
+    has_room: Callable[[int], bool] | None = None
 
 
 def requested(target: Target) -> str:
