@@ -152,7 +152,8 @@ def _prepare_view(
         check_kept(target, view)
     if call.count > 1 and live is None:
         return _prepare_in_process_0(target, view)
-    fits = limit is None or sum(shard.nbytes for shard in live.shards if shard.copies) <= limit if live else True
+    copies = sum(shard.nbytes for shard in live.shards if shard.copies) if live else 0
+    fits = (limit is None or copies <= limit) and (target.has_room is None or target.has_room(copies))
     staging = live.stage() if live and fits else None
     assert view.skeleton is not None
     skeleton = view.skeleton
