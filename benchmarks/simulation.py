@@ -88,13 +88,12 @@ class Server:
         self._waiting: dict[str, list[Callable[[str], None]]] = collections.defaultdict(list)
         self._free = 0.0
         self.requests: list[float] = []  # when each was answered
-        self.nbytes = 0
+        self.nbytes = self.most = 0  # of names and values that it holds, now and at most
 
-    def ask(self, answer: Callable[[], Any], nbytes: int = 0) -> Any:
+    def ask(self, answer: Callable[[], Any]) -> Any:
         """What a request gives, when it has gone there, stood in line and come back."""
         world = self._world
         there = float(world.random.lognormal(np.log(WAY / 2), 0.5))
-        self.nbytes += nbytes
 
         def arrive(back: Callable[[Any], None]) -> None:
             self._free = max(self._free, world.now + there) + 1 / SERVED
@@ -104,11 +103,23 @@ class Server:
         return world.wait(arrive)
 
     def set(self, key: str, value: str) -> None:
-        if key not in self.values:
+        if key in self.values:
+            self.nbytes -= len(key) + len(self.values[key])
+        else:
             bisect.insort(self._names, key)
         self.values[key] = value
+        self.nbytes += len(key) + len(value)
+        self.most = max(self.most, self.nbytes)
         for told in self._waiting.pop(key, ()):
             told(value)
+
+    def delete(self, key: str) -> None:
+        """Deletes a key or, if it ends in a slash, those below it."""
+        first = bisect.bisect_left(self._names, key)
+        last = bisect.bisect_left(self._names, f"{key}\U0010ffff" if key.endswith("/") else f"{key}\0")
+        for name in self._names[first:last]:
+            self.nbytes -= len(name) + len(self.values.pop(name))
+        del self._names[first:last]
 
     def below(self, key: str) -> list[tuple[str, str]]:
         first = bisect.bisect_left(self._names, key)
@@ -137,7 +148,7 @@ class Client:
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         if key in self._server.values and not allow_overwrite:
             raise RuntimeError("ALREADY_EXISTS")
-        self._server.ask(lambda: self._server.set(key, value), len(value))
+        self._server.ask(lambda: self._server.set(key, value))
 
     def key_value_try_get(self, key: str) -> str:
         found = self._server.ask(lambda: self._server.values.get(key))
@@ -155,7 +166,7 @@ class Client:
         return found
 
     def key_value_delete(self, key: str) -> None:
-        self._server.ask(lambda: self._server.values.pop(key, None))
+        self._server.ask(lambda: self._server.delete(key))
 
 
 class Thread:
@@ -246,6 +257,7 @@ class Outcome:
     calm: float  # requests a second while all of them work and none of them waits
     noticed: float  # seconds from the death of a process until all know
     heard: int  # values that process 0 reads
+    held: int  # bytes of names and values in the store, at most
     memory: float  # bytes for each process of the simulation, which is no limit of the library
     seconds: float  # that the simulation took
 
@@ -262,7 +274,6 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
     with _in(world):
         ready: list[float] = []
         told: list[float] = []
-        heard: list[int] = []
         failures: list[float] = []
         histories = [History() for _ in range(count)]
         work = 3 * _sign_seconds(count)
@@ -271,13 +282,14 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             world.sleep(float(world.random.uniform(0, spread)))
             call = MultiProcess(Client(server), index, count, "save", 30, histories[index])
             call.doing("writing")
-            values = call.gather_and_decide(["a" * 16, index], lambda values: heard.append(len(values)) or "yes")
-            assert values == "yes"
+            mine = ["format='treering', 0 rules", f"{index:032x}", "0" * 32, []]  # as large as those of a save
+            assert call.gather_and_decide(mine, len) == count
             ready.append(world.now)
             if len(ready) == count:
                 told.append(world.now)
             world.sleep(work)
-            call.gather_and_decide("done", lambda values: len(values))
+            name = f"arrays-0123ab-{index:05}-of-{count:05}.safetensors"
+            call.gather_and_decide([[{"name": name, "size": 1 << 30, "header": 4096, "xxh3": "0" * 16}, 0]], len)
             call.close()
             told.append(world.now)
 
@@ -292,7 +304,7 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
         busiest = _busiest(server.requests)
         noticed = float("nan")
         if death:
-            victim = count - 1
+            victim = int(world.random.integers(1, count))
             died: list[float] = []
 
             def second(index: int) -> None:
@@ -317,7 +329,7 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = (peak - before) * 1024 / count
     return Outcome(
-        count, agreed, busiest, calm, noticed, len(tree.children(0, count)), memory, time.perf_counter() - begun
+        count, agreed, busiest, calm, noticed, len(tree.children(0, count)), server.most, memory, time.perf_counter() - begun
     )
 
 
@@ -383,6 +395,7 @@ def table(outcomes: list[Outcome]) -> str:
                 f"{one.calm:,.0f}",
                 f"{_sign_seconds(one.processes):g} s",
                 f"{one.noticed:.1f} s",
+                f"{one.held / 1e6:.2f} MB",
             ]
 
     head = [
@@ -393,6 +406,7 @@ def table(outcomes: list[Outcome]) -> str:
         "requests a second while writing",
         "sign of life every",
         "a death is known to all after",
+        "in the store, at most",
     ]
     return markdown(head, list(rows()))
 
