@@ -3,11 +3,12 @@
 import functools
 import os
 import shutil
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +17,72 @@ import numpy as np
 from . import measure
 from .table import Row
 
-_STEPS = 15
 _STATE = (8, 1810, 1810)  # float32: 105 MB
-_STEP = 0.2  # seconds
+_STEPS, _STEP = 15, 0.2  # seconds
+_SHORT_STEPS, _SHORT_STEP = 60, 0.05  # seconds: no library saves within one of them
 _SKIPPED = 10_000
 _LISTED = 1_000
 
-Save = Callable[[int, Any], object]
+Save = Callable[[int, Any], object]  # true when it has begun to save
+Saver = Callable[[str], tuple[Save, Callable[[], object]]]  # what saves into a directory, and what ends it
 
 
 def rows(directory: str, repeats: int) -> list[Row]:
     place = os.path.join(directory, "loop")
     os.mkdir(place)
-    step = _make_step()
-    savers = {"none": _none, "floor": _plain, "treering": _treering, "Orbax v0": _orbax}
-    runs = {name: functools.partial(_run, step, saver, place) for name, saver in savers.items()}
-    found = measure.race(runs, repeats)
-    # Not less than a millisecond, below which the loop's own times differ.
-    lost = {name: max((total - found["none"]) / _STEPS, 1e-3) for name, total in found.items() if name != "none"}
+    each = {"none": _none, "floor": _plain, "treering": _treering, "Orbax v0": _orbax}
+    lost, _ = _lost(each, _STEPS, _STEP, place, repeats)
+    skipping = {
+        "none": _none,
+        "treering": functools.partial(_treering, when_busy="skip"),
+        "Orbax v0": functools.partial(_orbax, continuous=True),
+    }
+    lost_then, between = _lost(skipping, _SHORT_STEPS, _SHORT_STEP, place, repeats)
     shutil.rmtree(place)
+    state = f"{np.prod(_STATE) * 4 / 1e6:.0f} MB"
     return [
-        Row("lost per step by saving each", f"{np.prod(_STATE) * 4 / 1e6:.0f} MB, {_STEP} s", "ms", lost),
+        Row("lost per step by saving each", f"{state}, {_STEP} s", "ms", lost),
+        Row(
+            "lost per save by saving whenever none is under way",
+            f"{state}, {_SHORT_STEP} s",
+            "ms",
+            {name: lost_then[name] * between[name] for name in between},
+        ),
+        Row("steps from one save to the next then", f"{state}, {_SHORT_STEP} s", "", between),
         Row("a `save` that is skipped", "–", "µs", {"treering": _skipped(directory)}),
         Row("list the steps of a run", f"{_LISTED:,} steps", "ms", {"treering": _listed(directory)}),
     ]
 
 
-def _make_step() -> Callable[[Any], Any]:
+def _lost(
+    savers: dict[str, Saver], steps: int, seconds: float, place: str, repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds that each step takes longer with a saver, and how many steps there are to a save."""
+    step = _make_step(seconds)
+    saves: dict[str, list[int]] = {name: [] for name in savers}
+
+    def run(name: str) -> float:
+        with tempfile.TemporaryDirectory(dir=place) as directory:
+            save, close = savers[name](directory)
+            state = _make()
+            os.sync()
+            saved = 0
+            begun = time.perf_counter()
+            for number in range(steps):
+                state = jax.block_until_ready(step(state))
+                saved += bool(save(number, state))
+            close()
+            taken = time.perf_counter() - begun
+            saves[name].append(saved)
+            return taken
+
+    found = measure.race({name: functools.partial(run, name) for name in savers}, repeats)
+    # Not less than a millisecond, below which the loop's own times differ.
+    lost = {name: max((total - found["none"]) / steps, 1e-3) for name, total in found.items() if name != "none"}
+    return lost, {name: steps / statistics.median(saves[name]) for name in lost}
+
+
+def _make_step(seconds: float) -> Callable[[Any], Any]:
     """A training step of about the wanted time, which donates the state."""
     x = jnp.ones(_STATE[1:]) * 1e-4
 
@@ -56,7 +96,7 @@ def _make_step() -> Callable[[Any], Any]:
         return step
 
     taken = min(measure.seconds(functools.partial(_once, compiled(8))) for _ in range(3))
-    return compiled(max(1, round(8 * _STEP / taken)))
+    return compiled(max(1, round(8 * seconds / taken)))
 
 
 def _make() -> Any:
@@ -65,19 +105,6 @@ def _make() -> Any:
 
 def _once(step: Callable[[Any], Any]) -> None:
     jax.block_until_ready(step(_make()))
-
-
-def _run(step: Callable[[Any], Any], saver: Callable[[str], tuple[Save, Callable[[], object]]], place: str) -> float:
-    with tempfile.TemporaryDirectory(dir=place) as directory:
-        save, close = saver(directory)
-        state = _make()
-        os.sync()
-        begun = time.perf_counter()
-        for number in range(_STEPS):
-            state = jax.block_until_ready(step(state))
-            save(number, state)
-        close()
-        return time.perf_counter() - begun
 
 
 def _none(directory: str) -> tuple[Save, Callable[[], object]]:
@@ -101,26 +128,30 @@ def _plain(directory: str) -> tuple[Save, Callable[[], object]]:
         if thread:
             thread.join()
 
-    def save(number: int, state: Any) -> None:
+    def save(number: int, state: Any) -> bool:
         nonlocal thread
         wait()
         thread = threading.Thread(target=write, args=(number, np.asarray(state)))
         thread.start()
+        return True
 
     return save, wait
 
 
-def _treering(directory: str) -> tuple[Save, Callable[[], object]]:
+def _treering(directory: str, when_busy: Literal["wait", "skip"] = "wait") -> tuple[Save, Callable[[], object]]:
     import treering as tr
 
-    ckpts = tr.Checkpointer(directory, keep=tr.keep.last(2))
+    ckpts = tr.Checkpointer(directory, keep=tr.keep.last(2), when_busy=when_busy)
     return lambda number, state: ckpts.save(number, {"state": state}), ckpts.close
 
 
-def _orbax(directory: str) -> tuple[Save, Callable[[], object]]:
+def _orbax(directory: str, *, continuous: bool = False) -> tuple[Save, Callable[[], object]]:
     import orbax.checkpoint as ocp
+    from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 
-    manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    policy = ContinuousCheckpointingPolicy() if continuous else None
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_decision_policy=policy)
+    manager = ocp.CheckpointManager(directory, options=options)
     return lambda number, state: manager.save(number, args=ocp.args.StandardSave({"state": state})), manager.close
 
 

@@ -328,9 +328,8 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             noticed = failures[-1] - died[0]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = (peak - before) * 1024 / count
-    return Outcome(
-        count, agreed, busiest, calm, noticed, len(tree.children(0, count)), server.most, memory, time.perf_counter() - begun
-    )
+    heard, seconds = len(tree.children(0, count)), time.perf_counter() - begun
+    return Outcome(count, agreed, busiest, calm, noticed, heard, server.most, memory, seconds)
 
 
 def _sign_seconds(count: int) -> float:
