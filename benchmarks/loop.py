@@ -32,6 +32,7 @@ def rows(directory: str, repeats: int) -> list[Row]:
     os.mkdir(place)
     each = {"none": _none, "floor": _plain, "treering": _treering, "Orbax v0": _orbax}
     lost, _ = _lost(each, _STEPS, _STEP, place, repeats)
+    lost = {name: max(seconds, 1e-3) for name, seconds in lost.items()}  # below which the loop's own times differ
     skipping = {
         "none": _none,
         "treering": functools.partial(_treering, when_busy="skip"),
@@ -46,7 +47,7 @@ def rows(directory: str, repeats: int) -> list[Row]:
             "lost per save by saving whenever none is under way",
             f"{state}, {_SHORT_STEP} s",
             "ms",
-            {name: lost_then[name] * between[name] for name in between},
+            {name: max(lost_then[name] * between[name], 1e-3) for name in between},
         ),
         Row("steps from one save to the next then", f"{state}, {_SHORT_STEP} s", "", between),
         Row("a `save` that is skipped", "–", "µs", {"treering": _skipped(directory)}),
@@ -77,8 +78,7 @@ def _lost(
             return taken
 
     found = measure.race({name: functools.partial(run, name) for name in savers}, repeats)
-    # Not less than a millisecond, below which the loop's own times differ.
-    lost = {name: max((total - found["none"]) / steps, 1e-3) for name, total in found.items() if name != "none"}
+    lost = {name: (total - found["none"]) / steps for name, total in found.items() if name != "none"}
     return lost, {name: steps / statistics.median(saves[name]) for name in lost}
 
 

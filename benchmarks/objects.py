@@ -16,7 +16,7 @@ import obstore
 
 import treering as tr
 from treering import stores
-from treering.stores.objects.upload import OBJECT_BYTES
+from treering.stores.objects.upload import IN_FLIGHT, OBJECT_BYTES
 
 from . import measure
 from .table import Row
@@ -39,15 +39,18 @@ def _speed(url: str, repeats: int) -> list[Row]:
     client = s3.client(url, prefix="speed")
     root = stores.absolute(client)
     state = {f"layer-{n}": np.random.default_rng(n).integers(0, 255, _NBYTES // 8, np.uint8) for n in range(8)}
-    parts = [array.data for array in state.values()]
+    parts = [
+        array.data[at : at + OBJECT_BYTES] for array in state.values() for at in range(0, array.nbytes, OBJECT_BYTES)
+    ]
+    numbers = range(len(parts))
 
     def plain_put(place: str) -> None:
-        with concurrent.futures.ThreadPoolExecutor(5) as pool:
-            list(pool.map(lambda n: obstore.put(client, f"{place}/{n}", parts[n], use_multipart=False), range(8)))
+        with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
+            list(pool.map(lambda n: obstore.put(client, f"{place}/{n}", parts[n], use_multipart=False), numbers))
 
     def plain_get() -> list[np.ndarray]:
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda n: np.array(obstore.get(client, f"plain/{n}").bytes()), range(8)))
+        with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
+            return list(pool.map(lambda n: np.array(obstore.get(client, f"plain/{n}").bytes()), numbers))
 
     def saved(put: Callable[[str], object]) -> float:
         """The seconds of a save to a new place; it is deleted then, or the server would grow with some contestants."""

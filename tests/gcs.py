@@ -1,9 +1,10 @@
 """A double of Google Cloud Storage on loopback, in a process of its own: its XML interface, as its reference has it.
 
-The real thing cannot be had without an account, and no emulator on the package registries speaks this interface, which
-is the one that obstore uses. What it has in common with the real one, and differs from S3 in: conditions go by the
-number of an object's generation, deleting what is not there is an error, and one name is changed once a second at most
-(`WRITE_SECONDS`): what comes earlier is answered with 429, and not done.
+The real thing cannot be had without an account, and no emulator on the package registries has the conditions and the
+uploads in parts of this interface, which is the one that obstore uses. What it has in common with the real one, and
+differs from S3 in: conditions go by the number of an object's generation, and uploads in parts have none; deleting what
+is not there is an error; putting parts together, or giving them up, once more is none; and one name is changed once a
+second at most (`WRITE_SECONDS`): what comes earlier is answered with 429, whatever its conditions, and not done.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
     return GCSStore(
         bucket,
         service_account_key=account(url),
-        client_options={"allow_http": True, "timeout": "20s"},
+        client_options={"allow_http": True, "timeout": "60s"},
         **options,
     )
 
@@ -85,15 +86,18 @@ class _Bucket:
         self.objects: dict[str, _Object] = {}
         self.lock = threading.Lock()
         self._uploads: dict[str, dict[int, bytes]] = {}
+        self._ended: dict[str, _Object | None] = {}  # uploads, and what they have become
         self._numbers = itertools.count(int(time.time() * 1e6))
         self._changed: dict[str, float] = {}
         self._write_seconds = write_seconds
 
-    def put(self, key: str, data: bytes, headers: Any, parts: int = 0) -> _Object:
-        self._check(key, headers)
+    def put(self, key: str, data: bytes, headers: Any = None, parts: int = 0) -> _Object:
         self._limit(key)
-        etag = hashlib.md5(data).hexdigest() + (f"-{parts}" if parts else "")
-        made = self.objects[key] = _Object(data, next(self._numbers), f'"{etag}"', time.time())
+        if headers is not None:
+            self._check(key, headers)
+        number = next(self._numbers)
+        etag = f"{number:x}-{parts}" if parts else hashlib.md5(data).hexdigest()
+        made = self.objects[key] = _Object(data, number, f'"{etag}"', time.time())
         return made
 
     def find(self, key: str, query: dict[str, str]) -> _Object:
@@ -103,9 +107,9 @@ class _Bucket:
         return found
 
     def delete(self, key: str, headers: Any) -> None:
+        self._limit(key)
         self.find(key, {})
         self._check(key, headers)
-        self._limit(key)
         del self.objects[key]
 
     def _check(self, key: str, headers: Any) -> None:
@@ -118,7 +122,7 @@ class _Bucket:
     def _limit(self, key: str) -> None:
         now = time.monotonic()
         if now - self._changed.get(key, -self._write_seconds) < self._write_seconds:
-            raise _error(429, "TooManyRequests", f"The rate of change requests to the object {key} is too high.")
+            raise _error(429, "SlowDown", f"The object {key} exceeded the rate limit for object mutation operations.")
         self._changed[key] = now
 
     def begin(self) -> str:
@@ -131,8 +135,14 @@ class _Bucket:
             raise _error(404, "NoSuchUpload", "The requested upload was not found.")
         return self._uploads[upload]
 
-    def end(self, upload: str) -> None:
-        del self._uploads[upload]
+    def end(self, upload: str, made: _Object | None = None) -> None:
+        if upload not in self._ended:
+            self.parts(upload)
+            del self._uploads[upload]
+            self._ended[upload] = made
+
+    def ended(self, upload: str) -> _Object | None:
+        return self._ended.get(upload)
 
 
 def _error(status: int, code: str, message: str) -> _Answer:
@@ -205,21 +215,24 @@ class _Handler(BaseHTTPRequestHandler):
             inside = f"<Bucket>{BUCKET}</Bucket><Key>{escape(key)}</Key><UploadId>{self.bucket.begin()}</UploadId>"
             body = f"<InitiateMultipartUploadResult>{inside}</InitiateMultipartUploadResult>"
             return 200, body.encode(), {}
-        parts = self.bucket.parts(query["uploadId"])
+        made = self.bucket.ended(query["uploadId"]) or self._put_together(key, query["uploadId"], data)
+        inside = f"<Bucket>{BUCKET}</Bucket><Key>{escape(key)}</Key><ETag>{made.etag}</ETag>"
+        return 200, f"<CompleteMultipartUploadResult>{inside}</CompleteMultipartUploadResult>".encode(), _about(made)
+
+    def _put_together(self, key: str, upload: str, data: bytes) -> _Object:
+        parts = self.bucket.parts(upload)
         listed = ElementTree.fromstring(data)
         asked = [(int(one.findtext("PartNumber", "")), one.findtext("ETag", "")) for one in listed]
         if any(tag.strip('"') != hashlib.md5(parts.get(n, b"")).hexdigest() for n, tag in asked):
             raise _error(400, "InvalidPart", "One or more of the specified parts could not be found.")
         if any(len(parts[n]) < _LEAST_PART for n, _ in asked[:-1]):
             raise _error(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size.")
-        made = self.bucket.put(key, b"".join(parts[n] for n, _ in asked), self.headers, len(asked))
-        self.bucket.end(query["uploadId"])
-        inside = f"<Bucket>{BUCKET}</Bucket><Key>{escape(key)}</Key><ETag>{made.etag}</ETag>"
-        return 200, f"<CompleteMultipartUploadResult>{inside}</CompleteMultipartUploadResult>".encode(), _about(made)
+        made = self.bucket.put(key, b"".join(parts[n] for n, _ in asked), parts=len(asked))
+        self.bucket.end(upload, made)
+        return made
 
     def _delete(self, key: str, query: dict[str, str], data: bytes) -> Any:
         if "uploadId" in query:
-            self.bucket.parts(query["uploadId"])
             self.bucket.end(query["uploadId"])
         else:
             self.bucket.delete(key, self.headers)

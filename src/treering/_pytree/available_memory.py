@@ -65,7 +65,7 @@ def _of_container() -> list[tuple[int, int]]:
     A group has no more than those above it. Within a container the host's path of a group may lead nowhere.
     """
     found: list[tuple[int, int]] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in _lines(_OWN_GROUPS):
             _, kinds, group = line.split(":", 2)
             if kinds in ("", "memory"):

@@ -1,6 +1,7 @@
 """Shards that the writers read themselves, from a checkpoint or from arrays that do not change meanwhile."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box
 from .._core.source import Source
+from .._threads.ahead import Job
 from .._threads.latch import Latch
 from .._threads.reentry import alone
 from . import devices
@@ -24,6 +26,7 @@ class _Group:
         self.first, self.last, self.left = first, last, left
         self.lock = threading.Lock()  # held while they are read: the other writers that need them wait for it
         self.arrays: list[Any] | None = None
+        self.job: Job | None = None  # that reads them before a writer comes
 
 
 class OnDemand:
@@ -31,8 +34,8 @@ class OnDemand:
 
     The writers hold two or three groups of about `group_bytes` at a time. With `hold`, `run` returns when all shards
     are read, or at `release`: the source is a live tree, which must not change before. Unless `parallel`, one group is
-    read at a time: what a format needs for reading it, such as chunks, comes on top. `check` raises when no more is to
-    be read.
+    read at a time: what a format needs for reading it, such as chunks, comes on top. `ahead`: how many more are read
+    before a writer comes to them, from places where each reading takes long. `check` raises when no more is to be read.
     """
 
     writers_needed = Latch()
@@ -45,6 +48,7 @@ class OnDemand:
         group_bytes: int = SLICE_BYTES,
         *,
         parallel: bool = True,
+        ahead: int = 0,
         hold: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
@@ -52,7 +56,7 @@ class OnDemand:
         self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
         self._source: Source | None = source
         self._entries: list[Any] | None = list(source.entries.values())
-        self._hold, self._also_check = hold, check
+        self._ahead, self._hold, self._also_check = ahead, hold, check
         self._groups = list(self._grouped(group_bytes))
         self._number = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread = sum(group.left > 0 for group in self._groups)
@@ -71,16 +75,33 @@ class OnDemand:
         return [self._take(n) for n in numbers]
 
     def _take(self, n: int) -> Bytes:
-        group = self._groups[self._number[n]]
+        number = self._number[n]
+        group = self._groups[number]
         with group.lock:
-            if group.arrays is None:
+            arrays = group.arrays
+            if arrays is None:
                 self.check()
-                entries = self._entries or ()
-                wanted = [(entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
-                with self._turn:
-                    group.arrays = _read(self._source, wanted)
+                for other in self._groups[number + 1 : number + 1 + self._ahead]:
+                    self._begin(other)
+                job, group.job = group.job, None
+                arrays = group.arrays = job.result() if job else self._read_group(group)
                 self._count_read()
-            return group.arrays[n - group.first]
+            return arrays[n - group.first]
+
+    def _begin(self, group: _Group) -> None:
+        """Begins to read a group, unless a writer does so, or nobody needs it."""
+        if group.lock.acquire(blocking=False):
+            try:
+                if group.arrays is None and group.job is None and group.left:
+                    group.job = Job(functools.partial(self._read_group, group))
+            finally:
+                group.lock.release()
+
+    def _read_group(self, group: _Group) -> list[Bytes]:
+        entries = self._entries or ()
+        wanted = [(entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
+        with self._turn:
+            return _read(self._source, wanted)
 
     def peek(self, n: int) -> Bytes:
         """The bytes of shard `n`, of which nothing is kept."""
@@ -136,9 +157,12 @@ class OnDemand:
 
     def clear(self) -> None:
         """Lets go of all bytes, and of the source."""
+        for group in self._groups:
+            if job := group.job:  # that nobody has come for, after an error
+                job.wait()
         self._source = self._entries = None
         for group in self._groups:
-            group.arrays = None
+            group.arrays = group.job = None
 
     def _grouped(self, group_bytes: int) -> Iterator[_Group]:
         first = size = 0

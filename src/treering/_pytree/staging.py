@@ -4,12 +4,14 @@ The caller puts shards in, in order; a writer takes a shard when it needs it and
 Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._threads.latch import Latch
@@ -18,7 +20,7 @@ from .leaves import LocalShard, host_bytes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _log = logging.getLogger("treering")
-_PORTION_BYTES = 256 << 20  # bytes of copies that are begun at a time where others take memory of this host, too
+_PORTION_BYTES = 256 << 20  # bytes for each device that are copied at a time where others take memory here, too
 _PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
 
 
@@ -167,7 +169,8 @@ class Staging:
         """Runs of shards whose copies fit the limit together; their device copies are under way at once."""
         limit = self._limit  # `need` may lift it
         if self._has_room:
-            limit = _PORTION_BYTES if limit is None else min(limit, _PORTION_BYTES)
+            portion = _PORTION_BYTES * jax.local_device_count()
+            limit = portion if limit is None else min(limit, portion)
         if limit is None:
             yield 0, len(self.shards)
             return
@@ -184,7 +187,8 @@ class Staging:
         def fits() -> bool:
             if not (self._held and nbytes):
                 return True
-            return (self._limit is None or self._held + nbytes <= self._limit) and not self._is_short_of(nbytes)
+            within = self._limit is None or self._held + nbytes <= self._limit
+            return within and (self._has_room is None or self._has_room(nbytes))
 
         while True:
             with self._lock:
@@ -192,19 +196,19 @@ class Staging:
                     self._held += nbytes
                     return self._error is None
                 room = self._room = Latch()
+            self._tell()
             self.writers_needed.set()
             room.wait()
 
-    def _is_short_of(self, nbytes: int) -> bool:
-        """Whether the memory of this host, of which other processes take as well, has no room for so much more."""
-        short = self._has_room is not None and not self._has_room(nbytes)
-        if short and not self._told:
+    def _tell(self) -> None:
+        """Logs, once, that the caller waits though the caller has set no limit."""
+        if self._has_room and not self._told:
             self._told = True
-            _log.warning(
-                "an eighth of this host's memory is left, so the call waits until copies that it holds are written; "
-                "save to a faster disk, or set a memory_limit= for each process"
-            )
-        return short
+            with contextlib.suppress(Exception):  # the error of a log handler
+                _log.warning(
+                    "the call waits until copies that it holds are written, or an eighth of the memory here would not "
+                    "be left, or a quarter of what was available is taken; memory_limit= sets another limit"
+                )
 
     def _stage(self, first: int, last: int) -> None:
         data, shards, unneeded = self._data, self.shards, self._unneeded

@@ -43,6 +43,8 @@ from . import inputs, joint
 from .options import SaveOptions
 from .target import Target, check_free_for_all, check_kept, check_no_iterators, check_replaceable, requested
 
+_ON_A_HOST = 8  # processes, of which each asks whether there is room before any has taken it
+_AHEAD = 2  # slices, beside those that writers hold: four in all, which are what the limit allows
 _PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
 _log = logging.getLogger("treering")
 _LEAST_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
@@ -153,7 +155,10 @@ def _prepare_view(
     if call.count > 1 and live is None:
         return _prepare_in_process_0(target, view)
     copies = sum(shard.nbytes for shard in live.shards if shard.copies) if live else 0
-    fits = (limit is None or copies <= limit) and (target.has_room is None or target.has_room(copies))
+    fits = limit is None or copies <= limit
+    if fits and target.has_room and not target.has_room(copies * min(call.count, _ON_A_HOST)):
+        fits = False
+        _log.warning("%s: the call waits until the tree is read, for its copies leave the host too little", target.path)
     staging = live.stage() if live and fits else None
     assert view.skeleton is not None
     skeleton = view.skeleton
@@ -164,7 +169,8 @@ def _prepare_view(
         write = lambda pool: _write_foreign(target, view, skeleton, compared, reading, supply.check)  # noqa: E731
         return Prepared(supply, _ending(reading, write))
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _LEAST_SLICE_BYTES), SLICE_BYTES)
-    parallel = limit is None or limit >= _PARALLEL_BYTES
+    as_it_lies = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())  # reading takes no more
+    parallel = limit is None or limit >= _PARALLEL_BYTES or as_it_lies
     alone = call.count == 1
     described = inputs.described(
         view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None
@@ -172,7 +178,8 @@ def _prepare_view(
     catalogue = described.catalogue
     shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
     shards, _ = assignment.to_stage(described, shares, call.index)
-    reading = OnDemand(view, shards, slice_bytes, parallel=parallel, hold=not fits, check=check)
+    ahead = _AHEAD if as_it_lies and not view.can_mmap(None) else 0  # what can be mapped is near
+    reading = OnDemand(view, shards, slice_bytes, parallel=parallel, ahead=ahead, hold=not fits, check=check)
     write = _ending(reading, lambda pool: _write_native(target, pool, skeleton, catalogue, shares, reading))
     return Prepared(staging or reading, write)
 

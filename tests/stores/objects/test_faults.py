@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering.errors import CorruptError, ExistsError, NotFoundError, SaveError, TreeringError, UnsupportedError
-from treering.stores.objects import bucket, lease
+from treering.stores.objects import bucket, heartbeat, lease
 from treering.stores.objects.bucket import Bucket
 from treering.stores.objects.store import ObjectStore
 
@@ -113,6 +114,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
             failed = error
         finally:
             between.fault = lambda request: None
+        assert failed is None or not fault[0].isdigit(), "what the server asks to be tried again is"
         if failed is None:
             assert _same(path, _TREE)
         elif overwrite:
@@ -355,6 +357,23 @@ def test_a_store_that_takes_nothing_and_has_nothing(
     with pytest.raises(TreeringError, match="refuses to create it"), tr.Checkpointer(f"{place}/run") as ckpts:
         ckpts.save(1, _TREE)
     assert len([request for request in between.requests[begun:] if _puts_lease(request)]) < 200
+
+
+def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is read of it is an old one, from a cache."""
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
+    with pytest.raises(TreeringError, match="from a cache"), tr.Checkpointer(f"{place}/run") as ckpts:
+        dead = heartbeat._about_this_process()
+        dead = msgspec.structs.replace(dead, owner="another", token="its own", process=2**22, started="1")
+        with stores.of(place).new_file(f"{place}/run/writer.lock", overwrite=True) as lock:
+            lock.write(msgspec.json.encode(dead))
+        between.fault = lambda request: (
+            "412 PreconditionFailed" if _puts_lease(request) and "if-match" in map(str.lower, request.headers) else None
+        )
+        ckpts.save(1, _TREE)
+    assert "taken over" not in caplog.text
 
 
 def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: str) -> None:

@@ -172,7 +172,7 @@ def test_requests_are_few(s3_server: str) -> None:
         assert requests(lambda: tr.restore(f"{root}/c", tree)) <= 3
         opened = tr.open(f"{root}/c")
         assert requests(lambda: opened["layer-7"][...]) <= 2
-        large = {"w": np.arange(10 << 20, dtype=np.float32)}  # in two objects
+        large = {"w": np.arange(7 << 20, dtype=np.float32)}  # in two objects
         tr.save(f"{root}/large", large)
         restored: list[Any] = []
         assert requests(lambda: restored.append(tr.restore(f"{root}/large"))) <= 2 + 2

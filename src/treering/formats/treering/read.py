@@ -33,7 +33,7 @@ from .manifest import BLOCK, ArrayRow, piece_key
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
-_OBJECTS = 8  # of a bucket that are read at a time
+_OBJECTS = 10  # of a bucket that are read at a time, and may be in memory beside what is returned
 _ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
 
 
@@ -147,16 +147,8 @@ class Reader:
         `mmap=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
-        if self._store.object_bytes is None:
-            parts = [self._parts(entry, box, mmap) for entry, box in wanted]
-            ranges = _ranges(itertools.chain.from_iterable(parts))
-            memory = {number: self._file(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
-        else:
-            if len(wanted) == 1 and (found := self._read_by_turns(*wanted[0], verify)) is not None:
-                return [_as_bools(found) if wanted[0][0].dtype == "bool" else found]
-            memory = self._memory_of_objects(wanted, verify, mmap)
-            parts = [self._parts(entry, box, mmap) for entry, box in wanted]
-        arrays = _assemble(wanted, parts, memory)
+        read = self._read_files if self._store.object_bytes is None else self._read_objects
+        arrays, memory = read(wanted, verify, mmap)
         arrays = [
             _as_bools(array) if entry.dtype == "bool" else array
             for array, (entry, _) in zip(arrays, wanted, strict=True)
@@ -175,61 +167,62 @@ class Reader:
         """See `treering._core.source.pieces`."""
         return [(number, piece) for number, piece, _ in self._pieces(self._resolve(entry), box)]
 
-    def _read_by_turns(self, entry: ArrayEntry, box: Box, verify: bool) -> np.ndarray | None:
-        """A box that lies in many objects, a few of which are in memory at a time; None for one that lies in few."""
-        row = self._resolve(entry)
-        pieces = [(*one, inner) for one in self._pieces(row, box) if (inner := intersect(one[1], box))]
-        if len(pieces) <= _OBJECTS:
-            return None
-        size = dtypes.itemsize(row.dtype)
-        own = adoptable(box_shape(box), dtypes.to_numpy(row.dtype))
-
-        def copy(one: tuple[int, Box, str, Box]) -> None:
-            number, piece, key, inner = one
-            whole_size = self._manifest.files[number].size
-            file = self._file(number, whole_size if size * math.prod(box_shape(inner)) * 2 > whole_size else 0)
-            begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
-            for part in parts_of(number, begin, piece, inner, box, size, apart=True):
-                memory = file.memory(merge(part.ranges or [(part.begin, part.end)]), verify, None)
-                own[part.at] = memory.view(part, own.dtype)
-
-        in_parallel(pieces, copy, _OBJECTS)
-        return own
-
-    def _memory_of_objects(
+    def _read_files(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
-    ) -> dict[int, Memory]:
-        """The memory of each file with a part of a box. Each is opened, read and checked by itself, several at a time.
+    ) -> tuple[list[np.ndarray], dict[int, Memory]]:
+        """The boxes of the arrays, and the memory that they may be parts of, by file."""
+        parts = [self._parts(entry, box, mmap) for entry, box in wanted]
+        ranges = _ranges(itertools.chain.from_iterable(parts))
+        memory = {number: self._file(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
+        return _assemble(wanted, parts, memory), memory
 
-        Those that are read for the most part come with all their bytes when they are opened.
+    def _read_objects(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
+    ) -> tuple[list[np.ndarray], dict[int, Memory]]:
+        """The same of a bucket, where each object is opened, read and checked by itself, several at a time.
+
+        Those that are read for the most part come with all their bytes when they are opened. What lies in several is
+        put together as they come, or as much memory as it takes would be needed once more.
         """
-        inside: dict[int, list[tuple[ArrayRow, Box, Box, str]]] = {}
+        inside: dict[int, list[tuple[int, ArrayRow, Box, Box, str]]] = {}
         nbytes: dict[int, int] = {}
-        for entry, box in wanted:
+        own: dict[int, np.ndarray] = {}  # what lies in several
+        for n, (entry, box) in enumerate(wanted):
             row = self._resolve(entry)
-            for number, piece, key in self._pieces(row, box):
+            pieces = list(self._pieces(row, box))
+            if len(pieces) > 1 and len({number for number, _, _ in pieces}) > 1:
+                own[n] = adoptable(box_shape(box), dtypes.to_numpy(row.dtype))
+            for number, piece, key in pieces:
                 inner = piece if piece == box else intersect(piece, box)
                 size = dtypes.itemsize(row.dtype) * math.prod(box_shape(inner)) if inner else 0
                 nbytes[number] = nbytes.get(number, 0) + size
-                inside.setdefault(number, []).append((row, box, piece, key))
+                inside.setdefault(number, []).append((n, row, box, piece, key))
         memory: dict[int, Memory] = {}
 
         def read(number: int) -> None:
             size = self._manifest.files[number].size
             file = self._file(number, size if nbytes[number] * 2 > size else 0)
             ranges: list[tuple[int, int]] = []
-            for row, box, piece, key in inside[number]:
+            copies: list[tuple[np.ndarray, Part]] = []
+            for n, row, box, piece, key in inside[number]:
                 if piece == box:  # without parts, for there may be thousands
                     begin, end = self._tensor(number, key, row.dtype, box_shape(piece))
                     ranges += [(begin, end)] if begin < end else []
-                else:
-                    for part in self._parts_in(number, row, box, piece, key, mmap):
-                        ranges += part.ranges or [(part.begin, part.end)]
+                    continue
+                for part in self._parts_in(number, row, box, piece, key, mmap):
+                    ranges += part.ranges or [(part.begin, part.end)]
+                    copies += [(own[n], part)] if n in own else []
             if ranges:
-                memory[number] = file.memory(merge(ranges), verify, mmap)
+                found = file.memory(merge(ranges), verify, mmap)
+                for array, part in copies:
+                    array[part.at] = found.view(part, array.dtype)
+                if not all(n in own for n, *_ in inside[number]):
+                    memory[number] = found
 
         in_parallel(list(inside), read, _OBJECTS)
-        return memory
+        rest = [one for n, one in enumerate(wanted) if n not in own]
+        others = iter(_assemble(rest, [self._parts(entry, box, mmap) for entry, box in rest], memory))
+        return [own[n] if n in own else next(others) for n in range(len(wanted))], memory
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         """Reads every byte, or a share, and yields all damage. Raises `UnsupportedError` at the end for later files."""

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,9 +21,16 @@ _QUICK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
-_BUSY = " 429 "
+_STATUS = re.compile(r"status code: (\d{3})")
+_OF_BUCKETS = {  # what a bucket was set up for, and what that means here
+    "RetentionPolicyNotMet": "the bucket keeps its objects for a while, and what is saved and managed here must be "
+    "replaced and deleted; choose a bucket without a retention policy",
+    "ObjectUnderActiveHold": "somebody holds this object, so it can be neither replaced nor deleted",
+    "UserProjectMissing": "who asks this bucket pays; pass a store object of obstore's with the default header "
+    "x-goog-user-project",
+}
 # Addresses within the machine that clients ask for credentials when they are given none.
-_METADATA = ("/computeMetadata/", "/metadata/identity/", "/latest/api/token", "/latest/meta-data/")
+_METADATA = re.compile(r"https?://[^/\s]+(/computeMetadata/|/metadata/identity/|/latest/api/token|/latest/meta-data/)")
 _DENIED = (" 403 ", " 401 ", "AccessDenied")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
@@ -43,11 +51,15 @@ class ConflictError(ChangedError):
     """Another request for the same name is under way; the same one may be answered differently in a moment."""
 
 
-class _BrokenError(RequestError):
+class UnansweredError(RequestError):
+    """It is not known whether a request was carried out, or is going to be."""
+
+
+class _BrokenError(UnansweredError):
     """An answer that did not come whole, which obstore does not ask for again itself."""
 
 
-class _BusyError(_BrokenError):
+class _BusyError(RequestError):
     """The server wants fewer requests, in all or about one object, and has not done what it was asked for."""
 
 
@@ -143,7 +155,7 @@ class Bucket:
             try:
                 with self.asked(key):
                     return ask()
-            except _BrokenError:
+            except (_BrokenError, _BusyError, ConflictError):
                 if attempt == _ATTEMPTS - 1:
                     raise
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
@@ -294,38 +306,48 @@ class Bucket:
         _check_process()
         path = f"{self.url}/{key}" if key else self.url
         try:
-            with _missing_credentials(self.url):
-                yield
+            yield
         except FileNotFoundError as error:
             if any(word in str(error) for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
             raise self._missing(key) from None
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            # obstore takes every 409 for an object that is there; stores mean another request that is under way.
+            found = _STATUS.search(str(error))
+            kind = ConflictError if found and found[1] == "409" else ChangedError
+            raise kind(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         except (exceptions.NotSupportedError, NotImplementedError) as error:
             raise UnsupportedError(f"{path}: this kind of store cannot do that: {short(error)}") from error
         except (exceptions.BaseError, OSError) as error:
             if isinstance(error, TreeringError) or getattr(error, "errno", None) is not None:
                 raise
             text = str(error)  # an `OSError` without a number is what a writer in parts raises for everything
+            status = found[1] if (found := _STATUS.search(text)) else ""  # names in what follows may have numbers, too
+            if (asked := _METADATA.search(text)) and asked[1] not in f"/{key}":
+                raise RequestError(
+                    f"{self.url}: no credentials were found in the environment, and the metadata service of this "
+                    f"machine gave none ({short(error)}); set those of the provider, or pass a store of obstore's"
+                ) from error
             if any(word in text for word in _EMPTY):
                 raise _EmptyError(path) from None
             if any(word in text for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
+            if hint := next((hint for word, hint in _OF_BUCKETS.items() if word in text), None):
+                raise RequestError(f"{path}: {hint} ({short(error)})") from error
             denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-            if denied or any(word in text for word in _DENIED):
+            if denied or status in ("401", "403") or (not status and any(word in text for word in _DENIED)):
                 raise RequestError(
                     f"{path}: the store does not allow this ({short(error)}); look at the credentials, whether they "
                     "may list, get, put and delete there, and whether this machine's clock is right"
                 ) from error
             if any(word in text for word in _EXPIRED):
                 raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
-            if " 409 " in text:
+            if status == "409":
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-            if _BUSY in text:
+            if status == "429":
                 raise _BusyError(f"{path}: the store is asked too often: {short(error)}") from error
-            hint = "; without a reason, this is often a token that has expired" if " 400 " in text else ""
-            kind = RequestError if "max_retries" in text else _BrokenError  # or obstore has tried again already
+            hint = "; without a reason, this is often a token that has expired" if status == "400" else ""
+            kind = UnansweredError if "max_retries" in text else _BrokenError  # or obstore has tried again already
             raise kind(f"{path}: the store did not answer as it should: {short(error)}{hint}") from error
 
 
@@ -341,20 +363,6 @@ def _check_process() -> None:
             "buckets cannot be used in a process that was forked from one that has used them: begin it with "
             "multiprocessing's method 'spawn', or read there from a local copy"
         )
-
-
-@contextlib.contextmanager
-def _missing_credentials(url: str) -> Iterator[None]:
-    """Raises `RequestError` where a client that has no credentials finds none in the machine either."""
-    try:
-        yield
-    except Exception as error:
-        if any(place in str(error) for place in _METADATA):
-            raise RequestError(
-                f"{url}: no credentials were found in the environment, and this machine has none to give; set those of "
-                f"the provider, or pass a store object of obstore's ({short(error)})"
-            ) from error
-        raise
 
 
 class _EmptyError(RequestError):

@@ -101,11 +101,18 @@ class ObjectLease:
                     "and remove the object"
                 )
             if not heartbeat.lives(self._bucket, holder, found):
-                _log.warning(
-                    "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
-                )
                 if self._taken(found.version):
+                    _log.warning(
+                        "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
+                    )
                     return
+                gone += 1  # another one was faster, or what is read here is not what is there
+                if gone == _MOST_CHANGES:
+                    raise RequestError(
+                        f"{self.run}/{LOCK_NAME}: the store gives this object to read again and again, and refuses to "
+                        "replace that; does it, or something on the way, answer from a cache, as for public objects?"
+                    )
+                time.sleep(_POLL_SECONDS * gone / _MOST_CHANGES)
                 continue
             if heartbeat.is_here(holder) or (first and (first.token, first.beats) != (holder.token, holder.beats)):
                 raise _held_by(self.run, holder)

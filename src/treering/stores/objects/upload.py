@@ -10,13 +10,16 @@ from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
 from ..buffers import round_up
-from .bucket import Bucket, Version
+from .bucket import Bucket, UnansweredError, Version
 
-OBJECT_BYTES = 32 << 20  # bytes of an array object, which is put in one request
-IN_FLIGHT = 5  # objects that are being put at a time
-_PART_BYTES = 16 << 20  # bytes of the parts of a stream, unless it is known to be larger
+OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
+IN_FLIGHT = 10  # objects that are being put at a time
+_PART_BYTES = 8 << 20  # bytes of the parts of a stream, unless it is known to be larger
+_PART_OF_ANY_BYTES = 16 << 20  # the same of one that may become as large as it likes
 _MAX_PARTS = 10_000  # that stores take
-_PARTS = 4  # of a stream that are in flight
+_DIRECT_BYTES = 1 << 20  # that are sent at once when others were; fewer are gathered
+_NOTHING = memoryview(b"")
+_PARTS, _PARTS_BYTES = 8, 128 << 20  # of a stream that are in flight
 
 
 class Stream:
@@ -27,7 +30,8 @@ class Stream:
 
     def __init__(self, bucket: Bucket, key: str, *, held: bool = False, expected: int = 0):
         self.size = 0
-        self._part_bytes = max(_PART_BYTES, round_up(expected // (_MAX_PARTS * 9 // 10), 1 << 20))
+        enough = round_up(expected // (_MAX_PARTS * 9 // 10), 1 << 20)
+        self._part_bytes = max(_PART_BYTES, enough) if expected else _PART_OF_ANY_BYTES
         self._bucket, self._key, self._held = bucket, key, held
         self._chunks: list[bytes] = []
         self._chunk_bytes = 0
@@ -36,12 +40,14 @@ class Stream:
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends bytes."""
-        data = bytes(memoryview(data).cast("B"))
-        self.size += len(data)
-        self._chunks.append(data)
-        self._chunk_bytes += len(data)
-        if self._chunk_bytes >= OBJECT_BYTES and not self._held:
-            self._send()
+        view = memoryview(data).cast("B")
+        self.size += len(view)
+        goes = not self._held and self._chunk_bytes + len(view) >= OBJECT_BYTES
+        if goes or (self._parts is not None and len(view) >= _DIRECT_BYTES):
+            self._send(view)
+        else:
+            self._chunks.append(bytes(view))
+            self._chunk_bytes += len(view)
 
     def contents(self) -> bytes:
         """All bytes of one that is held."""
@@ -76,10 +82,13 @@ class Stream:
         is_new = found is not None and (before is None or found.version != before.version)
         if found and found.nbytes == self.size and (is_new or not error):  # the same bytes may get no new version
             return found.version
-        raise error or SaveError(
-            f"{path}: expected {self.size} bytes that were put in parts, and that the store has taken, found "
-            f"{found.nbytes if found else 'nothing'}; it cannot be known what is in place: look whether the store works"
-        )
+        if error and not isinstance(error, UnansweredError):
+            raise error
+        done = f"has not said that it put them together ({error})" if error else "says that it put them together"
+        raise SaveError(
+            f"{path}: expected {self.size} bytes that were put in parts, found {found.nbytes if found else 'nothing'}: "
+            f"the store {done}, which may take minutes, so it cannot be known what will be in place; look there later"
+        ) from error
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
@@ -88,13 +97,17 @@ class Stream:
             with contextlib.suppress(Exception):
                 parts.__exit__(SaveError, SaveError("given up"), None)
 
-    def _send(self) -> None:
+    def _send(self, last: memoryview = _NOTHING) -> None:
+        """Sends what has come so far, and some bytes more, a part at a time: they may be many."""
         if self._parts is None:
             self._parts = contextlib.ExitStack()
-            self._writer = self._parts.enter_context(self._bucket.writer(self._key, self._part_bytes, _PARTS))
+            parts = max(2, min(_PARTS, _PARTS_BYTES // self._part_bytes))
+            self._writer = self._parts.enter_context(self._bucket.writer(self._key, self._part_bytes, parts))
         with self._bucket.asked(self._key):
             for chunk in self._chunks:
                 self._writer.write(chunk)
+            for begin in range(0, len(last), _PART_BYTES):
+                self._writer.write(bytes(last[begin : begin + _PART_BYTES]))  # obstore copies nothing, and keeps it
         self._chunks, self._chunk_bytes = [], 0
 
 
