@@ -312,9 +312,9 @@ class Bucket:
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
             raise self._missing(key) from None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            # obstore takes every 409 for an object that is there; stores mean another request that is under way.
-            found = _STATUS.search(str(error))
-            kind = ConflictError if found and found[1] == "409" else ChangedError
+            # obstore takes every 409 for an object that is there; all but Azure mean another request that is under way.
+            found, is_there = _STATUS.search(str(error)), "BlobAlreadyExists" in str(error)
+            kind = ConflictError if found and found[1] == "409" and not is_there else ChangedError
             raise kind(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         except (exceptions.NotSupportedError, NotImplementedError) as error:
             raise UnsupportedError(f"{path}: this kind of store cannot do that: {short(error)}") from error
