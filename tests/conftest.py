@@ -86,8 +86,8 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[str]:
-    """The URL of a double of Google Cloud Storage, which the tests of this process share."""
-    with gcs.server() as url:
+    """The URL of a double of Google Cloud Storage in a hurry, which the tests of this process share."""
+    with gcs.server(write_seconds=0.2) as url:
         yield url
 
 
