@@ -62,9 +62,10 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 	for target in manifest header flax stream records table block zarr; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
-# The test suite on the oldest releases that pyproject.toml admits.
+# The test suite on the oldest releases that pyproject.toml admits; of what takes long, only what uses JAX the most.
 lowest: .venv-lowest/done
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers" -n 2
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and not long" -n 2
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 2 tests/processes tests/pytree tests/restore tests/save
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
 # here; `make clean` forgets them.
