@@ -34,7 +34,7 @@ class Filesystem:
     def list(self, path: str) -> "list[str]":
         return self.disk.list(path)
 
-    def open(self, path: str, *, expected: int = 0) -> File:
+    def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> File:
         return File(self.disk, path)
 
     def glance(self, path: str) -> AbstractContextManager[None]:

@@ -67,7 +67,7 @@ class MemoryStore:
         with self.lock:
             return sorted({name[len(below) :].partition("/")[0] for name in self.objects if name.startswith(below)})
 
-    def open(self, path: str, *, expected: int = 0) -> "_MemoryBlob":
+    def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> "_MemoryBlob":
         with self.lock:
             if path not in self.objects and self.stat(path):
                 raise CorruptError(f"{path}: expected a file, found a folder")

@@ -222,10 +222,12 @@ class Store(Protocol):
         """The names in a folder, sorted; none when it does not exist."""
         ...
 
-    def open(self, path: str, *, expected: int = 0) -> Blob:
+    def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> Blob:
         """Opens a file. Raises `CorruptError` for what is no file.
 
         expected: how many of its first bytes are about to be read, for stores that would bring them at once.
+        into: memory for the last of these. A store may bring them there, and `Blob.take` then gives that very memory;
+            nobody else looks at it or writes to it before.
         """
         ...
 

@@ -85,9 +85,9 @@ def opened(store: Store, path: str, *, expected: int = 0) -> Iterator[Blob]:
         blob.close()
 
 
-def open_fetched(store: Store, path: str, expected: int = 0) -> Blob:
+def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
     """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
     with reading(path):
-        blob = store.open(path, expected=expected)
+        blob = store.open(path, expected=expected, into=into)
         git_lfs.check_open(blob)
     return blob

@@ -27,6 +27,7 @@ from treering.stores.objects.store import ObjectStore
 _ROOT = "faulty://tests"
 _TREE = {"w": np.arange(300_000, dtype=np.float32), "b": np.ones(3)}
 _LARGE = {"w": np.arange(8_800_000, dtype=np.float32)}  # goes in parts into one file
+_CUT_UP = {"w": np.arange(4_400_000, dtype=np.float32), "b": np.ones(3)}  # the bytes of one leaf lie in two objects
 _KEY = re.compile(rb"<Key>(.*?)</Key>")
 
 
@@ -158,28 +159,30 @@ def test_a_server_that_falls_silent_ends_in_an_error(s3_server: str, silent_from
 @pytest.mark.parametrize("between", ["s3_server", "google"], indirect=True)
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["drop", "cut", "flip", "short", "503 SlowDown", "500 InternalError"])
-def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, fault: str) -> None:
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
+def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, tree: Any, fault: str) -> None:
     """Nothing but what was saved is ever returned."""
     path = f"{place}/c"
-    tr.save(path, _TREE)
+    tr.save(path, tree)
     begun = len(between.requests)
-    assert _same(path, _TREE)
+    assert _same(path, tree)
     count = len(between.requests) - begun
     for number in range(count):
         between.fault = _once(fault, len(between.requests) + number)
         try:
-            assert _same(path, _TREE)
+            assert _same(path, tree)
         except TreeringError:
             assert fault in ("flip", "short")
         finally:
             between.fault = lambda request: None
 
 
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
 def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
-    between: Proxy, place: str, caplog: pytest.LogCaptureFixture
+    between: Proxy, place: str, tree: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = f"{place}/c"
-    tr.save(path, _TREE)
+    tr.save(path, tree)
     flipped = []
 
     def flip(request: Request) -> str | None:
@@ -190,13 +193,14 @@ def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
 
     between.fault = flip
     with caplog.at_level(logging.WARNING):
-        assert _same(path, _TREE)
+        assert _same(path, tree)
     assert flipped and "came wrong at first" in caplog.text
 
 
-def test_what_stays_wrong_is_damage(between: Proxy, place: str) -> None:
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
+def test_what_stays_wrong_is_damage(between: Proxy, place: str, tree: Any) -> None:
     path = f"{place}/c"
-    tr.save(path, _TREE)
+    tr.save(path, tree)
     between.fault = lambda request: "flip" if "arrays-" in request.path and request.method == "GET" else None
     with pytest.raises(CorruptError):
         tr.restore(path)
@@ -405,12 +409,12 @@ def test_an_object_that_comes_while_it_is_looked_up(
 ) -> None:
     store, asked = stores.of(place), iter([True])
 
-    def absent(self: Bucket, key: str, nbytes: int) -> Any:
+    def absent(self: Bucket, key: str, nbytes: int, *into: memoryview) -> Any:
         if next(asked, False):
             with store.new_file(f"{place}/x", overwrite=False) as file:
                 file.write(b"x")
             raise FileNotFoundError
-        return beginning(self, key, nbytes)
+        return beginning(self, key, nbytes, *into)
 
     beginning = Bucket.beginning
     monkeypatch.setattr(Bucket, "beginning", absent)

@@ -407,4 +407,4 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     ckpt = tr.open(report.path)
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
     files = ckpt._source._files.values()
-    assert len(files) > 1 and not any(file._blob._heads for file in files)
+    assert len(files) > 1 and not any(file._blob._came for file in files)

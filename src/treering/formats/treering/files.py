@@ -97,10 +97,12 @@ class Memory:
 
 
 class ArrayFile:
-    """An open array file whose size and header have been checked."""
+    """An open array file whose size and header have been checked; for `expected` and `into` see `Store.open`."""
 
-    def __init__(self, store: Store, directory: str, listed: manifest.File, expected: int = 0):
-        self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected)
+    def __init__(
+        self, store: Store, directory: str, listed: manifest.File, expected: int = 0, into: memoryview | None = None
+    ):
+        self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected, into)
         self.path, self.size = blob.path, blob.size
         size = self.size
         if size != listed.size:

@@ -8,13 +8,13 @@ import logging
 import math
 import posixpath
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, intersect, whole
+from ..._core.boxes import Box, Cells, box_shape, intersect, slices, whole
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import WHOLE, Problem, Share
@@ -201,7 +201,8 @@ class Reader:
 
         def read(number: int) -> None:
             size = self._manifest.files[number].size
-            file = self._file(number, size if nbytes[number] * 2 > size else 0)
+            expected = size if nbytes[number] * 2 > size else 0
+            file = self._file(number, expected, self._all_of(number, inside[number], own))
             ranges: list[tuple[int, int]] = []
             copies: list[tuple[np.ndarray, Part]] = []
             for n, row, box, piece, key in inside[number]:
@@ -215,7 +216,9 @@ class Reader:
             if ranges:
                 found = file.memory(merge(ranges), verify, mmap)
                 for array, part in copies:
-                    array[part.at] = found.view(part, array.dtype)
+                    there, came = array[part.at], found.view(part, array.dtype)
+                    if there.ctypes.data != came.ctypes.data:  # or they came right there
+                        there[...] = came
                 if not all(n in own for n, *_ in inside[number]):
                     memory[number] = found
 
@@ -325,8 +328,21 @@ class Reader:
             raise manifest.requiring(f"{self.path}: {found.path}", found.where.requires)
         return found
 
-    def _file(self, number: int, expected: int = 0) -> ArrayFile:
-        """An array file, opened when it is asked for first; `expected` are the bytes that are about to be read."""
+    def _all_of(
+        self, number: int, inside: Sequence[tuple[int, ArrayRow, Box, Box, str]], own: Mapping[int, np.ndarray]
+    ) -> memoryview | None:
+        """The memory for all that an array file holds, if that is one piece which is one run of bytes of an array."""
+        n, _, box, piece, _ = inside[0]
+        if len(inside) > 1 or n not in own or intersect(piece, box) != piece:
+            return None
+        there = own[n][slices(piece, box)]
+        listed = self._manifest.files[number]
+        if not there.flags.c_contiguous or there.nbytes != listed.size - listed.header:
+            return None
+        return there.reshape(-1).view(np.uint8).data
+
+    def _file(self, number: int, expected: int = 0, into: memoryview | None = None) -> ArrayFile:
+        """An array file, opened when it is asked for first; for `expected` and `into` see `Store.open`."""
         if found := self._files.get(number):
             return found
         with self._opening if self._store.object_bytes is None else contextlib.nullcontext():
@@ -335,7 +351,7 @@ class Reader:
                 raise manifest.requiring(posixpath.join(self.path, listed.name), listed.requires)
             if number not in self._files:
                 try:
-                    self._files[number] = ArrayFile(self._store, self.path, listed, expected)
+                    self._files[number] = ArrayFile(self._store, self.path, listed, expected, into)
                 except ReplacedError:
                     raise
                 except FileNotFoundError:

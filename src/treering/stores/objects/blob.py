@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError
@@ -16,18 +17,40 @@ _MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others
 _HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
 
 
+class _Came(NamedTuple):
+    """Bytes that came with opening an object: the offset of the first, and where they are."""
+
+    begin: int
+    memory: memoryview
+
+
 class ObjectBlob:
     """An object, of the version that it had when it was opened; reading any other is a `ReplacedError`."""
 
     local = has_holes = False
     readers, read_bytes = 16, 8 << 20
 
-    def __init__(self, bucket: Bucket, key: str, expected: int = 0, glance: Glance | None = None):
+    def __init__(
+        self,
+        bucket: Bucket,
+        key: str,
+        expected: int = 0,
+        glance: Glance | None = None,
+        into: memoryview | None = None,
+    ):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        head, found = (glance or bucket).beginning(key, min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES))
+        nbytes = min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES)
+        if into is not None and nbytes == expected:
+            head, found = bucket.beginning(key, nbytes, into)
+        else:
+            into = None
+            head, found = (glance or bucket).beginning(key, nbytes)
         self.size, self._found = found.nbytes, found
-        self._heads = [memoryview(head)]  # at most one: no lock, for a signal handler may read the same
+        came = [_Came(0, memoryview(head))]
+        if into is not None and nbytes <= found.nbytes:
+            came.append(_Came(nbytes - len(into), into))
+        self._came = [came]  # at most one: no lock, for a signal handler may read the same
 
     def check_is(self, found: Found) -> None:
         """Raises `ReplacedError` unless it is the object that was found, by its version."""
@@ -39,10 +62,13 @@ class ObjectBlob:
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
         held = 0
-        for head in () if anew else tuple(self._heads):
-            held = max(min(len(head), end) - offset, 0)
-            copy(target[:held], head[offset : offset + held])
-            if not any(one is head for one in self._heads):
+        for came in () if anew else tuple(self._came):
+            for begin, memory in came:
+                count = max(min(begin + len(memory), end) - offset - held, 0)
+                first = offset + held - begin
+                copy(target[held : held + count], memory[first : first + count])
+                held += count
+            if not any(one is came for one in self._came):
                 held = 0  # it was handed over meanwhile, and may have been written
 
         def read(begin: int) -> None:
@@ -77,16 +103,19 @@ class ObjectBlob:
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
         wanted = sum(end - begin for begin, end in ranges)
         try:
-            head = self._heads.pop()  # in one step, so that it has one owner
+            came = self._came.pop()  # in one step, so that it has one owner
         except IndexError:
             return None
-        if head.readonly or wanted < len(head) * _MOST_OF_IT or any(end > len(head) for _, end in ranges):
-            self._heads.append(head)
-            return None
-        return [head[begin:end] for begin, end in ranges]
+        for first, memory in came:
+            behind = first + len(memory)
+            inside = all(first <= begin and end <= behind for begin, end in ranges)
+            if inside and not memory.readonly and wanted >= len(memory) * _MOST_OF_IT:
+                return [memory[begin - first : end - first] for begin, end in ranges]
+        self._came.append(came)
+        return None
 
     def forget(self) -> None:
-        self._heads.clear()
+        self._came.clear()
 
     def close(self) -> None:
         self.forget()

@@ -19,6 +19,7 @@ _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further o
 _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _QUICK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # bytes of an answer that are copied at a time; of fewer, all come at once
+_NOTHING = memoryview(b"")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -103,13 +104,14 @@ class Bucket:
             return _found(self._repeated(key, lambda: self._obstore.head(self._quick, key)))
         return None
 
-    def beginning(self, key: str, nbytes: int) -> tuple[Any, Found]:
+    def beginning(self, key: str, nbytes: int, into: memoryview = _NOTHING) -> tuple[Any, Found]:
         """The object of a key and a buffer of its first bytes, all of them where it has fewer.
 
-        Many come in memory of their own, which may be written. Raises `FileNotFoundError`.
+        Many come in memory of their own, which may be written. The last of them come `into` other memory, and are not
+        in that buffer, if the object has as many. Raises `FileNotFoundError`.
         """
         try:
-            return self._bytes(key, 0, nbytes, None)
+            return self._bytes(key, 0, nbytes, None, into)
         except _EmptyError:
             found = self.head(key)
             if found is None:
@@ -123,7 +125,7 @@ class Bucket:
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
     def _bytes(
-        self, key: str, begin: int, end: int, version: Version | None, target: memoryview | None = None
+        self, key: str, begin: int, end: int, version: Version | None, into: memoryview = _NOTHING
     ) -> tuple[Any, Found]:
         options: dict[str, Any] = {"range": (begin, end)}
         if version and version[0] and not version[0].startswith("W/"):  # weak ones fit nothing by the rules of HTTP
@@ -133,15 +135,16 @@ class Bucket:
             got = self._obstore.get(self.client, key, options=options)
             found = _found(got.meta)
             size = min(end, found.nbytes) - begin
-            if target is None and size <= _CHUNK_BYTES:
+            elsewhere = into if end <= found.nbytes else _NOTHING
+            if size <= _CHUNK_BYTES and not elsewhere:
                 data = got.bytes()
                 at = len(data)
             else:  # each chunk at once to where it belongs, or all of them would be copied once more
-                data = aligned(size)[:size] if target is None else target
+                own = size - len(elsewhere)
+                data = aligned(own)[:own]
                 at = 0
                 for chunk in map(memoryview, got.stream(min_chunk_size=_CHUNK_BYTES)):
-                    if at + len(chunk) <= min(size, len(data)):
-                        copy(data[at : at + len(chunk)], chunk)
+                    _fill((data, elsewhere), at, chunk)
                     at += len(chunk)
             if at != size:
                 raise _BrokenError(f"{self.url}/{key}: expected {size} bytes, found {at}")
@@ -373,6 +376,14 @@ def _above(key: str) -> Iterator[str]:
     """The keys that others would take for the folders of one; some programs put empty objects there."""
     while key := key.rpartition("/")[0]:
         yield key
+
+
+def _fill(targets: Sequence[memoryview], at: int, data: memoryview) -> None:
+    """Copies bytes to an offset of buffers that follow one another; what is more than they hold goes nowhere."""
+    for target in targets:
+        if (count := max(0, min(len(target) - at, len(data)))) > 0:
+            copy(target[at : at + count], data[:count])
+        at, data = max(0, at + count - len(target)), data[count:]
 
 
 def _found(meta: Any) -> Found:

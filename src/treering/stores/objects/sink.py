@@ -50,7 +50,7 @@ class ObjectSink:
         return True
 
     def preallocate(self, nbytes: int) -> memoryview:
-        self._buffer = aligned(nbytes)
+        self._buffer = aligned(nbytes)  # never one that was used before: a client may keep what it was given
         return self._buffer
 
     def write(self, data: memoryview, offset: int) -> None:

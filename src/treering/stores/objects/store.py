@@ -85,13 +85,13 @@ class ObjectStore:
         objects, folders = self._list(*self._find(path))
         return sorted({*(one.key.rpartition("/")[2] for one in objects), *(one.rpartition("/")[2] for one in folders)})
 
-    def open(self, path: str, *, expected: int = 0) -> ObjectBlob:
+    def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> ObjectBlob:
         bucket, key = self._find(path)
         if not key:
             raise CorruptError(f"{path}: expected an object, found a bucket")
         glance = None if expected else self._glance(bucket, key)
         try:
-            return ObjectBlob(bucket, key, expected, glance)
+            return ObjectBlob(bucket, key, expected, glance, into)
         except ReplacedError:
             raise
         except FileNotFoundError:
