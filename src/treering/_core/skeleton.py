@@ -103,7 +103,14 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
                 raise CorruptError("manifest: the tree has more leaves than are listed")
             stack.append(rest.pop())
             continue
-        count = len(node.keys) if type(node.keys) is list else node.count()
+        keys = node.keys
+        if type(keys) is list:
+            count = len(keys)
+            if count == 1 and stack and type(keys[0]) is str:  # the container of one leaf, as most small ones are
+                stack[-1] = {keys[0]: stack[-1]}
+                continue
+        else:
+            count = node.count()
         if not 0 <= count <= len(stack):
             raise CorruptError("manifest: a container of the tree has fewer children than it says")
         children = stack[: -count - 1 : -1]

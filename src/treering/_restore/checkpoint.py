@@ -174,7 +174,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if isinstance(entry, ValueEntry):
                 return entry.decode()
             if entry.type == "key":
-                from .restore import as_key
+                from .groups import as_key
 
                 return jax.eval_shape(lambda d: as_key(d, entry), jax.ShapeDtypeStruct(entry.shape, "uint32"))
             dtype = dtypes.to_numpy(entry.dtype)

@@ -1,7 +1,6 @@
 """Matches a template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -204,24 +203,33 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str
     check_whole(entries)
     targets: list[Target] = []
     differences: list[Difference] = []
-    cast = functools.cache(lambda text: policy.cast(dtypes.to_numpy(text)))
+    alike: dict[tuple[str, str], Target] = {}  # the target of one array of each kind, for the thousands like it
     for entry in entries:
         if isinstance(entry, ValueEntry):
             targets.append(Target("value", value=entry.decode()))
-        elif entry.type == "key":
-            targets.append(Target("key", entry, dtypes.to_numpy(entry.dtype)))
+        elif like := alike.get((entry.type, entry.dtype)):
+            targets.append(Target(like.make, entry, like.dtype, like.weak))
         else:
-            dtype = cast(entry.dtype)
             try:
-                if entry.type in to_jax:
-                    check_width(dtype, entry)
-                make = "jax" if entry.type in to_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
-                targets.append(Target(make, entry, dtype, entry.type == "jax-weak"))
+                targets.append(_untemplated(entry, policy, in_jax=entry.type in to_jax))
+                alike[entry.type, entry.dtype] = targets[-1]
             except Differs as difference:
                 differences.append(Difference(entry.path, *difference.args))
     if differences:
         raise mismatch(name, differences, [entry.path for entry in entries], {}, what="cannot become JAX arrays")
     return targets
+
+
+def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> Target:
+    """The target of an array without a template. Raises `Differs`."""
+    dtype = dtypes.to_numpy(entry.dtype)
+    if entry.type == "key":
+        return Target("key", entry, dtype)
+    dtype = policy.cast(dtype)
+    if in_jax:
+        check_width(dtype, entry)
+    make = "jax" if in_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
+    return Target(make, entry, dtype, entry.type == "jax-weak")
 
 
 def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
@@ -240,6 +248,8 @@ def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Itera
 
 def _other_classes(template: Skeleton, found: Skeleton) -> list[Difference]:
     """Named tuples of another class at the same path: a reordered optax chain shows in nothing else."""
+    if not _has_named_tuples(template):
+        return []
     classes = {path: node.name for _, path, node in _named_tuples(found)}
     return [
         Difference(path, node.name, classes[path], "was the order of an optimizer chain changed?")
@@ -249,10 +259,14 @@ def _other_classes(template: Skeleton, found: Skeleton) -> list[Difference]:
 
 
 def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
-    if "namedtuple" not in {node.kind for node in skeleton if isinstance(node, Node)}:
+    if not _has_named_tuples(skeleton):
         return []
     return [
         (n, path, node)
         for n, path, node in containers(skeleton)
         if isinstance(node, Node) and node.kind == "namedtuple"
     ]
+
+
+def _has_named_tuples(skeleton: Skeleton) -> bool:
+    return "namedtuple" in {node.kind for node in skeleton if isinstance(node, Node)}

@@ -35,7 +35,10 @@ def resolve(
     mesh = _ambient_mesh()
     if wish is None:
         boxed = (flax.partitioning(template) if mesh else None) or [None] * len(leaves)
-        wishes = [_own(leaf) or spec for leaf, spec in zip(leaves, boxed, strict=True)]
+        wishes = [
+            (leaf.sharding if type(leaf) is jax.ShapeDtypeStruct else _own(leaf)) or spec
+            for leaf, spec in zip(leaves, boxed, strict=True)
+        ]
     elif isinstance(wish, Sharding | PartitionSpec):
         wishes = [wish] * len(leaves)
     elif callable(wish):
@@ -48,8 +51,18 @@ def resolve(
         except (ValueError, TypeError) as error:
             raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
     known: dict[Where, Where] = {}  # so that equal ones are one, though JAX makes one for each array
-    places = [known.setdefault(w, w) for w in [_concrete(w, mesh, path) for w, path in zip(wishes, paths, strict=True)]]
-    _check_shapes(places, paths, arrays)
+    meant: dict[Any, Where] = {}  # by shardings that were wished for
+    places: list[Where] = []
+    for one, path in zip(wishes, paths, strict=True):
+        place = meant.get(one) if isinstance(one, Sharding) else None
+        if place is None:
+            place = _concrete(one, mesh, path)
+            place = known.setdefault(place, place)
+            if isinstance(one, Sharding):
+                meant[one] = place
+        places.append(place)
+    if any(isinstance(place, NamedSharding) for place in known):
+        _check_shapes(places, paths, arrays)
     return places
 
 
@@ -188,10 +201,15 @@ def _put_quickly(items: Sequence[Item], put_shards: Callable[..., jax.Array]) ->
     """
     free = jax.device_put(np.zeros(0, np.int8)).sharding
     out: list[jax.Array] = []
-    for item in items:
+    avals: dict[tuple[Any, ...], Any] = {}
+    last, device = free, one_device(free)
+    for item in items:  # of which thousands may go to one device
         where = free if item.where is None else item.where
-        shards, devices = _shards(item, where)
-        aval = _aval(item.shape, item.dtype, item.weak)
+        if where is not last:
+            last, device = where, one_device(where)
+        shards, devices = (item.arrays, [device]) if device else _shards(item, where)
+        about = item.shape, item.dtype, item.weak
+        aval = avals.get(about) or avals.setdefault(about, _aval(*about))
         out.append(put_shards(aval, where, shards, devices, item.where is not None))
     return out
 

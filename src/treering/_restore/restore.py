@@ -1,19 +1,15 @@
 """Restoring: match, read, place, and the tree again."""
 
 import functools
-import itertools
 import logging
-import math
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, whole
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import below, few
 from .._core.part import name_of, whole_of
@@ -26,12 +22,13 @@ from .._pytree import box_levels, devices, flax, iterators, walk
 from .._pytree.leaves import is_function
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
-from ..errors import MismatchError, UnsupportedError
+from ..errors import MismatchError
 from . import match, positional, shared_reads
 from . import place as _place
+from .groups import Group, entry_of, in_groups, on_host
 from .match import Policy
 from .place import Where
-from .targets import Target, fits
+from .targets import Target
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
@@ -48,7 +45,7 @@ class _Plan(NamedTuple):
     paths: Sequence[str]
     targets: Sequence[Target]
     places: Sequence[Where]
-    asked: Sequence[str]
+    asked: Callable[[], Sequence[str]]
     build: Callable[[list[Any]], Any]
 
 
@@ -89,7 +86,7 @@ def restore(
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):
         filled = tuple(path for path, target in zip(plan.paths, plan.targets, strict=True) if target.filled)
-        _tell(plan.source, name, plan.entries, plan.asked, filled, begun)
+        _tell(plan.source, name, plan.entries, plan.asked(), filled, begun)
     return tree
 
 
@@ -102,7 +99,7 @@ def _plan_without_template(source: Source, policy: Policy, name: str, sharding: 
     places = _untemplated_places(sharding, entries, skeleton)
     paths = list(entries)
     build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return _Plan(whole_of(source), entries, paths, targets, places, paths, build_tree)
+    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree)
 
 
 def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
@@ -123,14 +120,13 @@ def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, shar
         walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
     )
     places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
-    asked = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)]
     return _Plan(
         whole_of(source),
         entries,
         walked.paths,
         targets,
         places,
-        asked,
+        lambda: [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)],
         lambda values: join(walk.rebuilt(template, values)),
     )
 
@@ -226,9 +222,9 @@ def _values(
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
     # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice.
     left = budget if limit is None else budget - room
-    most = sys.maxsize if free else left if joint else budget // 2 if passing else budget
+    most = None if free else left if joint else budget // 2 if passing else budget
     with gc_paused():
-        groups = [_Group(targets, places, numbers) for numbers in _groups(targets, most)]
+        groups = [Group(targets, places, numbers) for numbers in in_groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
     read_group = devices.explicit()(reader.read)  # in another thread too, for a rule may compute with JAX
     jobs = [functools.partial(read_group, group.wanted, verify=verify, mmap=mmap) for group in groups]
@@ -236,74 +232,19 @@ def _values(
     found = ahead(jobs) if passing and joint is None else (job() for job in jobs)
     with _progress.bar("restoring", total, progress) as moved:
         for group in groups:
-            there = group.put(plan, next(found), values)
+            there = group.put(plan.paths, next(found), values)
             if passing:  # the memory that they pass through is free only then
                 jax.block_until_ready(there)
             if progress:
-                moved(sum(_entry(targets[n]).nbytes for n in group.numbers))
+                moved(sum(entry_of(targets[n]).nbytes for n in group.numbers))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
             array = dtypes.cast(np.array(target.value), target.dtype)
             if target.make == "jax":
                 (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
             else:
-                values[n] = _on_host(array, target)
+                values[n] = on_host(array, target)
     return values
-
-
-class _Group:
-    """Leaves that are read together, by their `numbers`: the boxes `wanted` of them, and where they go."""
-
-    def __init__(self, targets: Sequence[Target], places: Sequence[Where], numbers: list[int]):
-        self.numbers = numbers
-        self.wanted: list[tuple[ArrayEntry, Box]] = []
-        self._places: list[Where] = []
-        self._counts: list[int] = []  # of the boxes of each
-        for n in numbers:
-            target, place = targets[n], places[n]
-            if target.make == "key":
-                place = _place.of_key_data(place)
-            entry = _entry(target)
-            if place is None or target.make not in _place.IN_JAX or _place.one_device(place):
-                self.wanted.append((entry, whole(entry.shape)))
-                self._counts.append(1)
-            else:
-                boxes = _place.boxes(place, entry.shape)
-                self.wanted += [(entry, box) for box in boxes]
-                self._counts.append(len(boxes))
-            self._places.append(place)
-
-    def put(self, plan: _Plan, found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
-        """Puts what was read among the values; returns the arrays that may still be on their way to a device."""
-        with gc_paused():
-            arrays = iter(found)
-            in_jax: list[int] = []
-            items: list[_place.Item] = []
-            for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
-                target, path = plan.targets[n], plan.paths[n]
-                if target.make in _place.IN_JAX:
-                    assert target.entry is not None
-                    own = list(itertools.islice(arrays, count))
-                    if count != 1 or own[0].dtype is not target.dtype:
-                        own = [_cast(array, target, path) for array in own]
-                    in_jax.append(n)
-                    items.append(_place.Item(place, target.entry.shape, target.dtype, target.weak, own))
-                else:
-                    array = next(arrays)
-                    if target.make != "numpy" or array.dtype is not target.dtype:
-                        array = _on_host(_cast(array, target, path), target)
-                    values[n] = array
-            made = _place.put(items)
-            for n, item, array in zip(in_jax, items, made, strict=True):
-                target = plan.targets[n]
-                value = as_key(array, _entry(target)) if target.make == "key" else array
-                values[n] = value if item.where is plan.places[n] else jax.device_put(value, plan.places[n])
-        return made
-
-
-def _entry(target: Target) -> ArrayEntry:
-    assert target.entry is not None
-    return target.entry
 
 
 def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
@@ -321,55 +262,3 @@ def _as_they_are(plan: _Plan) -> bool:
         return False
     arrays = ((target.entry, target.dtype) for target in plan.targets if target.entry is not None)
     return all(dtype is None or dtypes.to_numpy(entry.dtype) == dtype for entry, dtype in arrays)
-
-
-def _groups(targets: Sequence[Target], limit: int) -> Iterator[list[int]]:
-    """The leaves to read, in groups that fit the limit."""
-    group: list[int] = []
-    held = 0
-    for n, target in enumerate(targets):
-        if target.entry is None:
-            continue
-        nbytes = _nbytes(target.entry.shape, target.entry.dtype)
-        if group and held + nbytes > limit:
-            yield group
-            group, held = [], 0
-        group.append(n)
-        held += nbytes
-    if group:
-        yield group
-
-
-@functools.lru_cache(maxsize=1024)
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * dtypes.itemsize(dtype)
-
-
-def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
-    if target.dtype is None or array.dtype == target.dtype:
-        return array
-    if dtypes.is_integer(array.dtype) and not fits(array, target.dtype):
-        raise MismatchError(
-            f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
-            f"use {array.dtype.name} in the template"
-        )
-    return dtypes.cast(array, target.dtype)
-
-
-def _on_host(array: np.ndarray, target: Target) -> Any:
-    if target.make == "number":
-        return target.value(array)
-    if target.make == "numpy-scalar":
-        return array[()]
-    return array
-
-
-@devices.explicit()
-def as_key(data: Any, entry: ArrayEntry) -> Any:
-    """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
-    try:
-        return jax.random.wrap_key_data(data, impl=entry.impl)
-    except (ValueError, TypeError) as error:
-        raise UnsupportedError(
-            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
-        ) from None

@@ -5,6 +5,7 @@ header (JSON, padded with spaces), and the tensors without holes.
 """
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -114,7 +115,8 @@ def check_side_by_side(header: Header, file_size: int, name: str) -> None:
     import numpy as np
 
     try:
-        offsets = np.array([tensor.data_offsets for tensor in header.tensors.values()], np.int64).reshape(-1, 2)
+        pairs = [tensor.data_offsets for tensor in header.tensors.values()]
+        offsets = np.fromiter(itertools.chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
     except OverflowError:
         raise UnsafeError(f"{name}: a tensor lies beyond 2^63") from None
     begins, ends = offsets[np.lexsort((offsets[:, 1], offsets[:, 0]))].T

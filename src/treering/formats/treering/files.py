@@ -25,6 +25,7 @@ from .array_header import ArrayHeader
 from .manifest import BLOCK
 
 _log = logging.getLogger("treering")
+_MOST_AXES = 32  # that an array has in every release of NumPy
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -91,9 +92,22 @@ class Memory:
 
     def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
         """The part as an array that shares this memory."""
-        n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, part.begin, key=lambda run: run[0]) - 1
+        memory, at = self._find(part.begin)
+        return np.ndarray(part.shape, dtype, memory, at, part.strides)
+
+    def views(self, begin: int, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
+        """So many arrays of one shape that lie one after the other from a byte on; they share this memory."""
+        memory, at = self._find(begin)
+        if 0 < len(shape) < _MOST_AXES and count > 1:
+            return list(np.ndarray((count, *shape), dtype, memory, at))  # takes a third of the time
+        nbytes = dtype.itemsize * math.prod(shape)
+        return [np.ndarray(shape, dtype, memory, at + n * nbytes) for n in range(count)]
+
+    def _find(self, begin: int) -> tuple[Any, int]:
+        """The memory that has a byte of the buffer, and where in it."""
+        n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, begin, key=lambda run: run[0]) - 1
         offset, memory = self._runs[n]
-        return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
+        return memory, begin - offset
 
 
 class ArrayFile:

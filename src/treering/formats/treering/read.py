@@ -31,6 +31,7 @@ from . import manifest, metrics, validity
 from .files import ArrayFile, Memory, Part, joined, parts_of
 from .manifest import BLOCK, ArrayRow, piece_key
 from .schema import MANIFEST
+from .whole_leaves import WholeLeaves, stored_as
 
 _log = logging.getLogger("treering")
 _OBJECTS = 10  # of a bucket that are read at a time, and may be in memory beside what is returned
@@ -149,12 +150,13 @@ class Reader:
         """
         read = self._read_files if self._store.object_bytes is None else self._read_objects
         arrays, memory = read(wanted, verify, mmap)
-        arrays = [
-            _as_bools(array) if entry.dtype == "bool" else array
-            for array, (entry, _) in zip(arrays, wanted, strict=True)
-        ]
+        if "bool" in {entry.dtype for entry, _ in wanted}:
+            arrays = [
+                _as_bools(array) if entry.dtype == "bool" else array
+                for array, (entry, _) in zip(arrays, wanted, strict=True)
+            ]
         held = sum(one.nbytes for one in memory.values())
-        if sum([array.nbytes for array in arrays]) * 2 < held:
+        if held and sum([array.nbytes for array in arrays]) * 2 < held:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
@@ -171,10 +173,25 @@ class Reader:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> tuple[list[np.ndarray], dict[int, Memory]]:
         """The boxes of the arrays, and the memory that they may be parts of, by file."""
-        parts = [self._parts(entry, box, mmap) for entry, box in wanted]
+        leaves, others = WholeLeaves.among(wanted)
+        for number, own in leaves.items():
+            own.find(self._file(number).header, functools.partial(self._begin, number))
+        rest = [wanted[n] for n in others]
+        parts = [self._parts(entry, box, mmap) for entry, box in rest]
         ranges = _ranges(itertools.chain.from_iterable(parts))
+        for number, own in leaves.items():
+            ranges.setdefault(number, []).extend(own.ranges())
         memory = {number: self._file(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
-        return _assemble(wanted, parts, memory), memory
+        made = _assemble(rest, parts, memory)
+        if not leaves:
+            return made, memory
+        arrays: list[Any] = [None] * len(wanted)
+        for n, array in zip(others, made, strict=True):
+            arrays[n] = array
+        for number, own in leaves.items():
+            for n, array in zip(own.numbers, own.arrays(memory[number]), strict=True):
+                arrays[n] = array
+        return arrays, memory
 
     def _read_objects(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
@@ -288,16 +305,20 @@ class Reader:
         apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
         return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)
 
+    def _begin(self, number: int, row: ArrayRow) -> int:
+        """Where an array that is whole in a file begins in its buffer. Raises as `_tensor` does."""
+        return self._tensor(number, piece_key(row.path, None), row.dtype, row.shape)[0]
+
     def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Where a piece's tensor is in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
         file = self._files.get(number) or self._file(number)
         tensor = file.header.tensor(key)
         begin, end = tensor.data_offsets if tensor else (0, 0)
         found = tensor and (tensor.dtype, tensor.shape, end - begin, file.header.dtypes.get(key))
-        if found != _stored(dtype, shape):
+        if found != stored_as(dtype, shape):
             about = file.header.dtypes.get(key) or "no other dtype"
             found = tensor and f"{tensor.dtype} {list(tensor.shape)} in {end - begin} bytes, of {about}"
-            code, stored, *_ = _stored(dtype, shape)
+            code, stored, *_ = stored_as(dtype, shape)
             expected = f"expected a tensor {key!r:.100} of {code} {list(stored)} for {dtype}"
             raise manifest.invalid(f"{file.path}: {expected}, found {found}", self._manifest.software)
         return begin, end
@@ -389,14 +410,6 @@ def _ranges(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
         else:
             found[part.file].append((part.begin, part.end))
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int, str | None]:
-    """The dtype and shape of the tensor that holds an array, its bytes, and the dtype that its file gives beside it."""
-    code, itemsize, widened = dtypes.stored_as(dtype)
-    beside = dtype if code == "U8" and dtype != "uint8" else None
-    return code, (*shape, itemsize) if widened else shape, itemsize * math.prod(shape), beside
 
 
 def _as_bools(array: np.ndarray) -> np.ndarray:

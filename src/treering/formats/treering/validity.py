@@ -62,20 +62,19 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
 
 def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
     """Checks each row. `layouts` are the shapes that the layouts cut."""
-    arrays: list[Any] = []
-    for row in manifest.leaves:
-        if isinstance(row, ValueEntry):
-            row.decode()
-        else:
-            arrays.append(row)
+    arrays: list[Any] = manifest.leaves
+    if any(issubclass(kind, ValueEntry) for kind in set(map(type, arrays))):
+        arrays = [row for row in arrays if not isinstance(row, ValueEntry)]
+        for row in manifest.leaves:
+            if isinstance(row, ValueEntry):
+                row.decode()
     for row in {(row.type, row.dtype, row.shape, row.impl): row for row in arrays}.values():  # one of each kind
         _check_array(row)
-    elsewhere: list[Any] = []
-    for row in arrays:
-        if not isinstance(row.where, int):
-            elsewhere.append(row)
-        elif not 0 <= row.where < len(manifest.files):
-            raise ValueError(f"{row.path!r:.100} is in file {row.where}, which is not listed")
+    for where in {row.where for row in arrays if type(row.where) is int}:
+        if not 0 <= where < len(manifest.files):
+            row = next(row for row in arrays if row.where == where)
+            raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
+    elsewhere = [row for row in arrays if type(row.where) is not int]
     for row in elsewhere:
         _check_place(row, layouts)
     ties = [row for row in elsewhere if isinstance(row.where, str)]

@@ -1,0 +1,141 @@
+"""Groups of leaves that are read together: the boxes of each that are wanted, and where they go."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.boxes import Box, whole
+from .._core.entries import ArrayEntry
+from .._pytree import devices
+from .._threads.python_gc import gc_paused
+from ..errors import MismatchError, UnsupportedError
+from . import place as _place
+from .place import Where
+from .targets import Target, fits
+
+
+def in_groups(targets: Sequence[Target], limit: int | None) -> Iterator[list[int]]:
+    """The numbers of the leaves to read, in groups that fit a limit of bytes; without one they are all in one."""
+    numbers = [n for n, target in enumerate(targets) if target.entry is not None]
+    if limit is None:
+        yield from [numbers] if numbers else []
+        return
+    group: list[int] = []
+    held = 0
+    for n in numbers:
+        entry = entry_of(targets[n])
+        nbytes = _nbytes(entry.shape, entry.dtype)
+        if group and held + nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(n)
+        held += nbytes
+    if group:
+        yield group
+
+
+class Group:
+    """Leaves that are read together, by their `numbers`: the boxes `wanted` of them, and where they go."""
+
+    def __init__(self, targets: Sequence[Target], places: Sequence[Where], numbers: list[int]):
+        self.numbers = numbers
+        self.wanted: list[tuple[ArrayEntry, Box]] = []
+        self._targets, self._final = targets, places
+        self._places: list[Where] = []  # of the arrays that are read: of typed keys those of their data
+        self._counts: list[int] = []  # of the boxes of each
+        last: Where = None
+        alone, shape, box = True, (), whole(())
+        for n in numbers:  # thousands may follow one another that have one shape and go to one place
+            target, place = targets[n], places[n]
+            entry: Any = target.entry
+            if target.make == "key":
+                place = _place.of_key_data(place)
+            if place is not last:
+                last, alone = place, place is None or bool(_place.one_device(place))
+            if alone or target.make not in _place.IN_JAX:
+                if entry.shape != shape:
+                    shape, box = entry.shape, whole(entry.shape)
+                self.wanted.append((entry, box))
+                self._counts.append(1)
+            else:
+                assert place is not None
+                boxes = _place.boxes(place, entry.shape)
+                self.wanted += [(entry, box) for box in boxes]
+                self._counts.append(len(boxes))
+            self._places.append(place)
+
+    def put(self, paths: Sequence[str], found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
+        """Puts what was read among the values; returns the arrays that may still be on their way to a device."""
+        with gc_paused():
+            arrays = iter(found)
+            in_jax: list[int] = []
+            items: list[_place.Item] = []
+            for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
+                target = self._targets[n]
+                if target.make in _place.IN_JAX:
+                    own = [next(arrays)] if count == 1 else list(itertools.islice(arrays, count))
+                    if count != 1 or own[0].dtype is not target.dtype:
+                        own = [_cast(array, target, paths[n]) for array in own]
+                    in_jax.append(n)
+                    entry: Any = target.entry
+                    items.append(_place.Item(place, entry.shape, target.dtype, target.weak, own))
+                else:
+                    array = next(arrays)
+                    if target.make != "numpy" or array.dtype is not target.dtype:
+                        array = on_host(_cast(array, target, paths[n]), target)
+                    values[n] = array
+            made = _place.put(items)
+            for n, item, array in zip(in_jax, items, made, strict=True):
+                target = self._targets[n]
+                value = as_key(array, entry_of(target)) if target.make == "key" else array
+                values[n] = value if item.where is self._final[n] else jax.device_put(value, self._final[n])
+        return made
+
+
+def entry_of(target: Target) -> ArrayEntry:
+    """The array of the checkpoint that a target is made of, which has one."""
+    entry = target.entry
+    assert entry is not None
+    return entry
+
+
+@functools.lru_cache(maxsize=1024)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtypes.itemsize(dtype)
+
+
+def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
+    if target.dtype is None or array.dtype == target.dtype:
+        return array
+    if dtypes.is_integer(array.dtype) and not fits(array, target.dtype):
+        raise MismatchError(
+            f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
+            f"use {array.dtype.name} in the template"
+        )
+    return dtypes.cast(array, target.dtype)
+
+
+def on_host(array: np.ndarray, target: Target) -> Any:
+    """What a target that stays on the host is, of an array of its dtype."""
+    if target.make == "number":
+        return target.value(array)
+    if target.make == "numpy-scalar":
+        return array[()]
+    return array
+
+
+@devices.explicit()
+def as_key(data: Any, entry: ArrayEntry) -> Any:
+    """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
+    try:
+        return jax.random.wrap_key_data(data, impl=entry.impl)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
+        ) from None
