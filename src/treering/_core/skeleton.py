@@ -192,13 +192,14 @@ def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True
     numbers where all are numbers, and else sorted, as JAX does.
     """
     numbers = bool(names) and all(map(_is_number, names))
+    plain = not any("~" in name for name in names)
     if numbers and (sort or lists):
         names = sorted(names, key=int)
     elif sort:
-        names = sorted(names, key=lambda name: split(name)[0])
+        names = sorted(names, key=None if plain else lambda name: split(name)[0])
     if lists and numbers and int(names[-1]) == len(names) - 1:
         return Node("list", "", len(names)), names
-    return Node("dict", "", [split(name)[0] for name in names]), names
+    return Node("dict", "", list(names) if plain else [split(name)[0] for name in names]), names
 
 
 def _is_number(name: str) -> bool:

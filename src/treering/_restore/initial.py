@@ -70,7 +70,7 @@ def sharded(init: Callable[[], Any], sharding: Any) -> Any:
     tree = traced._tree(leaves)
     paths = walk.walk(tree).paths
     shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
-    places = _place.resolve(sharding, tree, paths, leaves, shaped)
+    places = _place.resolve(sharding, tree, paths, leaves, lambda: shaped)
     where = [place for place, leaf in zip(places, shaped, strict=True) if leaf is not None]
     if arrays is None:
         made = jax.jit(traced.arrays, out_shardings=where)()

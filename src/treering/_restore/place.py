@@ -25,12 +25,13 @@ _UNCOMMITTED = object()
 
 
 def resolve(
-    wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Sequence[Any]
+    wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Callable[[], Sequence[Any]]
 ) -> list[Where]:
     """The sharding of every leaf.
 
     `wish` is what the caller passed: None (the template's own), one sharding or `PartitionSpec`, a function
-    of (path, shape, dtype), or a pytree of such that is a prefix of the template. `arrays` are shaped things.
+    of (path, shape, dtype), or a pytree of such that is a prefix of the template. `arrays` gives shaped things, and
+    None for leaves that are no arrays.
     """
     mesh = _ambient_mesh()
     if wish is None:
@@ -42,7 +43,7 @@ def resolve(
     elif isinstance(wish, Sharding | PartitionSpec):
         wishes = [wish] * len(leaves)
     elif callable(wish):
-        wishes = [None if a is None else wish(p, a.shape, a.dtype) for p, a in zip(paths, arrays, strict=True)]
+        wishes = [None if a is None else wish(p, a.shape, a.dtype) for p, a in zip(paths, arrays(), strict=True)]
     else:
         is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
         try:
@@ -54,6 +55,9 @@ def resolve(
     meant: dict[Any, Where] = {}  # by shardings that were wished for
     places: list[Where] = []
     for one, path in zip(wishes, paths, strict=True):
+        if one is None and mesh is None:
+            places.append(None)
+            continue
         place = meant.get(one) if isinstance(one, Sharding) else None
         if place is None:
             place = _concrete(one, mesh, path)
@@ -62,7 +66,7 @@ def resolve(
                 meant[one] = place
         places.append(place)
     if any(isinstance(place, NamedSharding) for place in known):
-        _check_shapes(places, paths, arrays)
+        _check_shapes(places, paths, arrays())
     return places
 
 
@@ -201,15 +205,15 @@ def _put_quickly(items: Sequence[Item], put_shards: Callable[..., jax.Array]) ->
     """
     free = jax.device_put(np.zeros(0, np.int8)).sharding
     out: list[jax.Array] = []
-    avals: dict[tuple[Any, ...], Any] = {}
     last, device = free, one_device(free)
-    for item in items:  # of which thousands may go to one device
+    alike, aval = items[0], _aval(items[0].shape, items[0].dtype, items[0].weak)
+    for item in items:  # of which thousands may be alike and go to one device
         where = free if item.where is None else item.where
         if where is not last:
             last, device = where, one_device(where)
+        if item.shape != alike.shape or item.dtype is not alike.dtype or item.weak != alike.weak:
+            alike, aval = item, _aval(item.shape, item.dtype, item.weak)
         shards, devices = (item.arrays, [device]) if device else _shards(item, where)
-        about = item.shape, item.dtype, item.weak
-        aval = avals.get(about) or avals.setdefault(about, _aval(*about))
         out.append(put_shards(aval, where, shards, devices, item.where is not None))
     return out
 

@@ -119,7 +119,7 @@ def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, shar
     targets = match.match(
         walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
     )
-    places = _place.resolve(sharding, template, walked.paths, walked.leaves, [_shaped(t) for t in targets])
+    places = _place.resolve(sharding, template, walked.paths, walked.leaves, lambda: [_shaped(t) for t in targets])
     return _Plan(
         whole_of(source),
         entries,
@@ -180,7 +180,9 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
     template = nest(entries, listed) if skeleton is None else build(skeleton, listed)
     walked = walk.walk(template)
     shaped = [leaf if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
-    places = dict(zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, shaped), strict=True))
+    places = dict(
+        zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, lambda: shaped), strict=True)
+    )
     return [places[path] for path in entries]
 
 
@@ -249,9 +251,9 @@ def _values(
 
 def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
     """Whether arrays only pass through host memory, on their way to a device."""
-    wanted = {place for target, place in zip(targets, places, strict=True) if target.make == "jax"}
-    platforms = {device.platform for place in wanted if place is not None for device in place.device_set}
-    if None in wanted:
+    wanted = {id(place): place for target, place in zip(targets, places, strict=True) if target.make == "jax"}
+    platforms = {device.platform for place in wanted.values() if place is not None for device in place.device_set}
+    if None in wanted.values():
         platforms.add(jax.default_backend())
     return not platforms <= {"cpu"}
 

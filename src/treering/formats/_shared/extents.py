@@ -2,7 +2,9 @@
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +23,8 @@ _SMALL_ARRAY_BYTES = (
     32 << 10
 )  # bytes of an array that is read along with others, for a call takes longer than to copy it
 _BETWEEN = 4 << 10  # bytes between two such arrays that are read as well
+_MOST_AXES = 32  # that an array has in every release of NumPy
+_BYTE = np.dtype(np.uint8)
 _TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the processor's cache holds
 
 
@@ -82,8 +86,10 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return len(self.runs) == 1 and alignment > 0 and self.runs[0][1] % alignment == 0
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        for _, array in mapped([(0, self, box)] if mmap else ()):
-            return array
+        found: list[Any] = [None]
+        put_mapped([(0, self, box)] if mmap else [], found)
+        if found[0] is not None:
+            return found[0]
         out = self.room(box)
         self.fill(out, box)
         return self.made(out)
@@ -159,55 +165,115 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             position += size
 
 
-def mapped(wanted: Iterable[tuple[int, Runs, Box]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Those of the numbered boxes that can be views of private mappings of their files. Their pages are read once.
+Wanted = Sequence[tuple[int, Runs, Box]]  # boxes of arrays, numbered
+_Whole = tuple[int, int, Layout]  # an array that is wanted whole: its offset in a file, its number, its layout
+_place = operator.itemgetter(0, 1)
 
-    Raises `CorruptError` for files that cannot be read.
+
+def put_mapped(wanted: Wanted, found: list[Any]) -> None:
+    """Puts those boxes that can be views of private mappings of their files among what was found, by their numbers.
+
+    Their pages are read once. Raises `CorruptError` for files that cannot be read.
     """
-    by_file: dict[Blob, list[tuple[int, Runs, Box]]] = {}
-    for one in wanted:
+    wholes, rest = _by_file(wanted, aligned=True)
+    boxes: dict[Blob, list[tuple[int, Runs, Box]]] = {}
+    for one in rest:
         if one[1].layout.nbytes and one[1].is_array():
-            by_file.setdefault(one[1].runs[0][0], []).append(one)
-    for file, boxes in by_file.items():
-        ranges = merge([part for _, array, box in boxes for part in array.in_file(box)])
+            boxes.setdefault(one[1].runs[0][0], []).append(one)
+    for file in wholes.keys() | boxes.keys():
+        runs, parts = list(_evenly(wholes.get(file, []))), boxes.get(file, [])
+        ranges = [part for run, stride in runs for part in _ranges(run, stride)]
+        ranges = merge([*ranges, *(part for _, array, box in parts for part in array.in_file(box))])
         if (memory := file.mapped(ranges)) is not None:
             file.bring_all_in(memory, ranges)
-            for n, array, box in boxes:
-                yield n, array.view(memory, box)
+            for n, array, box in parts:
+                found[n] = array.view(memory, box)
+            for run, stride in runs:
+                _put(run, found, memory, run[0][0], stride)
 
 
-class Small:
-    """Whole arrays that are so small that they are read together, and copied: none keeps the memory of others alive."""
+def put_small(wanted: Wanted, found: list[Any]) -> Wanted:
+    """Reads whole arrays that are so small that they are read together, and puts them among what was found.
 
-    def __init__(self) -> None:
-        self._wanted: dict[Blob, list[tuple[int, int, Layout]]] = {}  # offsets, and the numbers that were given
+    They are copied to where they are aligned, those alike next to one another: what keeps one of them alive keeps no
+    more than 256 KiB. Returns the others.
+    """
+    wholes, rest = _by_file(wanted, most=_SMALL_ARRAY_BYTES)
+    memory = np.empty(_TOGETHER, np.uint8).data if wholes else memoryview(b"")
+    for file, own in wholes.items():
+        for begin, end, part in _close_together(own):
+            file.read_into(memory[: end - begin], begin)
+            for run, stride in _evenly(part):
+                offset, _, about = run[0]
+                room = adoptable((len(run), about.nbytes), _BYTE)
+                room[...] = np.ndarray(room.shape, _BYTE, memory, offset - begin, (stride, 1))
+                _put(run, found, room, 0, about.nbytes)
+    return rest
 
-    def take(self, array: Any, box: Box, number: int) -> bool:
-        """Whether a box is such an array; if so, `read` will read it."""
-        if type(array) is not Runs:
-            return False
-        runs, about = array.runs, array.layout
-        if not 0 < about.nbytes <= _SMALL_ARRAY_BYTES or len(runs) != 1 or box != about.box:
-            return False
+
+def _by_file(
+    wanted: Wanted, *, most: int = sys.maxsize, aligned: bool = False
+) -> tuple[dict[Blob, list[_Whole]], Wanted]:
+    """The arrays of at most so many bytes that are wanted whole and lie in one run, in their order; and the others."""
+    found: dict[Blob, list[_Whole]] = {}
+    rest: list[tuple[int, Runs, Box]] = []
+    for one in wanted:
+        n, array, box = one
+        about, runs = array.layout, array.runs
+        if len(runs) != 1 or box != about.box or not 0 < about.nbytes <= most:
+            rest.append(one)
+            continue
         file, offset, _ = runs[0]
-        self._wanted.setdefault(file, []).append((offset, number, about))
-        return True
-
-    def read(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The arrays with their numbers, each in memory of its own."""
-        memory = np.empty(_TOGETHER, np.uint8).data if self._wanted else memoryview(b"")
-        for file, wanted in self._wanted.items():
-            for begin, end, part in _close_together(sorted(wanted)):
-                file.read_into(memory[: end - begin], begin)
-                for offset, number, about in part:
-                    array = np.ndarray(about.shape, about.stored, memory, offset - begin).copy()
-                    yield number, _native(array, about)
+        if aligned and (not about.alignment or offset % about.alignment):
+            rest.append(one)
+        else:
+            found.setdefault(file, []).append((offset, n, about))
+    for own in found.values():
+        own.sort(key=_place)
+    return found, rest
 
 
-def _close_together(wanted: list[tuple[int, int, Layout]]) -> Iterator[tuple[int, int, list[tuple[int, int, Layout]]]]:
+def _evenly(wanted: list[_Whole]) -> Iterator[tuple[list[_Whole], int]]:
+    """Runs of arrays of one layout that lie at equal distances, and these: they are handled as one array."""
+    first, count = 0, len(wanted)
+    while first < count:
+        begin, _, about = wanted[first]
+        last = first + 1
+        stride = wanted[last][0] - begin if last < count else 0
+        place = begin + stride
+        while last < count and wanted[last][2] is about and wanted[last][0] == place:
+            last += 1
+            place += stride
+        yield wanted[first:last], stride
+        first = last
+
+
+def _ranges(run: list[_Whole], stride: int) -> list[Range]:
+    """The bytes of a run in their file."""
+    first, _, about = run[0]
+    if stride <= about.nbytes:
+        return [(first, run[-1][0] + about.nbytes)]
+    return [(offset, offset + about.nbytes) for offset, _, _ in run]
+
+
+def _put(run: list[_Whole], found: list[Any], memory: Any, begin: int, stride: int) -> None:
+    """Puts the arrays of a run, which lie in some memory from a byte on, among what was found; they share it."""
+    count, about = len(run), run[0][2]
+    together: Any
+    if count > 1 and 0 < len(about.shape) < _MOST_AXES:
+        inner = np.ndarray(about.shape, about.stored, memory, begin).strides
+        together = _native(np.ndarray((count, *about.shape), about.stored, memory, begin, (stride, *inner)), about)
+    else:
+        arrays = [np.ndarray(about.shape, about.stored, memory, begin + n * stride) for n in range(count)]
+        together = [_native(array, about) for array in arrays]
+    for (_, n, _), array in zip(run, together, strict=True):
+        found[n] = array
+
+
+def _close_together(wanted: list[_Whole]) -> Iterator[tuple[int, int, list[_Whole]]]:
     """The wanted arrays in parts that lie close together, with the range in which each part lies."""
     begin = end = wanted[0][0]
-    part: list[tuple[int, int, Layout]] = []
+    part: list[_Whole] = []
     for one in wanted:
         offset, behind = one[0], one[0] + one[2].nbytes
         if behind > begin + _TOGETHER or offset > end + _BETWEEN:

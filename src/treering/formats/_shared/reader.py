@@ -20,7 +20,7 @@ from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
-from .extents import Runs, Small, mapped
+from .extents import Runs, put_mapped, put_small
 
 _CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
 _AT_ONCE = 16  # files that are opened at a time where that takes long
@@ -152,9 +152,7 @@ class ForeignReader:
         found: list[Any] = [None] * len(wanted)
         free = mmap is None and self._immutable
         every = self._can_map if free else bool(mmap)
-        small = Small()
-        copied: list[tuple[int, Runs, Box, np.ndarray]] = []  # plain bytes of files, which several threads may read
-        plain: list[tuple[int, Runs, Box]] = []
+        plain: list[tuple[int, Runs, Box]] = []  # bytes of files as they are, which several threads may read
         views: list[tuple[int, Runs, Box]] = []
         for n, (entry, box) in enumerate(wanted):
             array = self._arrays[entry.path]
@@ -164,14 +162,9 @@ class ForeignReader:
             else:
                 with reading(self.path):
                     found[n] = array.read(box, adopted)
-        for n, array in mapped(views):
-            found[n] = array
+        put_mapped(views, found)
         plain += [one for one in views if found[one[0]] is None]
-        for n, array, box in plain:
-            if not small.take(array, box, n):
-                copied.append((n, array, box, array.room(box)))
-        for n, array in small.read():
-            found[n] = array
+        copied = [(n, array, box, array.room(box)) for n, array, box in put_small(plain, found)]
         in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
         for n, array, _, memory in copied:
             found[n] = array.made(memory)

@@ -103,7 +103,7 @@ def _reader(
     arrays: dict[str, Stored] = {}
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
     for key, found in tensors:
-        place = path_of(key)
+        place = path_of(key) if "~" in key else key
         if place in entries:
             raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
         if isinstance(found, str):

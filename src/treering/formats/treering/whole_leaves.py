@@ -103,9 +103,9 @@ class WholeLeaves:
         """The bytes of the file's buffer that they take, in runs that do not touch."""
         order = np.argsort(self._begins, kind="stable")
         begins, ends = self._begins[order], np.maximum.accumulate(self._ends[order])
-        first = np.concatenate(([True], begins[1:] > ends[:-1]))
-        last = np.concatenate((first[1:], [True]))
-        return list(zip(begins[first].tolist(), ends[last].tolist(), strict=True))
+        edges = np.flatnonzero(begins[1:] > ends[:-1])  # the last before each gap
+        firsts, lasts = begins[[0, *(edges + 1).tolist()]], ends[[*edges.tolist(), -1]]
+        return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def arrays(self, memory: Memory) -> list[np.ndarray]:
         """The arrays, in memory that holds their ranges."""
