@@ -88,19 +88,19 @@ _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
     ("make", "most", "system"),
     [
         (saving_what_is_known, _Most(2.1, 8.1, 785, hashed=154, copied=16, written=185), _SAVE),
-        (saving_what_is_new, _Most(36.1, 60, 1770, parsed=253, hashed=266, copied=16, written=185), _SAVE),
-        (opening, _Most(0.1, 5.1, 620, parsed=229, hashed=153, read=77), _OPEN),  # parts alike are looked at once
-        (reading_one, _Most(0.1, 6.1, 930, parsed=351, hashed=291, copied=8, read=138), _READ),
-        (restoring("treering", like=True), _Most(14.1, 41.1, 2170, 351, 291, 8, 138), _READ),
-        (restoring("treering", like=False), _Most(8.1, 29.1, 950, 282, 261, 8, 115), _READ),
+        (saving_what_is_new, _Most(31.1, 46.1, 1770, parsed=253, hashed=266, copied=16, written=185), _SAVE),
+        (opening, _Most(0.1, 1.1, 620, parsed=229, hashed=153, read=77), _OPEN),  # parts alike are looked at once
+        (reading_one, _Most(0.1, 2.1, 930, parsed=351, hashed=291, copied=8, read=138), _READ),
+        (restoring("treering", like=True), _Most(2.1, 32.1, 2170, 351, 291, 8, 138), _READ),
+        (restoring("treering", like=False), _Most(0.1, 19.1, 870, 282, 261, 8, 115), _READ),
         (
             restoring("safetensors", like=False),
-            _Most(14.1, 25.1, 490, parsed=127, copied=8, read=159),
+            _Most(6.1, 22.1, 490, parsed=127, copied=8, read=159),
             Counter(stat=9, listdir=2, open=4, fstat=12, preadv=5, close=4),
         ),
         (
             restoring("flax", like=False),
-            _Most(6.1, 26.1, 555, read=156),
+            _Most(3.1, 26.1, 560, read=156),
             Counter(stat=12, listdir=2, open=5, fstat=14, preadv=7, close=5),
         ),
     ],

@@ -16,8 +16,8 @@ class _Known(NamedTuple):
     """What a description follows from, leaf by leaf, and the description but for the arrays.
 
     `values` are the leaves that are plain values, whose entries are made anew; all others are arrays of JAX. `order`
-    has the leaf of each shard, and `apart` the numbers of the shards that are held by a part of their leaf, by leaf and
-    box.
+    has the leaf of each shard, unless each leaf is one, and `apart` the numbers of the shards that are held by a part of
+    their leaf, by leaf and box.
     """
 
     paths: Sequence[str]
@@ -26,7 +26,7 @@ class _Known(NamedTuple):
     avals: list[Any]
     shardings: list[Any]
     values: list[int]
-    order: list[int]
+    order: list[int] | None
     apart: Mapping[int, Mapping[Box, int]]
     catalogue: Catalogue
     shards: tuple[LocalShard, ...]
@@ -76,7 +76,7 @@ def _again(known: _Known, leaves: Sequence[Any]) -> Described | None:
         except UnsupportedError:  # which is said of all leaves together
             return None
         catalogue = catalogue._replace(entries=entries)
-    data = [leaves[n] for n in known.order]
+    data = list(leaves) if known.order is None else [leaves[n] for n in known.order]
     for leaf, numbers in known.apart.items():
         for box, part in parts_of(leaves[leaf]):
             data[numbers[box]] = part
@@ -94,6 +94,7 @@ def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[An
     for n, (shard, one) in enumerate(zip(found.shards, found.data, strict=True)):
         if leaves[shard.leaf] is not one:
             apart.setdefault(shard.leaf, {})[shard.box] = n
+    order = [shard.leaf for shard in found.shards]
     return _Known(
         paths,
         options,
@@ -101,7 +102,7 @@ def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[An
         [array.aval for array in arrays],
         [array.sharding for array in arrays],
         values,
-        [shard.leaf for shard in found.shards],
+        None if order == list(range(len(leaves))) else order,
         apart,
         found.catalogue._replace(entries=_without(found.catalogue.entries, values)),
         found.shards,
