@@ -87,7 +87,13 @@ class Staging:
             numbers = list(itertools.takewhile(lambda n: n < staged, numbers))
         views = [self._views[n] for n in numbers]
         self.check()  # after `_views` is read: a staging that failed is cleared at any moment
-        return [_bytes_of(view) for view in views]
+        try:
+            return [
+                np.frombuffer(view, np.uint8) if type(view) is memoryview else view.reshape(-1).view(np.uint8)
+                for view in views
+            ]
+        except (BufferError, ValueError):  # of an array that does not lie in C order
+            return [np.asarray(view).reshape(-1).view(np.uint8) for view in views]
 
     def peek(self, n: int) -> Bytes:
         """The bytes of shard `n`, whether they are staged or not.
@@ -249,9 +255,3 @@ def _views(arrays: list[Any]) -> list[Any]:
         return list(map(memoryview, arrays))  # four fifths of the time
     except (BufferError, TypeError, ValueError):  # a dtype that only NumPy knows
         return list(map(np.asarray, arrays))
-
-
-def _bytes_of(view: Any) -> Bytes:
-    if isinstance(view, memoryview) and view.c_contiguous and view.nbytes:
-        return np.frombuffer(view, np.uint8)
-    return np.asarray(view).reshape(-1).view(np.uint8)
