@@ -1,11 +1,14 @@
 """The caller's turn with the writers, where the memory of the host has no room for more copies."""
 
+import pathlib
 import threading
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
+import treering as tr
 from treering._pytree import staging
 from treering._pytree.leaves import LocalShard
 from treering._pytree.staging import Staging
@@ -41,3 +44,23 @@ def test_all_is_staged_where_there_is_never_room(
         one.join(20)
         assert not one.is_alive()
     assert found == {n: arrays[n].tobytes() for n in order}
+
+
+def test_memory_that_python_has_no_view_of(tmp_path: pathlib.Path) -> None:
+    """Arrays that do not lie in C order, of dtypes that only NumPy knows, without elements, beside plain ones."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    turned = Format(Layout(major_to_minor=(1, 0)), device)
+    plain = np.arange(12, dtype=np.float32).reshape(3, 4)
+    tree = {
+        "turned": jax.device_put(plain, turned),
+        "plain": jax.device_put(plain),
+        "half": jax.device_put(plain).astype("bfloat16"),
+        "none": jax.numpy.zeros((0, 4)),
+        "one": jax.numpy.float32(3),
+    }
+    for chosen in (["turned", "plain"], ["plain", "none", "one"], list(tree)):
+        some = {name: tree[name] for name in chosen}
+        for step in range(2):  # what is known from the last time takes another way
+            tr.save(tmp_path / f"{len(chosen)}-{step}", some)
+            found = tr.restore(tmp_path / f"{len(chosen)}-{step}")
+            assert all(found[name].tobytes() == np.asarray(some[name]).tobytes() for name in chosen)
