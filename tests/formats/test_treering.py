@@ -21,7 +21,7 @@ from treering._processes import assignment
 from treering._pytree import leaves as _leaves
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
-from treering.formats.treering import layout, manifest, read
+from treering.formats.treering import layout, manifest, parts
 from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -163,8 +163,8 @@ def test_the_header_estimate_is_never_too_low() -> None:
 def test_neighbouring_pieces_come_as_one_view(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Onto fewer devices, or whole, nothing is copied; what lies otherwise in the file gets memory of its own."""
     asked: list[tuple[int, ...]] = []
-    real = read.adoptable
-    monkeypatch.setattr(read, "adoptable", lambda shape, dtype: asked.append(shape) or real(shape, dtype))
+    real = parts.adoptable
+    monkeypatch.setattr(parts, "adoptable", lambda shape, dtype: asked.append(shape) or real(shape, dtype))
 
     def on(count: int, *axes: str | None) -> jax.NamedSharding:
         mesh = jax.make_mesh((count,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])

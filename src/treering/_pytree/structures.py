@@ -16,8 +16,8 @@ class _Known(NamedTuple):
     """What a description follows from, leaf by leaf, and the description but for the arrays.
 
     `values` are the leaves that are plain values, whose entries are made anew; all others are arrays of JAX. `order`
-    has the leaf of each shard, unless each leaf is one, and `apart` the numbers of the shards that are held by a part of
-    their leaf, by leaf and box.
+    has the leaf of each shard (None: each leaf is one), and `apart` the numbers of the shards that are held by a part
+    of their leaf, by leaf and box.
     """
 
     paths: Sequence[str]

@@ -28,14 +28,14 @@ from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import opened, read_file
 from . import manifest, metrics, validity
-from .files import ArrayFile, Memory, Part, joined, parts_of
+from .files import ArrayFile
 from .manifest import BLOCK, ArrayRow, piece_key
+from .parts import Memory, Part, as_bools, assemble, joined, parts_of, ranges_of
 from .schema import MANIFEST
 from .whole_leaves import WholeLeaves, stored_as
 
 _log = logging.getLogger("treering")
 _OBJECTS = 10  # of a bucket that are read at a time, and may be in memory beside what is returned
-_ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
 
 
 class Reader:
@@ -152,7 +152,7 @@ class Reader:
         arrays, memory = read(wanted, verify, mmap)
         if "bool" in {entry.dtype for entry, _ in wanted}:
             arrays = [
-                _as_bools(array) if entry.dtype == "bool" else array
+                as_bools(array) if entry.dtype == "bool" else array
                 for array, (entry, _) in zip(arrays, wanted, strict=True)
             ]
         held = sum(one.nbytes for one in memory.values())
@@ -178,11 +178,11 @@ class Reader:
             own.find(self._file(number).header, functools.partial(self._begin, number))
         rest = [wanted[n] for n in others]
         parts = [self._parts(entry, box, mmap) for entry, box in rest]
-        ranges = _ranges(itertools.chain.from_iterable(parts))
+        ranges = ranges_of(itertools.chain.from_iterable(parts))
         for number, own in leaves.items():
             ranges.setdefault(number, []).extend(own.ranges())
         memory = {number: self._file(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
-        made = _assemble(rest, parts, memory)
+        made = assemble(rest, parts, memory)
         if not leaves:
             return made, memory
         arrays: list[Any] = [None] * len(wanted)
@@ -241,7 +241,7 @@ class Reader:
 
         in_parallel(list(inside), read, _OBJECTS)
         rest = [one for n, one in enumerate(wanted) if n not in own]
-        others = iter(_assemble(rest, [self._parts(entry, box, mmap) for entry, box in rest], memory))
+        others = iter(assemble(rest, [self._parts(entry, box, mmap) for entry, box in rest], memory))
         return [own[n] if n in own else next(others) for n in range(len(wanted))], memory
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
@@ -397,48 +397,3 @@ class Reader:
         """The files that a leaf lies in."""
         row = self._target(row)
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
-
-
-def _ranges(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
-    """The byte ranges of parts, by file."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for part in parts:
-        if part.file not in found:
-            found[part.file] = []
-        if part.ranges:
-            found[part.file] += part.ranges
-        else:
-            found[part.file].append((part.begin, part.end))
-    return found
-
-
-def _as_bools(array: np.ndarray) -> np.ndarray:
-    """The bools that are made of the bytes which hold them: any but 0 is true."""
-    return array.view(np.uint8) != 0 if (array.view(np.uint8) > 1).any() else array
-
-
-def _assemble(
-    wanted: Sequence[tuple[ArrayEntry, Box]], parts: list[list[Part]], memory: dict[int, Memory]
-) -> list[np.ndarray]:
-    """The arrays: views where one part is all of a box, else memory of their own, filled by several threads."""
-    arrays: list[np.ndarray] = []
-    copies: list[tuple[np.ndarray, Part]] = []
-    for (entry, box), found in zip(wanted, parts, strict=True):
-        dtype = dtypes.to_numpy(entry.dtype)
-        if len(found) == 1:
-            arrays.append(memory[found[0].file].view(found[0], dtype))
-            continue
-        own = adoptable(box_shape(box), dtype)
-        arrays.append(own)
-        copies += [(own, part) for part in found]
-
-    def copy(job: tuple[np.ndarray, Part]) -> None:
-        own, part = job
-        own[part.at] = memory[part.file].view(part, own.dtype)
-
-    if sum(own[part.at].nbytes for own, part in copies) > _ALONE:
-        in_parallel(copies, copy)
-    else:
-        for job in copies:
-            copy(job)
-    return arrays

@@ -1,0 +1,146 @@
+"""The parts of wanted boxes that pieces hold, and what is made of them once their bytes are in memory."""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box, box_shape, byte_ranges, rows_apart, slices
+from ..._core.entries import ArrayEntry
+from ..._threads.pool import in_parallel
+from ...stores.buffers import adoptable
+from .manifest import BLOCK
+
+_MOST_AXES = 32  # that an array has in every release of NumPy
+_ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """The part of a wanted box that one piece holds: the bytes [begin, end) of a file's buffer.
+
+    With `strides`, not every byte between is part of it, but those of `ranges` are. `at` is where it belongs in
+    the wanted box.
+    """
+
+    file: int
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    ranges: Any = None
+    at: Any = ...
+
+
+def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, apart: bool) -> list[Part]:
+    """The parts of a box in a piece that begins at `begin`; `inner` is their intersection. All boxes are global.
+
+    With `apart`, rows that lie far apart are parts of their own, and the bytes between them are in none.
+    """
+    shape = box_shape(piece)
+    if inner == piece:
+        return [Part(file, begin, begin + itemsize * math.prod(shape), shape, at=slices(inner, box))]
+    strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(inner, piece, strict=True))
+    parts: list[Part] = []
+    for row in rows_apart(shape, relative, itemsize, BLOCK) if apart else (relative,):
+        ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, row, itemsize, BLOCK)]
+        at = slices(tuple((a + o, b + o) for (a, b), (o, _) in zip(row, piece, strict=True)), box)
+        parts.append(Part(file, ranges[0][0], ranges[-1][1], box_shape(row), strides, ranges, at))
+    return parts
+
+
+def joined(parts: list[Part], shape: tuple[int, ...]) -> list[Part]:
+    """The parts of a box of this shape, made one if they lie in the file as they do in the box: nothing is copied."""
+    place = elements = 0
+    for n, part in enumerate(parts):
+        first = last = 0
+        for where, size in zip(part.at, shape, strict=True):
+            first, last = first * size + where.start, last * size + where.stop - 1
+        count = math.prod(part.shape)
+        runs_on = n == 0 or (part.file == parts[0].file and part.begin == place)
+        if part.strides or not runs_on or first != elements or last - first + 1 != count:
+            return parts
+        place, elements = part.end, elements + count
+    if len(parts) < 2 or elements != math.prod(shape):
+        return parts
+    return [Part(parts[0].file, parts[0].begin, place, shape)]
+
+
+class Memory:
+    """Bytes of a file in memory: the mapped file, or runs of it that were read."""
+
+    def __init__(self, runs: Sequence[tuple[int, Any]]):
+        self._runs = runs  # (offset in the buffer of the first byte, memory), ascending
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that this takes; a mapped file counts as none."""
+        return sum(len(memory) for _, memory in self._runs if isinstance(memory, memoryview))
+
+    def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
+        """The part as an array that shares this memory."""
+        memory, at = self._find(part.begin)
+        return np.ndarray(part.shape, dtype, memory, at, part.strides)
+
+    def views(self, begin: int, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
+        """So many arrays of one shape that lie one after the other from a byte on; they share this memory."""
+        memory, at = self._find(begin)
+        if 0 < len(shape) < _MOST_AXES and count > 1:
+            return list(np.ndarray((count, *shape), dtype, memory, at))  # takes a third of the time
+        nbytes = dtype.itemsize * math.prod(shape)
+        return [np.ndarray(shape, dtype, memory, at + n * nbytes) for n in range(count)]
+
+    def _find(self, begin: int) -> tuple[Any, int]:
+        """The memory that has a byte of the buffer, and where in it."""
+        n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, begin, key=lambda run: run[0]) - 1
+        offset, memory = self._runs[n]
+        return memory, begin - offset
+
+
+def ranges_of(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
+    """The byte ranges of parts, by file."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        if part.file not in found:
+            found[part.file] = []
+        if part.ranges:
+            found[part.file] += part.ranges
+        else:
+            found[part.file].append((part.begin, part.end))
+    return found
+
+
+def assemble(
+    wanted: Sequence[tuple[ArrayEntry, Box]], parts: list[list[Part]], memory: dict[int, Memory]
+) -> list[np.ndarray]:
+    """The arrays: views where one part is all of a box, else memory of their own, filled by several threads."""
+    arrays: list[np.ndarray] = []
+    copies: list[tuple[np.ndarray, Part]] = []
+    for (entry, box), found in zip(wanted, parts, strict=True):
+        dtype = dtypes.to_numpy(entry.dtype)
+        if len(found) == 1:
+            arrays.append(memory[found[0].file].view(found[0], dtype))
+            continue
+        own = adoptable(box_shape(box), dtype)
+        arrays.append(own)
+        copies += [(own, part) for part in found]
+
+    def copy(job: tuple[np.ndarray, Part]) -> None:
+        own, part = job
+        own[part.at] = memory[part.file].view(part, own.dtype)
+
+    if sum(own[part.at].nbytes for own, part in copies) > _ALONE:
+        in_parallel(copies, copy)
+    else:
+        for job in copies:
+            copy(job)
+    return arrays
+
+
+def as_bools(array: np.ndarray) -> np.ndarray:
+    """The bools that are made of the bytes which hold them: any but 0 is true."""
+    return array.view(np.uint8) != 0 if (array.view(np.uint8) > 1).any() else array
