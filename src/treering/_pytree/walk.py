@@ -14,13 +14,14 @@ class Walk(NamedTuple):
     """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
 
     `boxes` are those that do not show in the paths, by the path of their contents, from the outside in: the kind of
-    each, and its name for its child.
+    each, and its name for its child. `structure` is JAX's treedef for these leaves, None where it has others.
     """
 
     paths: Sequence[str]
     leaves: Sequence[Any]
     skeleton: Skeleton
     boxes: Mapping[str, Sequence[tuple[str, str]]]
+    structure: Any = None
 
 
 class _Names(NamedTuple):
@@ -73,7 +74,7 @@ def walk(tree: Any) -> Walk:
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
-    return Walk(names.paths, leaves, names.skeleton, names.boxes)
+    return Walk(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef)
 
 
 @calls_back
@@ -141,11 +142,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 @calls_back
-def rebuilt(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree with other leaves, in the order of `walk`."""
+def rebuilt(tree: Any, leaves: Sequence[Any], structure: Any = None) -> Any:
+    """A tree with other leaves, in the order of `walk`, whose `structure` it has."""
     import jax
 
-    structure = jax.tree.structure(tree)
+    structure = jax.tree.structure(tree) if structure is None else structure
     if structure.num_leaves != len(leaves):  # there are some of None, for which JAX has to be asked at each node
         structure = flatten(tree)[1]
     return structure.unflatten(leaves)

@@ -79,12 +79,13 @@ class Group:
             for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
                 target = self._targets[n]
                 if target.make in _place.IN_JAX:
-                    own = [next(arrays)] if count == 1 else list(itertools.islice(arrays, count))
-                    if count != 1 or own[0].dtype is not target.dtype:
+                    own = list(itertools.islice(arrays, count))
+                    dtype, entry = target.dtype, target.entry
+                    assert entry is not None
+                    if count != 1 or own[0].dtype is not dtype:
                         own = [_cast(array, target, paths[n]) for array in own]
                     in_jax.append(n)
-                    entry: Any = target.entry
-                    items.append(_place.Item(place, entry.shape, target.dtype, target.weak, own))
+                    items.append(_place.Item(place, entry.shape, dtype, target.weak, own))
                 else:
                     array = next(arrays)
                     if target.make != "numpy" or array.dtype is not target.dtype:

@@ -157,7 +157,7 @@ def _compare(
                     alike[kind] = targets[-1]
         except Differs as difference:
             differences.append(Difference(path, *difference.args))
-    for path, entry in entries.items():
+    for path, entry in () if entries.keys() <= used else entries.items():
         if path in used or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY):
             continue
         if any(below(path, at) is not None for at in skipped) or policy.allows("extra", path):

@@ -127,7 +127,7 @@ def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, shar
         targets,
         places,
         lambda: [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)],
-        lambda values: join(walk.rebuilt(template, values)),
+        lambda values: join(walk.rebuilt(template, values, walked.structure)),
     )
 
 
