@@ -126,6 +126,24 @@ class StoreConformance:
             assert blob.read(0, len(data)) == data
             blob.close()
 
+    @pytest.mark.parametrize("nbytes", [2 << 20, (2 << 20) - 1, (2 << 20) + 1, 10], ids=["as", "less", "more", "few"])
+    def test_the_last_of_what_is_expected_may_come_into_other_memory(
+        self, store: Store, root: str, nbytes: int
+    ) -> None:
+        data, begin, end = random.Random(1).randbytes(nbytes), 5000, 2 << 20
+        store.make_folders(root, [])
+        _put(store, f"{root}/x", data)
+        memory = bytearray(end - begin)
+        blob = store.open(f"{root}/x", expected=end, into=memoryview(memory))
+        assert blob.size == nbytes and blob.read_up_to(10) == data[:10]
+        assert blob.read(begin - 10, 20) == data[begin - 10 : begin + 10] if nbytes > begin + 10 else nbytes == 10
+        if nbytes >= end and (taken := blob.take([(begin, end)])) is not None:
+            assert memory == data[begin:end] == bytes(taken[0])
+            memory[0] ^= 1
+            assert taken[0][0] == memory[0], "it is that very memory"
+        assert blob.read(0, nbytes) == data
+        blob.close()
+
     def test_what_is_open_stays(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
         _put(store, f"{root}/x", b"first")
