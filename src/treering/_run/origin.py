@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from .._threads.decoding import learn
 from ..errors import MismatchError, UnsupportedError
 from ..stores.store import Store
 from ..stores.whole_files import read_file
@@ -23,6 +24,9 @@ class _Near(msgspec.Struct, frozen=True):
     after: str
     version: Any = _VERSION
     requires: Any = ()
+
+
+learn(_Near)
 
 
 class Origin:

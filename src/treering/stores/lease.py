@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._threads.alive import Alive
+from .._threads.decoding import learn
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import claims
 from .directories import make_dirs
@@ -39,6 +40,9 @@ class _Held(NamedTuple):
 class _Envelope(msgspec.Struct):
     version: Any = _VERSION
     requires: Any = ()
+
+
+learn(_Envelope)
 
 
 class WriterLock:

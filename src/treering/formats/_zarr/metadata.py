@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ..._core import dtypes
+from ..._threads.decoding import learn
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 
 FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
@@ -67,6 +68,9 @@ class _Version3(msgspec.Struct):
     codecs: list[_Named]
     fill_value: Any
     storage_transformers: list[Any] = msgspec.field(default_factory=list)
+
+
+learn(_Version2, _Version3, _Chunks)
 
 
 class Layout(NamedTuple):

@@ -20,6 +20,7 @@ import msgspec
 from ..._core.entries import lost
 from ..._core.leaf_paths import few, key_text, split
 from ..._core.source import Source
+from ..._threads.decoding import learn
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import refusal
@@ -62,6 +63,9 @@ _Runs = Mapping[str, dict[int | float, str]]
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+learn(_Index)
 
 
 class Flax:

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from ..._core.source import Source
+from ..._threads.decoding import learn
 from ...errors import CorruptError
 from ...stores.read_errors import reading
 from ...stores.store import Store
@@ -31,6 +32,9 @@ class Metadata(msgspec.Struct):
         except ValueError:
             time = datetime.datetime.min
         return time.replace(tzinfo=time.tzinfo or datetime.UTC)
+
+
+learn(Metadata)
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:

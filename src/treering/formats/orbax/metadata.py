@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..._threads.decoding import learn
 from ...errors import CorruptError
 from ...stores.store import Store
 from .._zarr import metadata
@@ -41,6 +42,9 @@ class TreeMetadata(msgspec.Struct):
     use_ocdbt: bool | None = None
     use_zarr3: bool | None = None
     custom_metadata: Any = None
+
+
+learn(TreeMetadata)
 
 
 def read_metadata(store: Store, folder: str) -> TreeMetadata:

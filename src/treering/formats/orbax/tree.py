@@ -14,6 +14,7 @@ from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
 from ..._core.leaf_paths import few, join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
+from ..._threads.decoding import learn
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Store
 from ...stores.whole_files import is_file
@@ -60,6 +61,9 @@ class _ArrayAbout(msgspec.Struct):
 
 class _ArraysAbout(msgspec.Struct):
     array_metadatas: list[_ArrayAbout]
+
+
+learn(_ArraysAbout)
 
 
 class _Place(NamedTuple):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..._core.leaf_paths import few
+from ..._threads.decoding import learn
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
@@ -30,6 +31,9 @@ class Chosen(NamedTuple):
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+learn(_Index)
 
 
 def candidates(names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from ..._threads.decoding import learn
 from ...errors import CorruptError, UnsafeError
 from .._shared import strict_json
 
@@ -38,6 +39,9 @@ class _Lenient(Tensor, gc=False):
 
 class _Metadata(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
+learn(Tensor, dict[str, _Lenient], _Metadata)
 
 
 class Header(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..._core.values import decode_float
+from ..._threads.decoding import learn
 
 _log = logging.getLogger("treering")
 
@@ -38,6 +39,9 @@ class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     metrics: dict[str, float | str] = {}
     metadata: Any = None
     format: str | None = None
+
+
+learn(Sidecar)
 
 
 def read_sidecar(text: Mapping[str, str]) -> Sidecar:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..._threads.decoding import learn
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.read_errors import reading
@@ -82,6 +83,9 @@ class ArrayHeader:
 
 class _About(msgspec.Struct):
     metadata: Any = msgspec.field(name="__metadata__", default=None)
+
+
+learn(_About)
 
 
 def check_version(store: Store, path: str, listed: manifest.File) -> None:

@@ -11,6 +11,7 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.skeleton import Node
 from ..._core.values import EXACT
+from ..._threads.decoding import learn
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from .._shared import strict_json
 from . import validity
@@ -117,6 +118,9 @@ class Summary(msgspec.Struct, frozen=True):
     def created_seconds(self) -> float:
         """The time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
+
+
+learn(Manifest, Summary, _Envelope, *_LARGE.values())
 
 
 def as_utc(created: str) -> datetime.datetime:

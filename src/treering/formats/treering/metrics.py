@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from ..._threads.decoding import learn
 from ...errors import CorruptError, UnsupportedError
 from ...stores.read_errors import reading
 from ...stores.store import Store
@@ -30,6 +31,9 @@ class _File(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str]
     format: str = _FORMAT
     version: int = manifest.VERSION
+
+
+learn(_File)
 
 
 def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:

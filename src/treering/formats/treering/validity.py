@@ -17,6 +17,7 @@ from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import EXACT, decode, is_shape
+from ..._threads.decoding import learn
 from ...errors import CorruptError
 from ..safetensors.header import MAX_HEADER
 from .schema import MANIFEST
@@ -34,6 +35,9 @@ _MOST_DEEP = 200  # levels of objects and lists, where users may write anything
 class _Sharding(msgspec.Struct, frozen=True):
     mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]]
     spec: list[str | list[str] | None]
+
+
+learn(_Sharding)
 
 
 def check(manifest: "Manifest", top: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..._threads.alive import Alive
+from ..._threads.decoding import learn
 from ..._threads.pool import start
 from ...errors import SaveError
 from .bucket import Bucket, ChangedError, Found, Version, now
@@ -47,6 +48,9 @@ class About(msgspec.Struct):
     def is_known(self) -> bool:
         """Whether this release knows what it says; what a later one wrote may mean anything."""
         return self.version == VERSION and not self.requires
+
+
+learn(About)
 
 
 class Heartbeat:
