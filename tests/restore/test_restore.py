@@ -699,3 +699,20 @@ def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
         tr.restore(tmp_path / "c", like, extra=["ema/**"])
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("restored")]
     assert line.startswith("restored 1 leaves of ") and line.endswith("; 3 left in the checkpoint: ema/a, ema/b, later")
+
+
+def test_a_function_sees_typed_keys_without_a_template(tmp_path: pathlib.Path) -> None:
+    """As with one: their own shapes, not those of their data."""
+    keys = {"one": jax.random.key(1), "many": jax.random.split(jax.random.key(2), 8)}
+    tr.save(tmp_path / "c", keys)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    seen: dict[str, tuple[int, ...]] = {}
+
+    def where(path: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        seen[path] = shape
+        return jax.NamedSharding(mesh, jax.P("x") if shape else jax.P())
+
+    found = tr.restore(tmp_path / "c", sharding=where)
+    assert seen == {"one": (), "many": (8,)}
+    assert all((jax.random.key_data(found[name]) == jax.random.key_data(keys[name])).all() for name in keys)
+    assert found["many"].sharding.spec == jax.P("x")

@@ -106,7 +106,10 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
         keys = node.keys
         if type(keys) is list:
             count = len(keys)
-            if count == 1 and stack and type(keys[0]) is str:  # the container of one leaf, as most small ones are
+            of_keys = node.kind not in ("list", "tuple", "positional")
+            if (
+                count == 1 and of_keys and stack and type(keys[0]) is str
+            ):  # the container of one leaf, as most small ones are
                 stack[-1] = {keys[0]: stack[-1]}
                 continue
         else:

@@ -179,11 +179,16 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
     listed = list(entries.values())
     template = nest(entries, listed) if skeleton is None else build(skeleton, listed)
     walked = walk.walk(template)
-    shaped = [leaf if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
+    shaped = [_as_seen(leaf) if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
     places = dict(
         zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, lambda: shaped), strict=True)
     )
     return [places[path] for path in entries]
+
+
+def _as_seen(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
+    """An array with the shape that its user sees: of typed keys, the data has one more axis."""
+    return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
 
 
 def _shaped(target: Target) -> Any:

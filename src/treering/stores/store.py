@@ -226,8 +226,8 @@ class Store(Protocol):
         """Opens a file. Raises `CorruptError` for what is no file.
 
         expected: how many of its first bytes are about to be read, for stores that would bring them at once.
-        into: memory for the last of these. A store may bring them there, and `Blob.take` then gives that very memory;
-            nobody else looks at it or writes to it before.
+        into: memory for the last of these. A store may bring them there, and `Blob.take` then gives that very memory.
+            Until then it is the blob's, which nobody but the opener may use: others would take it for theirs.
         """
         ...
 

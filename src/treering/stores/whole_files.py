@@ -3,6 +3,7 @@
 import contextlib
 import posixpath
 from collections.abc import Iterator
+from typing import Any
 
 from ..errors import ExistsError, UnsafeError
 from . import git_lfs
@@ -88,6 +89,7 @@ def opened(store: Store, path: str, *, expected: int = 0) -> Iterator[Blob]:
 def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
     """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
     with reading(path):
-        blob = store.open(path, expected=expected, into=into)
+        options: dict[str, Any] = {} if into is None else {"into": into}  # which only stores of objects need to know
+        blob = store.open(path, expected=expected, **options)
         git_lfs.check_open(blob)
     return blob

@@ -23,6 +23,7 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering.errors import MismatchError, NotFoundError, UnsupportedError
+from treering.formats.treering.files import ArrayFile
 from treering.stores import buffers
 from treering.stores.objects import blob, clients
 from treering.stores.objects import store as objects
@@ -408,3 +409,42 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
     files = ckpt._source._files.values()
     assert len(files) > 1 and not any(file._blob._came for file in files)
+
+
+def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes straight into the array of one of them is not taken by the other, at whatever moment that comes."""
+    saved = np.arange(6_000_000, dtype=np.float32)  # in two objects
+    ckpt = tr.open(tr.save(obstore.store.MemoryStore(), {"w": saved}).path)
+    opened, taken, written = threading.Event(), threading.Event(), threading.Event()
+    right: dict[str, bool] = {}
+    memory = ArrayFile.memory
+
+    def in_turns(self: ArrayFile, *arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is first and not opened.is_set():
+            opened.set()  # before it takes what has come
+            taken.wait(20)
+            return memory(self, *arguments, **options)
+        found = memory(self, *arguments, **options)
+        if threading.current_thread() is second and not taken.is_set():
+            taken.set()
+            written.wait(20)
+        return found
+
+    def read_and_write() -> None:
+        array = ckpt["w"][...]
+        right["first"] = np.array_equal(array, saved)
+        array[:] = -1
+        written.set()
+
+    def read() -> None:
+        opened.wait(20)
+        right["second"] = np.array_equal(ckpt["w"][...], saved)
+
+    monkeypatch.setattr(ArrayFile, "memory", in_turns)
+    monkeypatch.setattr("treering.formats.treering.read._OBJECTS", 1)  # in the very threads that are begun here
+    first, second = threading.Thread(target=read_and_write), threading.Thread(target=read)
+    for one in (first, second):
+        one.start()
+    for one in (first, second):
+        one.join(60)
+    assert right == {"first": True, "second": True}

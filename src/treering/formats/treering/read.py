@@ -219,15 +219,17 @@ class Reader:
         def read(number: int) -> None:
             size = self._manifest.files[number].size
             expected = size if nbytes[number] * 2 > size else 0
-            file = self._file(number, expected, self._all_of(number, inside[number], own))
+            # No other read knows a file that is opened here before all is taken that came with opening it: it would
+            # take that for its own, which may lie in an array that is about to be returned.
+            file = self._files.get(number) or self._open(number, expected, self._all_of(number, inside[number], own))
             ranges: list[tuple[int, int]] = []
             copies: list[tuple[np.ndarray, Part]] = []
             for n, row, box, piece, key in inside[number]:
                 if piece == box:  # without parts, for there may be thousands
-                    begin, end = self._tensor(number, key, row.dtype, box_shape(piece))
+                    begin, end = self._tensor(file, key, row.dtype, box_shape(piece))
                     ranges += [(begin, end)] if begin < end else []
                     continue
-                for part in self._parts_in(number, row, box, piece, key, mmap):
+                for part in self._parts_in(file, number, row, box, piece, key, mmap):
                     ranges += part.ranges or [(part.begin, part.end)]
                     copies += [(own[n], part)] if n in own else []
             if ranges:
@@ -238,6 +240,7 @@ class Reader:
                         there[...] = came
                 if not all(n in own for n, *_ in inside[number]):
                     memory[number] = found
+            self._files.setdefault(number, file)
 
         in_parallel(list(inside), read, _OBJECTS)
         rest = [one for n, one in enumerate(wanted) if n not in own]
@@ -289,29 +292,30 @@ class Reader:
         """
         row = self._resolve(entry)
         if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
-            begin, end = self._tensor(row.where, piece_key(row.path, None), row.dtype, row.shape)
+            begin, end = self._tensor(self._file(row.where), piece_key(row.path, None), row.dtype, row.shape)
             return [Part(row.where, begin, end, row.shape)] if begin < end else []
         parts: list[Part] = []
         for number, piece, key in self._pieces(row, box):
-            parts += self._parts_in(number, row, box, piece, key, mmap)
+            parts += self._parts_in(self._file(number), number, row, box, piece, key, mmap)
         return joined(parts, box_shape(box))
 
-    def _parts_in(self, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None) -> list[Part]:
-        """The parts of a box in one piece, which lies in a file under a key."""
-        begin, _ = self._tensor(number, key, row.dtype, box_shape(piece))
+    def _parts_in(
+        self, file: ArrayFile, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None
+    ) -> list[Part]:
+        """The parts of a box in one piece, which lies in the file of a number under a key."""
+        begin, _ = self._tensor(file, key, row.dtype, box_shape(piece))
         inner = intersect(piece, box)
         if inner is None:
             return []
-        apart = not self._file(number).can_mmap(mmap)  # a mapped file holds the rows as one array with strides
+        apart = not file.can_mmap(mmap)  # a mapped file holds the rows as one array with strides
         return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)
 
     def _begin(self, number: int, row: ArrayRow) -> int:
         """Where an array that is whole in a file begins in its buffer. Raises as `_tensor` does."""
-        return self._tensor(number, piece_key(row.path, None), row.dtype, row.shape)[0]
+        return self._tensor(self._file(number), piece_key(row.path, None), row.dtype, row.shape)[0]
 
-    def _tensor(self, number: int, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _tensor(self, file: ArrayFile, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Where a piece's tensor is in the buffer of a file. Raises `UnsupportedError` if it is another tensor."""
-        file = self._files.get(number) or self._file(number)
         tensor = file.header.tensor(key)
         begin, end = tensor.data_offsets if tensor else (0, 0)
         found = tensor and (tensor.dtype, tensor.shape, end - begin, file.header.dtypes.get(key))
@@ -362,22 +366,28 @@ class Reader:
             return None
         return there.reshape(-1).view(np.uint8).data
 
-    def _file(self, number: int, expected: int = 0, into: memoryview | None = None) -> ArrayFile:
-        """An array file, opened when it is asked for first; for `expected` and `into` see `Store.open`."""
+    def _file(self, number: int) -> ArrayFile:
+        """An array file, opened when it is asked for first."""
         if found := self._files.get(number):
             return found
-        with self._opening if self._store.object_bytes is None else contextlib.nullcontext():
-            listed = self._manifest.files[number]
-            if listed.requires:
-                raise manifest.requiring(posixpath.join(self.path, listed.name), listed.requires)
+        if self._store.object_bytes is not None:
+            return self._files.setdefault(number, self._open(number))
+        with self._opening:
             if number not in self._files:
-                try:
-                    self._files[number] = ArrayFile(self._store, self.path, listed, expected, into)
-                except ReplacedError:
-                    raise
-                except FileNotFoundError:
-                    self._raise_missing(listed.name)
+                self._files[number] = self._open(number)
             return self._files[number]
+
+    def _open(self, number: int, expected: int = 0, into: memoryview | None = None) -> ArrayFile:
+        """Opens an array file; for `expected` and `into` see `Store.open`."""
+        listed = self._manifest.files[number]
+        if listed.requires:
+            raise manifest.requiring(posixpath.join(self.path, listed.name), listed.requires)
+        try:
+            return ArrayFile(self._store, self.path, listed, expected, into)
+        except ReplacedError:
+            raise
+        except FileNotFoundError:
+            self._raise_missing(listed.name)
 
     def _raise_missing(self, name: str) -> NoReturn:
         try:
