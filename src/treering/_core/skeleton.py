@@ -106,10 +106,8 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
         keys = node.keys
         if type(keys) is list:
             count = len(keys)
-            of_keys = node.kind not in ("list", "tuple", "positional")
-            if (
-                count == 1 and of_keys and stack and type(keys[0]) is str
-            ):  # the container of one leaf, as most small ones are
+            # Of one child, as most small ones are.
+            if count == 1 and stack and type(keys[0]) is str and node.kind in ("dict", "object", "namedtuple"):
                 stack[-1] = {keys[0]: stack[-1]}
                 continue
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._core.boxes import Box, box_shape, rows_apart, slices, whole
 from ...errors import CorruptError, UnsafeError
-from ...stores.buffers import adoptable
+from ...stores.buffers import adoptable, in_a_row
 from ...stores.ranges import Range, merge
 from ...stores.store import Blob
 
@@ -23,7 +23,6 @@ _SMALL_ARRAY_BYTES = (
     32 << 10
 )  # bytes of an array that is read along with others, for a call takes longer than to copy it
 _BETWEEN = 4 << 10  # bytes between two such arrays that are read as well
-_MOST_AXES = 32  # that an array has in every release of NumPy
 _BYTE = np.dtype(np.uint8)
 _TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the processor's cache holds
 
@@ -258,15 +257,11 @@ def _ranges(run: list[_Whole], stride: int) -> list[Range]:
 
 def _put(run: list[_Whole], found: list[Any], memory: Any, begin: int, stride: int) -> None:
     """Puts the arrays of a run, which lie in some memory from a byte on, among what was found; they share it."""
-    count, about = len(run), run[0][2]
-    together: Any
-    if count > 1 and 0 < len(about.shape) < _MOST_AXES:
-        inner = np.ndarray(about.shape, about.stored, memory, begin).strides
-        together = _native(np.ndarray((count, *about.shape), about.stored, memory, begin, (stride, *inner)), about)
-    else:
-        arrays = [np.ndarray(about.shape, about.stored, memory, begin + n * stride) for n in range(count)]
-        together = [_native(array, about) for array in arrays]
-    for (_, n, _), array in zip(run, together, strict=True):
+    about = run[0][2]
+    arrays = in_a_row(memory, begin, len(run), about.shape, about.stored, stride)
+    if about.stored is not about.dtype:
+        arrays = [_native(array, about) for array in arrays]
+    for (_, n, _), array in zip(run, arrays, strict=True):
         found[n] = array
 
 

@@ -12,10 +12,9 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, byte_ranges, rows_apart, slices
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
-from ...stores.buffers import adoptable
+from ...stores.buffers import adoptable, in_a_row
 from .manifest import BLOCK
 
-_MOST_AXES = 32  # that an array has in every release of NumPy
 _ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
 
 
@@ -88,11 +87,7 @@ class Memory:
 
     def views(self, begin: int, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
         """So many arrays of one shape that lie one after the other from a byte on; they share this memory."""
-        memory, at = self._find(begin)
-        if 0 < len(shape) < _MOST_AXES and count > 1:
-            return list(np.ndarray((count, *shape), dtype, memory, at))  # takes a third of the time
-        nbytes = dtype.itemsize * math.prod(shape)
-        return [np.ndarray(shape, dtype, memory, at + n * nbytes) for n in range(count)]
+        return in_a_row(*self._find(begin), count, shape, dtype, dtype.itemsize * math.prod(shape))
 
     def _find(self, begin: int) -> tuple[Any, int]:
         """The memory that has a byte of the buffer, and where in it."""
