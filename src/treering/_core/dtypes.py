@@ -37,6 +37,7 @@ SAFETENSORS = {
 # Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
 _WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
+_OF_NUMPY = {name for name in SAFETENSORS if not name.startswith(("float8", "bfloat16"))} | {"complex128"}
 _UNIT = r"\[(?:[2-9]|[1-9]\d{1,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
 _SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\|S([1-9]\d{{0,7}})", re.ASCII)
 
@@ -73,10 +74,13 @@ def itemsize(text: str) -> int:
 @functools.lru_cache(maxsize=512)
 def to_numpy(text: str) -> "np.dtype[Any]":
     """The (little-endian) NumPy dtype."""
-    import ml_dtypes
     import numpy as np
 
     stored_as(text)
+    if text in _OF_NUMPY:
+        return np.dtype(text)
+    import ml_dtypes  # which takes as long to load as a whole checkpoint to open
+
     try:
         return np.dtype(getattr(ml_dtypes, text, None) or text)
     except TypeError:

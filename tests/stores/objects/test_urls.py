@@ -25,7 +25,7 @@ from treering import stores
 from treering.errors import MismatchError, NotFoundError, UnsupportedError
 from treering.formats.treering.files import ArrayFile
 from treering.stores import buffers
-from treering.stores.objects import blob, clients
+from treering.stores.objects import blob, clients, upload
 from treering.stores.objects import store as objects
 from treering.stores.read_errors import RequestError
 
@@ -448,3 +448,20 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
     for one in (first, second):
         one.join(60)
     assert right == {"first": True, "second": True}
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
+    s3_server: str, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "IN_FLIGHT", 2)
+    made: list[int] = []
+    monkeypatch.setattr(upload, "aligned", lambda nbytes: made.append(nbytes) or buffers.aligned(nbytes))
+    client = obstore.store.MemoryStore() if holds else s3.client(s3_server, prefix=secrets.token_hex(4))
+    store = stores.of(stores.absolute(client))
+    monkeypatch.setattr(store._uploads, "_room", threading.BoundedSemaphore(1))
+    saved = np.random.default_rng(0).integers(0, 256, 12 * upload.OBJECT_BYTES, np.uint8)
+    tr.save(client, {"w": saved})
+    assert len(made) >= 12 if holds else len(made) < 6
+    assert store._uploads._free == []
+    assert np.array_equal(tr.restore(client)["w"], saved)

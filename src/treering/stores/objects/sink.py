@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ...errors import SaveError
-from ..buffers import aligned, copy
+from ..buffers import copy
 from ..claims import TakenOverError
 from ..read_errors import RequestError
 from ..store import ABSENT
@@ -50,7 +50,7 @@ class ObjectSink:
         return True
 
     def preallocate(self, nbytes: int) -> memoryview:
-        self._buffer = aligned(nbytes)  # never one that was used before: a client may keep what it was given
+        self._buffer = self._uploads.memory(nbytes)
         return self._buffer
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -80,6 +80,7 @@ class ObjectSink:
 
     def _put(self, data: memoryview) -> None:
         self._bucket.put(self._key, data, overwrite=True)  # no other object gets its name
+        self._uploads.give_back(data)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
         self._uploads.settle(self.path.rpartition("/")[0])

@@ -9,7 +9,7 @@ from typing import Any
 from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
-from ..buffers import round_up
+from ..buffers import aligned, round_up
 from .bucket import Bucket, UnansweredError, Version
 
 OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
@@ -118,7 +118,26 @@ class Uploads:
         self._room = threading.BoundedSemaphore(IN_FLIGHT)
         self._lock = threading.Lock()
         self._under_way: dict[str, Upload] = {}
+        self._free: list[Any] = []  # memory of objects that are there
         _alive.add(self)
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Memory for an object, with any bytes in it: pages that were in use before come far quicker than new ones."""
+        with self._lock:
+            fitting = (n for n, one in enumerate(self._free) if nbytes <= len(one) <= 2 * nbytes)
+            found = next(fitting, None)
+            return aligned(nbytes) if found is None else memoryview(self._free.pop(found))
+
+    def give_back(self, data: memoryview) -> None:
+        """Takes the memory of an object that was put, unless the client holds it still, as that of `memory://` does."""
+        memory = data.obj
+        try:
+            data.release()
+        except BufferError:
+            return
+        with self._lock:
+            if self._under_way and len(self._free) < IN_FLIGHT:
+                self._free.append(memory)
 
     def begin(self, path: str, put: Callable[[], None]) -> "Upload":
         """Begins to put an object in the background, as soon as there is room for it."""
@@ -140,6 +159,7 @@ class Uploads:
         """Waits until an object is no longer on its way, whatever became of it."""
         with self._lock:
             upload = self._under_way.pop(path, None)
+            self._forget_if_idle()
         if upload:
             upload.wait()
 
@@ -148,16 +168,23 @@ class Uploads:
         with self._lock:
             own = [path for path in self._under_way if path.startswith(folder + "/")]
             waiting = [self._under_way.pop(path) for path in own]
+            self._forget_if_idle()
         for upload in waiting:
             upload.wait()
         for upload in waiting:
             upload.check()
 
+    def _forget_if_idle(self) -> None:
+        """Lets go of memory that no save needs. Called with `_lock` held."""
+        if not self._under_way:
+            self._free.clear()
+
 
 def _forget_after_fork() -> None:
     """Leaves what is on its way to the process that this one was forked from."""
     for one in _alive.all():
-        one._room, one._lock, one._under_way = threading.BoundedSemaphore(IN_FLIGHT), threading.Lock(), {}
+        one._room, one._lock = threading.BoundedSemaphore(IN_FLIGHT), threading.Lock()
+        one._under_way, one._free = {}, []
 
 
 _alive: "Alive[Uploads]" = Alive()
