@@ -4,7 +4,6 @@ import argparse
 import importlib.metadata
 import os
 import re
-import shutil
 import tempfile
 import warnings
 
@@ -80,11 +79,9 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
     rows: dict[str, list[table.Row]] = {name: [] for name in chosen}
     for state in (arenas or states.STATES) if chosen else ():
         place = os.path.join(directory, state)
-        made = states.make(state)
-        arena = operations.enter(state, made, contestants.everyone(made), place, repeats)
-        for name in chosen:
-            rows[name] += operations.OPERATIONS[name](arena)
-        shutil.rmtree(place)
+        with operations.enter(state, contestants.everyone(), place, repeats) as arena:
+            for name in chosen:
+                rows[name] += operations.OPERATIONS[name](arena)
     found = [row for name in chosen for row in rows[name]]
     if "memory" in only:
         found += memory.rows(directory)

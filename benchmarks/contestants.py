@@ -1,6 +1,7 @@
 """Who takes part: every library saves and restores a state in its own plain way."""
 
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import states
+from . import floor, states
 
 Wait = Callable[[], object]
 
@@ -27,16 +28,11 @@ class Contestant:
     start: Callable[[str], Wait] | None = None
 
 
-def everyone(state: Any) -> list[Contestant]:
-    found = [*with_shardings(state), safetensors(state)]
-    if importlib.util.find_spec("torch"):
-        found.append(torch_dcp(state))
-    return found
+WITH_SHARDINGS = ("treering", "Orbax v0", "Orbax v1")  # those that know of several devices and processes
 
 
-def with_shardings(state: Any) -> list[Contestant]:
-    """Those that know of several devices and processes."""
-    return [treering(state), orbax_v0(state), orbax_v1(state)]
+def everyone() -> list[str]:
+    return [*WITH_SHARDINGS, "safetensors", *(["torch DCP"] if importlib.util.find_spec("torch") else [])]
 
 
 def treering(state: Any, *, verify: bool = True) -> Contestant:
@@ -49,6 +45,12 @@ def treering(state: Any, *, verify: bool = True) -> Contestant:
         lambda path: jax.block_until_ready(tr.restore(path, like=state, verify=verify)),
         lambda path: tr.save_async(path, state).result,
     )
+
+
+def treering_into_numpy(state: Any) -> Contestant:
+    import treering as tr
+
+    return dataclasses.replace(treering(state), restore=tr.restore)
 
 
 def orbax_v0(state: Any) -> Contestant:
@@ -118,6 +120,39 @@ def torch_dcp(state: Any) -> Contestant:
     return Contestant("torch DCP", lambda path: dcp.save(named, checkpoint_id=path, no_dist=True), restore)
 
 
+def plain_floor(state: Any) -> Contestant:
+    """The bytes alone: each process has a file of its own."""
+    write = floor.write_small if states.is_small(state) else floor.write_large
+    views = states.views(state)
+
+    def save(path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+        write(_floor_file(path), views)
+
+    return Contestant("floor", save, lambda path: floor.read_large(_floor_file(path)))
+
+
+def check_floor(path: str, state: Any) -> None:
+    """Raises `AssertionError` unless it wrote the bytes of the state."""
+    floor.check(_floor_file(path), states.views(state))
+
+
+def _floor_file(path: str) -> str:
+    return os.path.join(path, str(jax.process_index()))
+
+
 def _named(state: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+MAKERS: dict[str, Callable[[Any], Contestant]] = {
+    "treering": treering,
+    "treering, verify=False": functools.partial(treering, verify=False),
+    "treering into NumPy": treering_into_numpy,
+    "Orbax v0": orbax_v0,
+    "Orbax v1": orbax_v1,
+    "safetensors": safetensors,
+    "torch DCP": torch_dcp,
+    "floor": plain_floor,
+}

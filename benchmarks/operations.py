@@ -1,144 +1,114 @@
 """The operations on one state, each a race of all contestants."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import shutil
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-import jax
-import numpy as np
-
-import treering as tr
-
-from . import contestants, floor, measure, states
-from .contestants import Contestant
+from . import contestants, measure, workers
 from .table import Row
 
 
 @dataclasses.dataclass(frozen=True)
 class Arena:
-    """A state, its contestants, and a directory that holds one checkpoint of each under its name."""
+    """A state, the jobs of its contestants, and a directory that holds one checkpoint of each under its name."""
 
     name: str
-    state: Any
-    entered: list[Contestant]
+    entered: dict[str, workers.Job]
     directory: str
     repeats: int
 
     def kept(self, name: str) -> str:
         return os.path.join(self.directory, name)
 
-    def row(self, operation: str, runs: dict[str, Callable[[], float]]) -> Row:
+    def race(self, operation: str, runs: dict[str, Callable[[], float]]) -> Row:
         return Row(operation, self.name, "s", measure.race(runs, self.repeats))
 
+    def save(self, job: workers.Job, what: str = "save") -> float:
+        """The seconds of a save to a new place."""
+        path = self.kept("new")
+        os.sync()  # nobody pays for what others have written
+        taken = job.tell(what, path)
+        shutil.rmtree(path)
+        return taken
 
-def enter(name: str, state: Any, entered: list[Contestant], directory: str, repeats: int) -> Arena:
-    """Everyone saves once, and what comes back is compared; this also warms everyone up."""
-    arena = Arena(name, state, entered, directory, repeats)
+    def restore(self, job: workers.Job, prepare: Callable[[str], None], name: str, what: str = "restore") -> float:
+        """The seconds of restoring what a contestant keeps."""
+        prepare(self.kept(name))
+        return job.tell(what, self.kept(name))
+
+
+@contextlib.contextmanager
+def enter(state: str, names: Iterable[str], directory: str, repeats: int, *, count: int = 1) -> Iterator[Arena]:
+    """Everyone, each in so many processes, saves once, and what comes back is compared; this also warms them up."""
     os.makedirs(directory)
-    for contestant in arena.entered:
-        contestant.save(arena.kept(contestant.name))
-        states.check(state, contestant.restore(arena.kept(contestant.name)), contestant.name)
-    os.mkdir(arena.kept("floor"))
-    file = os.path.join(arena.kept("floor"), "bytes")
-    _floor(arena)(file, states.views(state))
-    floor.check(file, states.views(state))
-    return arena
+    with contextlib.ExitStack() as running:
+        jobs = {name: running.enter_context(workers.job(name, state, count=count)) for name in [*names, "floor"]}
+        arena = Arena(state, jobs, directory, repeats)
+        for name, job in jobs.items():
+            job.tell("save", arena.kept(name))
+            job.tell("check", arena.kept(name))
+        yield arena
+    shutil.rmtree(directory)
 
 
 def save(arena: Arena) -> list[Row]:
     """Seconds until the save is durable."""
-    views = states.views(arena.state)
-
-    def floor_save(path: str) -> None:
-        os.mkdir(path)
-        _floor(arena)(os.path.join(path, "bytes"), views)
-
-    savers = {contestant.name: contestant.save for contestant in arena.entered} | {"floor": floor_save}
-
-    def run(name: str) -> float:
-        path = arena.kept("new")
-        os.sync()  # nobody pays for what others have written
-        taken = measure.seconds(lambda: savers[name](path))
-        shutil.rmtree(path)
-        return taken
-
-    return [arena.row("durable save", {name: functools.partial(run, name) for name in savers})]
+    return [
+        arena.race("durable save", {name: functools.partial(arena.save, job) for name, job in arena.entered.items()})
+    ]
 
 
 def stall(arena: Arena) -> list[Row]:
     """Seconds until the program may go on."""
     if arena.name == "gpt2":
         return []  # like `large` in all that matters here
-
-    def run(start: Callable[[str], Callable[[], object]]) -> float:
-        path = arena.kept("new")
-        os.sync()
-        waits: list[Callable[[], object]] = []
-        taken = measure.seconds(lambda: waits.append(start(path)))
-        waits[0]()
-        shutil.rmtree(path)
-        return taken
-
-    starters = {c.name: functools.partial(run, c.start) for c in arena.entered if c.start}
-    return [dataclasses.replace(arena.row("stall of an asynchronous save", starters), unit="ms")]
+    starters = {name: arena.entered[name] for name in contestants.WITH_SHARDINGS}
+    found = arena.race(
+        "stall of an asynchronous save",
+        {name: functools.partial(arena.save, job, "start") for name, job in starters.items()},
+    )
+    return [dataclasses.replace(found, unit="ms")]
 
 
 def warm(arena: Arena) -> list[Row]:
     """Restores from the page cache."""
-
-    def run(restore: Callable[[str], Any], name: str, use: bool) -> float:
-        measure.fill_cache(arena.kept(name))
-
-        def work() -> Any:
-            restored = restore(arena.kept(name))
-            return restored, _read(restored) if use else None
-
-        return measure.seconds(work)
-
-    unverified = contestants.treering(arena.state, verify=False)
-    runs = {c.name: functools.partial(run, c.restore, c.name, False) for c in arena.entered}
-    found = arena.row(
-        "restore, warm", {**runs, "unverified": functools.partial(run, unverified.restore, "treering", False)}
-    )
-    second = found.values.pop("unverified")
-    rows = [found, Row("restore, warm, verify=False", arena.name, "s", {**found.values, "treering": second})]
+    plain = {name: job for name, job in arena.entered.items() if name != "floor"}
+    with workers.job("treering, verify=False", arena.name, onto=arena.name) as unverified:
+        unverified.tell("check", arena.kept("treering"))
+        runs = {name: from_cache(arena, job, name) for name, job in plain.items()}
+        found = arena.race("restore, warm", {**runs, "unverified": from_cache(arena, unverified, "treering")})
+        second = found.values.pop("unverified")
+        rows = [found, Row("restore, warm, verify=False", arena.name, "s", {**found.values, "treering": second})]
+        if arena.name == "large":
+            uses = {
+                name: from_cache(arena, job, name, "read") for name, job in {**plain, "treering": unverified}.items()
+            }
+            rows.append(arena.race("restore, warm, verify=False, and read every byte", uses))
     if arena.name == "small":
-        plain = {c.name: c.restore for c in arena.entered if c.name == "safetensors"} | {"treering": tr.restore}
-        runs = {name: functools.partial(run, restore, name, False) for name, restore in plain.items()}
-        rows.append(arena.row("restore into NumPy, warm", runs))
-    if arena.name == "large":
-        uses = {c.name: functools.partial(run, c.restore, c.name, True) for c in [*arena.entered[1:], unverified]}
-        rows.append(arena.row("restore, warm, verify=False, and read every byte", uses))
+        with workers.job("treering into NumPy", arena.name, onto=arena.name) as into_numpy:
+            into_numpy.tell("check", arena.kept("treering"))
+            jobs = {"treering": into_numpy, "safetensors": plain["safetensors"]}
+            runs = {name: from_cache(arena, job, name) for name, job in jobs.items()}
+            rows.append(arena.race("restore into NumPy, warm", runs))
     return rows
+
+
+def from_cache(arena: Arena, job: workers.Job, name: str, what: str = "restore") -> Callable[[], float]:
+    """A restore of what a contestant keeps, from the page cache."""
+    return functools.partial(arena.restore, job, measure.fill_cache, name, what)
 
 
 def cold(arena: Arena) -> list[Row]:
     """Restores from the disk."""
     if arena.name == "small":
         return []
-    kept = arena.kept("treering")
-    file = max((os.path.join(kept, name) for name in os.listdir(kept)), key=os.path.getsize)
-
-    def run(restore: Callable[[], Any], name: str) -> float:
-        measure.drop_cache(arena.kept(name))
-        return measure.seconds(restore)
-
     runs = {
-        c.name: functools.partial(run, functools.partial(c.restore, arena.kept(c.name)), c.name) for c in arena.entered
+        name: functools.partial(arena.restore, job, measure.drop_cache, name) for name, job in arena.entered.items()
     }
-    runs["floor"] = functools.partial(run, lambda: floor.read_large(file), "treering")
-    return [arena.row("restore, cold", runs)]
-
-
-def _floor(arena: Arena) -> Callable[[str, list[np.ndarray]], None]:
-    return floor.write_small if arena.name == "small" else floor.write_large
-
-
-def _read(restored: Any) -> float:
-    return sum(float(np.asarray(leaf).sum()) for leaf in jax.tree.leaves(restored))
+    return [arena.race("restore, cold", runs)]
 
 
 OPERATIONS = {"save": save, "stall": stall, "warm": warm, "cold": cold}

@@ -7,10 +7,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 STATES = ("large", "gpt2", "small")
+_MESHES = {  # sizes of a mesh, and how arrays are cut
+    "sharded": ((8,), ("x",)),
+    "4 × 2": ((4, 2), ("x", "y")),
+    "4 devices": ((4,), ("x",)),
+}
 
 
 def template(name: str) -> Any:
     """The shapes, dtypes and shardings of a state."""
+    if is_spread(name):
+        sizes, spec = _MESHES[name]
+        devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+        return _sharded(Mesh(devices, ("x", "y")[: len(sizes)]), *spec)
     shapes = {"large": _large, "gpt2": _gpt2_with_adam, "small": _small}[name]()
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(
@@ -21,21 +30,33 @@ def template(name: str) -> Any:
 
 
 def make(name: str) -> Any:
-    """A state of JAX arrays with random contents, which compress as badly as trained weights do."""
+    """A state of JAX arrays with random contents, which compress as badly as trained weights do.
+
+    Of one that is spread over devices each process makes its own part.
+    """
+    if is_spread(name):
+        return _make_sharded(template(name))
     random = np.random.default_rng(0)
     arrays = jax.tree.map(lambda leaf: random.standard_normal(leaf.shape, leaf.dtype), template(name))
     return jax.block_until_ready(jax.device_put(arrays))
 
 
-def sharded(mesh: Mesh, *spec: Any) -> Any:
-    """The template of 1 GiB in 16 leaves, spread over a mesh."""
+def is_spread(name: str) -> bool:
+    """Whether the state is 1 GiB in 16 leaves that are spread over a mesh."""
+    return name in _MESHES
+
+
+def is_small(state: Any) -> bool:
+    """Whether it is small leaves alone."""
+    return all(leaf.size < 4096 for leaf in jax.tree.leaves(state))
+
+
+def _sharded(mesh: Mesh, *spec: Any) -> Any:
     where = NamedSharding(mesh, PartitionSpec(*spec))
     return {f"layer_{n:02d}": jax.ShapeDtypeStruct((8192, 2048), np.float32, sharding=where) for n in range(16)}
 
 
-def make_sharded(template: Any) -> Any:
-    """Such a state with random contents; with several processes each makes its own part."""
-
+def _make_sharded(template: Any) -> Any:
     def array(n: int, leaf: Any) -> jax.Array:
         shape = leaf.sharding.shard_shape(leaf.shape)
 
@@ -62,8 +83,11 @@ def views(state: Any) -> list[np.ndarray]:
     return [np.asarray(shard.data).reshape(-1).view(np.uint8) for shard in shards]
 
 
-def check(state: Any, restored: Any, who: str) -> None:
-    """Raises `AssertionError` unless the restored leaves are those of the state, bit for bit."""
+def check(state: Any, restored: Any, who: str, like: Any = None) -> None:
+    """Raises `AssertionError` unless the restored leaves are those of the state, bit for bit, and lie as in `like`."""
+    for wanted, found in zip(jax.tree.leaves(like), jax.tree.leaves(restored), strict=True) if like else ():
+        if hasattr(found, "sharding") and wanted.sharding != found.sharding:
+            raise AssertionError(f"{who}: came back as {found.sharding}")
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
     for n, (expected, found) in enumerate(pairs):
         a, b = _here(expected), _here(found)
