@@ -21,7 +21,7 @@ demo: $(VENV)/demo
 
 test: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 2
-	$(RUN) -m pytest -m slow -n 4
+	$(RUN) -m pytest -m slow -n 4 --dist worksteal
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow and not long" -n 2
@@ -62,16 +62,25 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 	for target in manifest header flax stream records table block zarr; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
-# The test suite on the oldest releases that pyproject.toml admits; of what takes long, only what uses JAX the most.
+# Of what takes long, what uses JAX the most: all that is run of it on other releases than those of `make test`.
+LONG_ELSEWHERE := tests/processes tests/pytree tests/restore tests/save
+
+# The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
 	.venv-lowest/bin/python -m pytest -m "not slow and not peers and not long" -n 2
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 2 tests/processes tests/pytree tests/restore tests/save
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 2 $(LONG_ELSEWHERE)
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
 # here; `make clean` forgets them.
-newest: $(if $(PYTHON_NEWEST),.venv-newest/done)
-	$(if $(PYTHON_NEWEST),.venv-newest/bin/python -m pytest -m "not slow" -n 2,@echo "make newest: SKIPPED: expected \
-	python3.13 on the PATH or among pyenv's versions, found none; say where one is with PYTHON_NEWEST=PATH")
+ifeq ($(PYTHON_NEWEST),)
+newest:
+	@echo "make newest: SKIPPED: expected python3.13 on the PATH or among pyenv's versions, found none; say where one is \
+	with PYTHON_NEWEST=PATH"
+else
+newest: .venv-newest/done
+	.venv-newest/bin/python -m pytest -m "not slow and not long" -n 2
+	.venv-newest/bin/python -m pytest -m "long and not slow" -n 2 $(LONG_ELSEWHERE)
+endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about ten minutes on two cores.
 torture-buckets: $(VENV)/test

@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import gc
 import importlib.metadata
+import pathlib
 import platform
 import threading
 from collections.abc import Iterator
@@ -25,10 +26,14 @@ from treering.stores.posix import Disk
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow."""
+    """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow.
+
+    What takes minutes begins first, and the short fill up the workers behind it: all of it lies beside this file.
+    """
     for item in items:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
