@@ -458,3 +458,15 @@ def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
         if len(nodes) > 1:
             with pytest.raises(ValueError, match="tree"):
                 leaf_paths(nodes[:-1], len(expected) - (nodes[-1] == LEAF))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("place", ["ckpt", "ckpt.safetensors", "ckpt.msgpack"])
+def test_bools_whose_byte_is_another_than_0_and_1_are_arrays_that_may_be_changed(
+    tmp_path: pathlib.Path, place: str, shape: tuple[int, ...]
+) -> None:
+    tr.save(tmp_path / place, {"w": np.full(shape, 2, np.uint8).view(bool)})
+    found = tr.restore(tmp_path / place)["w"]
+    assert isinstance(found, np.ndarray) and found.shape == shape and found.view(np.uint8).all()
+    found[...] = False
+    assert not found.any()

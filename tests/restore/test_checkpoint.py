@@ -56,6 +56,7 @@ INDICES = [
     (..., slice(None, None, -2)),
     (1, ..., 3),
     (0, 1, 2),
+    (0, 1, 2, ...),
     (slice(5, 9),),
     (slice(None), slice(0, 0)),
 ]
@@ -68,6 +69,13 @@ def test_slices_are_those_of_numpy(ckpt: Any, index: Any) -> None:
     assert type(found) is type(array[index])
     np.testing.assert_array_equal(found, array[index])
     assert found.shape == array[index].shape
+
+
+@pytest.mark.parametrize("index", [..., ()])
+def test_slices_of_arrays_without_axes_are_those_of_numpy(tmp_path: pathlib.Path, index: Any) -> None:
+    tr.save(tmp_path / "ckpt", {"w": np.array(2.5, np.float32)})
+    found = tr.open(tmp_path / "ckpt")["w"][index]
+    assert type(found) is type(np.array(2.5, np.float32)[index]) and found == 2.5
 
 
 @pytest.mark.parametrize("index", [2, (0, 3), (0, 0, 0, 0), (..., ...), "a", [0, 1], None, True, 1.0])

@@ -67,7 +67,8 @@ class LazyArray:
         """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
         box, rest = _bounds(index, self.shape)
         (array,) = self._reader.read([(self._entry, box)])
-        found = array[rest]
+        # With an ellipsis NumPy returns an array, even of no axes, and never a scalar.
+        found = array[(*rest, ...)] if ... in (index if isinstance(index, tuple) else (index,)) else array[rest]
         # A small slice must not keep the whole file mapped.
         return found.copy() if found.nbytes <= _COPIED_BYTES else found
 

@@ -114,6 +114,7 @@ class ThreadPool:
     def _work(self) -> None:
         while task := self._tasks.get():
             task()
+            del task  # or its memory would stay until the next one comes
 
 
 def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _READERS) -> None:

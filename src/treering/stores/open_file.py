@@ -61,7 +61,7 @@ class File:
     def read_up_to(self, nbytes: int) -> bytes:
         """The first bytes, or all where there are fewer."""
         buffer = bytearray(min(nbytes, self._disk.size(self._fd)))
-        return bytes(buffer[: self._disk.read(self._fd, memoryview(buffer), 0)])
+        return bytes(memoryview(buffer)[: self._disk.read(self._fd, memoryview(buffer), 0)])
 
     def close(self) -> None:
         """Closes it; an object that is collected is closed, too."""

@@ -465,3 +465,16 @@ def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
     assert len(made) >= 12 if holds else len(made) < 6
     assert store._uploads._free == []
     assert np.array_equal(tr.restore(client)["w"], saved)
+
+
+@pytest.mark.parametrize("view", [lambda one: one[1:5], lambda one: one.cast("H"), lambda one: np.frombuffer(one, "B")])
+def test_memory_is_not_used_again_while_a_client_holds_a_part_of_it(view: Any) -> None:
+    uploads = upload.Uploads()
+    uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
+    memory = uploads.memory(1 << 20)
+    held = view(memory)
+    uploads.give_back(memory)
+    assert uploads._free == [] and len(held)
+    memory = uploads.memory(1 << 20)
+    uploads.give_back(memory)
+    assert len(uploads._free) == 1

@@ -141,7 +141,7 @@ def seal(content: msgspec.Struct) -> bytes:
 
 def check(data: bytes, name: str) -> None:
     """Raises `CorruptError` unless the bytes are those that were written."""
-    body, tail = data[:-_TAIL], data[-_TAIL:]
+    body, tail = memoryview(data)[:-_TAIL], data[-_TAIL:]
     if len(data) < _TAIL or not tail.startswith(b',"xxh3":"') or not tail.endswith(b'"}\n'):
         raise CorruptError(f"{name}: expected a manifest that ends in its checksum, found it cut short or changed")
     if tail[9:25] != xxh3(body).encode():

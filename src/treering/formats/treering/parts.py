@@ -138,4 +138,5 @@ def assemble(
 
 def as_bools(array: np.ndarray) -> np.ndarray:
     """The bools that are made of the bytes which hold them: any but 0 is true."""
-    return array.view(np.uint8) != 0 if (array.view(np.uint8) > 1).any() else array
+    stored = array.view(np.uint8)
+    return np.not_equal(stored, 0, out=np.empty(array.shape, bool)) if (stored > 1).any() else array

@@ -160,7 +160,7 @@ class Reader:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
-        for n, (entry, _) in enumerate(wanted if self._has_ties else ()):
+        for n, (entry, _) in enumerate(wanted if len(wanted) > 1 and self._has_ties else ()):
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
                 arrays[n] = arrays[n].copy()
         return arrays

@@ -5,6 +5,7 @@ A broken rule raises a `ValueError` or a `TreeringError` that names it: the seal
 
 import collections
 import datetime
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,7 @@ _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _MOST_REPEATED = 500  # nodes of a part of the tree that is looked for behind itself
+_KIND, _WHERE = operator.attrgetter("type", "dtype", "shape", "impl"), operator.attrgetter("where")  # of array rows
 _MOST_DEEP = 200  # levels of objects and lists, where users may write anything
 
 
@@ -72,13 +74,14 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
         for row in manifest.leaves:
             if isinstance(row, ValueEntry):
                 row.decode()
-    for row in {(row.type, row.dtype, row.shape, row.impl): row for row in arrays}.values():  # one of each kind
+    for row in dict(zip(map(_KIND, arrays), arrays, strict=True)).values():  # one of each kind
         _check_array(row)
-    for where in {row.where for row in arrays if type(row.where) is int}:
-        if not 0 <= where < len(manifest.files):
+    places = set(map(_WHERE, arrays))
+    for where in places:
+        if type(where) is int and not 0 <= where < len(manifest.files):
             row = next(row for row in arrays if row.where == where)
             raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
-    elsewhere = [row for row in arrays if type(row.where) is not int]
+    elsewhere = [row for row in arrays if type(row.where) is not int] if set(map(type, places)) != {int} else []
     for row in elsewhere:
         _check_place(row, layouts)
     ties = [row for row in elsewhere if isinstance(row.where, str)]

@@ -129,11 +129,12 @@ class Uploads:
             return aligned(nbytes) if found is None else memoryview(self._free.pop(found))
 
     def give_back(self, data: memoryview) -> None:
-        """Takes the memory of an object that was put, unless the client holds it still, as that of `memory://` does."""
-        memory = data.obj
+        """Takes the memory of an object that was put, unless the client holds any of it, as that of `memory://` does."""
+        memory: Any = data.obj
         try:
             data.release()
-        except BufferError:
+            memory.resize(len(memory))  # to what it is, which is refused while anything refers to it
+        except (BufferError, OSError, SystemError, TypeError, ValueError):  # the last four where there is no resizing
             return
         with self._lock:
             if self._under_way and len(self._free) < IN_FLIGHT:
