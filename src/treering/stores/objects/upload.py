@@ -129,7 +129,7 @@ class Uploads:
             return aligned(nbytes) if found is None else memoryview(self._free.pop(found))
 
     def give_back(self, data: memoryview) -> None:
-        """Takes the memory of an object that was put, unless the client holds any of it, as that of `memory://` does."""
+        """Takes the memory of an object that was put, unless the client holds any of it, as `memory://` does."""
         memory: Any = data.obj
         try:
             data.release()
