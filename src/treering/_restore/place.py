@@ -123,6 +123,8 @@ def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequenc
 
 def _own(leaf: Any) -> Any:
     """The template's own sharding; an uncommitted array stays uncommitted, whatever mesh is set."""
+    if type(leaf) is np.ndarray:  # first, for asking whether it is one of JAX's takes long
+        return None
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return _UNCOMMITTED
     return getattr(leaf, "sharding", None)

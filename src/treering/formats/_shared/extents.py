@@ -166,7 +166,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
 Wanted = Sequence[tuple[int, Runs, Box]]  # boxes of arrays, numbered
 _Whole = tuple[int, int, Layout]  # an array that is wanted whole: its offset in a file, its number, its layout
-_place = operator.itemgetter(0, 1)
+_offset = operator.itemgetter(0)
 
 
 def put_mapped(wanted: Wanted, found: list[Any]) -> None:
@@ -228,7 +228,7 @@ def _by_file(
         else:
             found.setdefault(file, []).append((offset, n, about))
     for own in found.values():
-        own.sort(key=_place)
+        own.sort(key=_offset)  # of the same offset those come first that are asked for first, as they stand here
     return found, rest
 
 
