@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from treering._core.boxes import Box, box_shape
 from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
-from treering._processes.assignment import Layout, Share
+from treering._processes.assignment import Share
+from treering._processes.layouts import Layout
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, Described, LocalShard
 from treering._pytree.walk import Walk

@@ -18,8 +18,9 @@ from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
 from treering._core.boxes import Box, Cells, box_shape, slices, whole
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
-from treering._processes import assignment
-from treering._processes.assignment import Layout, Share
+from treering._processes import assignment, layouts
+from treering._processes.assignment import Share
+from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
@@ -77,7 +78,7 @@ def shape_of(one: Layout) -> tuple[int, ...]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, count: int) -> Layout:
+def grids(draw: st.DrawFn, count: int) -> Layout:
     """Grids over up to three axes with cells of any size, in any order, each held by anybody."""
     axes: list[list[tuple[int, int]]] = []
     for _ in range(draw(st.integers(0, 3))):
@@ -92,7 +93,7 @@ def layouts(draw: st.DrawFn, count: int) -> Layout:
 def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[Layout, int]]]:
     """The number of processes, and arrays as layouts and item sizes."""
     count = draw(st.integers(1, 12))
-    arrays = st.tuples(layouts(count), st.sampled_from([1, 2, 4, 8, 16]))
+    arrays = st.tuples(grids(count), st.sampled_from([1, 2, 4, 8, 16]))
     return count, draw(st.lists(arrays, min_size=1, max_size=5))
 
 
@@ -175,7 +176,7 @@ def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, i
 
 
 def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
-    return assignment.layout_of(NamedSharding(mesh, spec), tuple(shape))
+    return layouts.layout_of(NamedSharding(mesh, spec), tuple(shape))
 
 
 @st.composite
@@ -200,8 +201,8 @@ def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedShar
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_sharding.box_of(index, shape), set()).add(device.process_index)
-    layout = assignment.layout_of(sharding, shape)
-    assert assignment._of_mesh(sharding, shape) is not None
+    layout = layouts.layout_of(sharding, shape)
+    assert layouts._of_mesh(sharding, shape) is not None
     assert dict(zip(layout.boxes, map(set, layout.holders), strict=True)) == holders
     assert layout.elements.tolist() == [math.prod(box_shape(box)) for box in layout.boxes]
     assert list(layout.boxes) == [layout.boxes[n] for n in range(len(layout.boxes))]
@@ -647,8 +648,8 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
     """Plans twice, for measuring memory takes most of the time."""
     seconds: list[float] = []
     for traced in (True, False):
-        assignment.layout_of.cache_clear()
-        assignment.held_by.cache_clear()
+        layouts.layout_of.cache_clear()
+        layouts.held_by.cache_clear()
         leaves = make()
         catalogue = catalogue_of(leaves, process)
         if traced:

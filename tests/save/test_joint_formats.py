@@ -12,8 +12,8 @@ import treering as tr
 from jobs import run_job
 from treering._core.boxes import Cells
 from treering._core.entries import ArrayEntry
-from treering._processes.assignment import Layout
 from treering._processes.calls import SingleProcess
+from treering._processes.layouts import Layout
 from treering.formats._zarr.chunks import assigned
 
 STATE = """

@@ -11,67 +11,18 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import msgspec
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, Cells, box_of, box_shape, in_slices, intersect, slices, whole
+from .._core.boxes import Box, Cells, box_shape, in_slices, intersect, slices, whole
 from .._core.entries import ArrayEntry
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
+from .layouts import Layout, held_by, layout_of, owner
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
 _FEW_PIECES = 16  # of an array, up to which they are gone through one by one
 _FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
-
-
-class Holders(tuple[tuple[int, ...], ...]):
-    """The processes that hold each of the pieces of an array. Arrays of many shapes share one such object."""
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash  # computed once: there may be a hundred thousand pieces
-
-    @functools.cached_property
-    def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """One column for each piece: its holders, repeated from the first where other pieces have more."""
-        most = max(map(len, self))
-        return np.ascontiguousarray(np.array([[own[n % len(own)] for n in range(most)] for own in self], np.int32).T)
-
-
-class Layout:
-    """The spread of an array over processes: `holders[i]` are the processes that hold the piece `boxes[i]`.
-
-    The boxes are the cells of a grid, in C order. Layouts are compared by identity, and shared by the arrays of one
-    shape and sharding.
-    """
-
-    def __init__(self, boxes: Sequence[Box], holders: Sequence[Sequence[int]]):
-        self.boxes, order = Cells.of(boxes)
-        own = holders if isinstance(holders, Holders) else Holders(map(tuple, holders))
-        self.holders = own if boxes is self.boxes else Holders(own[n] for n in order)
-
-    @functools.cached_property
-    def elements(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The number of elements of each box."""
-        return self.boxes.sizes()
-
-    def nbytes(self, itemsize: int) -> int:
-        """The size of the array, each piece counted once."""
-        return int(self.elements.sum()) * itemsize
-
-    @functools.cached_property
-    def largest(self) -> int:
-        """The number of elements of the largest box."""
-        return int(self.elements.max())
-
-    @functools.cached_property
-    def is_regular(self) -> bool:
-        """Whether all boxes have one shape, so that chunks of one shape can be parts of each."""
-        return all(len(set(map(operator.sub, axis[1:], axis))) == 1 for axis in self.boxes.cuts)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -94,56 +45,6 @@ class Share(NamedTuple):
     writers: Sequence[int] | np.ndarray
     layout: Layout | None = None
     turn: int = 0
-
-
-@functools.lru_cache(maxsize=4096)
-def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
-    """The layout of arrays of a shape and sharding."""
-    if (known := _of_mesh(sharding, shape)) is not None:
-        return known
-    holders: dict[Box, set[int]] = {}
-    ranges: dict[Any, Any] = {}  # equal ones are one object: with thousands of boxes that saves most of the memory
-    for device, index in sharding.devices_indices_map(shape).items():
-        box = tuple(ranges.setdefault(one, one) for one in box_of(index or (), shape))
-        holders.setdefault(box, set()).add(device.process_index)
-    return Layout(list(holders), [sorted(own) for own in holders.values()])
-
-
-def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout | None:
-    """The layout as it follows from mesh and spec, without asking for thousands of boxes; None for other shardings."""
-    if type(sharding) is not jax.NamedSharding or not isinstance(sharding.mesh, jax.sharding.Mesh):
-        return None
-    mesh, spec = sharding.mesh, sharding.spec
-    plain = all(part is None or isinstance(part, str | tuple) for part in spec)
-    if not plain or len(spec) > len(shape) or getattr(spec, "unreduced", None):
-        return None
-    names = [(part,) if isinstance(part, str) else part or () for part in spec]
-    parts = [math.prod(mesh.shape[name] for name in own) for own in names] + [1] * (len(shape) - len(names))
-    if any(size % n or not size for size, n in zip(shape, parts, strict=True)):
-        return None
-    cuts = (range(0, size + 1, size // n) for size, n in zip(shape, parts, strict=True))
-    return Layout(Cells(cuts), _mesh_holders(mesh, tuple(itertools.chain(*names))))
-
-
-@functools.lru_cache(maxsize=256)
-def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
-    """For each place along some axes of a mesh, in C order, the processes that have devices there."""
-    first = [mesh.axis_names.index(name) for name in axes]
-    order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
-    numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    rows = numbers.transpose(order).reshape(math.prod(mesh.shape[name] for name in axes), -1)
-    return Holders(tuple(sorted(set(row))) for row in rows.tolist())
-
-
-@functools.lru_cache(maxsize=4096)
-def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
-    """The layout of an array that each of the holders has whole."""
-    return Layout(boxes, _all_held_by(holders, len(boxes)))
-
-
-@functools.lru_cache(maxsize=256)
-def _all_held_by(holders: tuple[int, ...], pieces: int) -> Holders:
-    return Holders((holders,) * pieces)
 
 
 def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
@@ -173,13 +74,6 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
     for group in (together, apart):
         shares.update(zip(group, share_out(list(group.values()), loads, total // count), strict=True))
     return shares
-
-
-@functools.lru_cache(maxsize=4096)
-def owner(layout: Layout) -> int | None:
-    """The one process that holds every box; None when there are several."""
-    first = layout.holders[0]
-    return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None
 
 
 def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from .._core.boxes import Cells, whole
 from .._core.entries import ArrayEntry
-from .._processes.assignment import Layout, held_by, layout_of, owner
+from .._processes.layouts import Layout, held_by, layout_of, owner
 from .._pytree.leaves import Catalogue, Described
 from ..formats import JointFormat
 

@@ -22,8 +22,8 @@ from ..stores.store import Store
 from ._shared import kinds
 
 if TYPE_CHECKING:
-    from .._processes.assignment import Layout
     from .._processes.calls import Call
+    from .._processes.layouts import Layout
 
 _log = logging.getLogger("treering")
 

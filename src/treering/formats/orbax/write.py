@@ -11,8 +11,8 @@ from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node
 from ..._core.source import Source
-from ..._processes.assignment import Layout
 from ..._processes.calls import Call
+from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store

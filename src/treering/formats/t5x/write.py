@@ -18,8 +18,8 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.leaf_paths import split
 from ..._core.source import Source
-from ..._processes.assignment import Layout
 from ..._processes.calls import Call
+from ..._processes.layouts import Layout
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared import state_dict_write as writing

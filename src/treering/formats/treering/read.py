@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import posixpath
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,10 @@ class Reader:
 
     @functools.cached_property
     def _has_ties(self) -> bool:
-        return str in {type(row.where) for row in self._manifest.leaves if isinstance(row, ArrayRow)}
+        rows = self._manifest.leaves
+        if set(map(type, rows)) != {ArrayRow}:
+            rows = [row for row in rows if isinstance(row, ArrayRow)]
+        return str in set(map(type, map(operator.attrgetter("where"), rows)))
 
     @property
     def created(self) -> datetime.datetime:

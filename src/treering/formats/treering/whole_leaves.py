@@ -62,11 +62,14 @@ class WholeLeaves:
             return {}, range(len(wanted))
         found: dict[int, WholeLeaves] = {}
         rest: list[int] = []
-        kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}  # of these, for asking a cache takes longer
+        dtype, shape = wanted[0][0].dtype, wanted[0][0].shape  # the last, for asking a cache takes longer
+        kind = _kind(dtype, shape)
         file, own = -1, WholeLeaves()
         for n, (row, box) in enumerate(wanted):
             where: Any = row.where  # type: ignore[attr-defined] (each is a row of the manifest)
-            kind = kinds.get(about := (row.dtype, row.shape)) or kinds.setdefault(about, _kind(*about))
+            if row.shape != shape or row.dtype != dtype:
+                dtype, shape = row.dtype, row.shape
+                kind = _kind(dtype, shape)
             if type(where) is not int or box != kind.box or not kind.nbytes:
                 rest.append(n)
                 continue
