@@ -28,7 +28,7 @@ from . import (
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _NOTE = (
     "The floor moves the same bytes with neither names nor checksums: direct I/O of 4 MiB buffers in huge pages from "
-    "3 threads (reads: 4), or for `small` one write per leaf, and an fsync. safetensors does not make its file "
+    "4 threads, or for `small` one write per leaf, and an fsync. safetensors does not make its file "
     "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays. "
     "`sharded` is 1 GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process; `processes` the "
     "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 _BUFFER = 4 << 20
-_WRITERS = 3
+_WRITERS = 4
 _READERS = 4
 
 Slices = list[tuple[int, np.ndarray]]  # where in a buffer which bytes go

@@ -36,7 +36,7 @@ from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
 
 _log = logging.getLogger("treering")
-_WRITERS = 3  # threads of a save: while one waits for the disk, another copies and hashes
+_WRITERS = 4  # threads of a save: while some wait for the disk, another copies and hashes
 
 
 @at_the_caller
