@@ -434,6 +434,7 @@ def test_whatever_is_set_or_differs_nothing_wrong_comes_back(tmp_path: pathlib.P
         assert found["nothing more"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "interrupt", "changed", "copying"])
 def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib.Path, kind: str) -> None:
     body = """

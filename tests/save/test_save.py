@@ -304,7 +304,7 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     assert watcher.feed._held == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("format", ["treering", "safetensors", "flax", "orbax", "equinox", "t5x", "levanter"])
 def test_the_memory_limit_holds_with_rules_and_in_other_formats(
