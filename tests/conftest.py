@@ -28,7 +28,7 @@ from treering.stores.posix import Disk
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow.
 
-    What takes minutes begins first, and the short fill up the workers behind it: all of it lies beside this file.
+    Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
     """
     for item in items:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":

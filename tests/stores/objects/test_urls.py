@@ -467,6 +467,15 @@ def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
     assert np.array_equal(tr.restore(client)["w"], saved)
 
 
+def test_where_memory_cannot_say_who_refers_to_it_none_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of a system without `mremap`, whose mappings cannot be resized."""
+    uploads = upload.Uploads()
+    uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
+    monkeypatch.setattr(upload, "aligned", lambda nbytes: memoryview(bytes(nbytes)))
+    uploads.give_back(uploads.memory(1 << 20))
+    assert uploads._free == []
+
+
 @pytest.mark.parametrize("view", [lambda one: one[1:5], lambda one: one.cast("H"), lambda one: np.frombuffer(one, "B")])
 def test_memory_is_not_used_again_while_a_client_holds_a_part_of_it(view: Any) -> None:
     uploads = upload.Uploads()

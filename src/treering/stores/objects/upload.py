@@ -134,7 +134,9 @@ class Uploads:
         try:
             data.release()
             memory.resize(len(memory))  # to what it is, which is refused while anything refers to it
-        except (BufferError, OSError, SystemError, TypeError, ValueError):  # the last four where there is no resizing
+        except BufferError:
+            return
+        except (AttributeError, OSError, SystemError, TypeError, ValueError):  # no resizing here: who knows
             return
         with self._lock:
             if self._under_way and len(self._free) < IN_FLIGHT:
