@@ -108,7 +108,7 @@ def report(rows: list[table.Row], repeats: int) -> str:
     packages = ("treering", "jax", "numpy", "orbax-checkpoint", "safetensors")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     rounds = f"Medians of {repeats} interleaved rounds (of 2 for what takes seconds)"
-    spread = "± half the distance between the quartiles of those that are taken in one process"
+    spread = "± half the distance between the quartiles of what was taken in more rounds than two"
     head = f"{rounds}, and {spread}; {versions}."
     return "\n\n".join([head, _NOTE, table.results(rows), targets.verdicts(rows)])
 

@@ -56,9 +56,8 @@ def enter(state: str, names: Iterable[str], directory: str, repeats: int, *, cou
 
 def save(arena: Arena) -> list[Row]:
     """Seconds until the save is durable."""
-    return [
-        arena.race("durable save", {name: functools.partial(arena.save, job) for name, job in arena.entered.items()})
-    ]
+    runs = {name: functools.partial(arena.save, job) for name, job in arena.entered.items()}
+    return [arena.race("durable save", runs)]
 
 
 def stall(arena: Arena) -> list[Row]:
@@ -83,9 +82,8 @@ def warm(arena: Arena) -> list[Row]:
         second = found.values.pop("unverified")
         rows = [found, Row("restore, warm, verify=False", arena.name, "s", {**found.values, "treering": second})]
         if arena.name == "large":
-            uses = {
-                name: from_cache(arena, job, name, "read") for name, job in {**plain, "treering": unverified}.items()
-            }
+            readers = {**plain, "treering": unverified}
+            uses = {name: from_cache(arena, job, name, "read") for name, job in readers.items()}
             rows.append(arena.race("restore, warm, verify=False, and read every byte", uses))
     if arena.name == "small":
         with workers.job("treering into NumPy", arena.name, onto=arena.name) as into_numpy:

@@ -56,12 +56,8 @@ def job(who: str, state: str, *, onto: str = "", count: int = 1) -> Iterator[Job
     running: list[subprocess.Popen[str]] = []
     try:
         for index in range(count):
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.workers",
-                json.dumps([who, state, onto, address, count, index]),
-            ]
+            told = json.dumps([who, state, onto, address, count, index])
+            command = [sys.executable, "-m", "benchmarks.workers", told]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             running.append(subprocess.Popen(command, env=environment, **pipes))
         yield Job(running)
@@ -92,8 +88,9 @@ def _child(who: str, saved: str, onto: str, address: str, count: int, index: int
         else:
             states.check(expected, one.restore(path), who, state if onto else None)
 
-    def read(path: str) -> float:
-        return sum(float(np.asarray(leaf).sum()) for leaf in jax.tree.leaves(one.restore(path)))
+    def read(path: str) -> Any:
+        restored = one.restore(path)
+        return restored, sum(float(np.asarray(leaf).sum()) for leaf in jax.tree.leaves(restored))
 
     works: dict[str, Callable[[str], Any]] = {"save": one.save, "restore": one.restore, "check": check, "read": read}
     if one.start:
