@@ -458,6 +458,7 @@ with tr.Checkpointer(tmp / "run", save_every=2, keep=tr.keep.last(2) | tr.keep.e
     skipped = ckpts.save(12, tree, on_exists="skip")
     ckpts.pin(10)
     ckpts.save(14, tree); ckpts.save(16, tree); ckpts.wait()
+    if INDEX == 1: time.sleep(1)  # nothing is deleted before all have come to that call
     pinned = ckpts.steps
     undeletable = caught(ckpts.delete, 10)
     ckpts.delete(16)

@@ -553,8 +553,13 @@ class Checkpointer:
     # Helpers
 
     def _once(self, what: str, do: Callable[[], None]) -> None:
-        """Calls `do` in process 0 when every save is over."""
-        self._collective.once(what, do, first=self._settle)
+        """Calls `do` in process 0 when every save is over and all have come to this call: what they read is there."""
+
+        def meet(call: Call) -> None:
+            call.gather_and_decide(None, lambda _: None)
+            self._settle(call)
+
+        self._collective.once(what, do, first=meet)
 
     def _check_open(self) -> None:
         if self._closed:
