@@ -10,6 +10,7 @@ import gc
 import importlib.metadata
 import pathlib
 import platform
+import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -101,3 +102,13 @@ def s3_server() -> Iterator[str]:
     """The URL of a real S3 server, which the tests of this process share."""
     with s3.server() as url:
         yield url
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of the bucket, which the environment says how to reach."""
+    for name, value in s3.environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    stores._buckets.cache_clear()
+    yield f"s3://{s3.BUCKET}/{secrets.token_hex(4)}"
+    stores._buckets.cache_clear()

@@ -87,9 +87,10 @@ class Checkpointer:
     local: a directory on a local disk, to which steps are saved; from there they are copied to `run` in the background,
         the newest first. What restores takes the nearest good copy. `close` waits until all that `keep` wants is
         copied; what a killed job has not copied the next one copies that has the same `local`. With several processes
-        a directory that all of them share.
+        a directory that all of them share, or one on a disk of each host: then each host copies what is on its own,
+        and what is not copied yet is copied before it is restored.
     keep_local: which steps to keep there, beside those that are not copied yet; None keeps all.
-    upload_limit: the most bytes a second that copying takes.
+    upload_limit: the most bytes a second that copying takes, for each disk.
 
     With several processes every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
     `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
@@ -150,12 +151,12 @@ class Checkpointer:
             self._directory: Directory | TwoPlaces = far
         else:
             near = directory_at(stores.absolute(local))
-            self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell)
+            self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell, timeout)
         places.append(self._directory)
         self._retention = Retention(
             self._directory, keep if local is None else keep_local, on_save, self._schedule.committed
         )
-        self._collective = Collective(self._root, timeout)
+        self._collective = Collective(self._root, timeout, self._directory.meet)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
@@ -316,11 +317,12 @@ class Checkpointer:
             if verdict.calls:
                 self._settle(call)
             waited = time.perf_counter() - deciding
-            path, overwrite = admitted
+            path, overwrite = self._directory.here(admitted[0]), admitted[1]
             try:
                 requested = SaveOptions(
-                    "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {}
-                )
+                    "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
+                    own_disks=self._directory.apart,
+                )  # fmt: skip
                 info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
                 pending = _save.start(call, path, tree, info, requested, self._retention, begun, waited)
             except BaseException as error:
@@ -368,7 +370,10 @@ class Checkpointer:
         self._under_way.settle()
         self._check_open()
         with self._under_way.writing():
-            self._collective.once("finish()", self._directory.finish)
+            directory = self._directory
+            self._collective.once(
+                "finish()", directory.finish, first=lambda call: directory.copy_last(call, directory.claim)
+            )
         self._close()
 
     @alone
@@ -378,7 +383,11 @@ class Checkpointer:
         try:
             if self._two_places and not self._closed:
                 # All wait for the process that copies: a job of which some have ended is not left alone for long.
-                self._collective.once("close()", self._directory.copy_all, first=self._settle)
+                def last(call: Call) -> None:
+                    self._settle(call)
+                    self._directory.copy_last(call, self._directory.claim_for_copying)
+
+                self._collective.once("close()", self._directory.copy_all, first=last)
         finally:
             self._close()
 
@@ -442,7 +451,7 @@ class Checkpointer:
         wait_for_all_in(self._directory.steps.root)
 
         def attempt() -> Checkpoint:
-            places = self._directory.candidates(step)
+            places = self._directory.to_read(step)
             return latest_good(self._root, places, lambda ckpt: ckpt, fallback=step is None)[1]
 
         return attempt() if step is not None else listed_again(attempt)
@@ -475,6 +484,7 @@ class Checkpointer:
         with self._collective.call(what) as call:
             self._settle(call)
             call.doing("restoring")
+            self._directory.copy_before(call, step)
             self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
         self._directory.restored = self._restored
@@ -532,6 +542,7 @@ class Checkpointer:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         refuse_within(f"delete({step})", self)
         self._once(f"delete({step})", lambda: self._directory.delete(step))
+        self._directory.gone(lambda one: one == step)
         if self._last.step == step:
             self._last.forget()
 
@@ -547,6 +558,7 @@ class Checkpointer:
         self._check_open()
         with self._under_way.writing():
             self._once(f"rewind({step})", lambda: self._directory.rewind(step))
+        self._directory.gone(lambda one: one > step)
         self._directory.back_to = None
         self._last.forget()
 

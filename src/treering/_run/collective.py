@@ -8,10 +8,11 @@ from ..errors import SaveError, TreeringError
 
 
 class Collective:
-    """Begins the calls of one run; an error in one process ends a call in all processes."""
+    """Begins the calls of one run; an error in one process ends a call in all processes. The first calls `meet`."""
 
-    def __init__(self, root: str, timeout: float):
+    def __init__(self, root: str, timeout: float, meet: Callable[[coordinator.Call], None]):
         self._root, self._timeout = root, timeout
+        self._meet: Callable[[coordinator.Call], None] | None = meet
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[coordinator.Call]:
@@ -19,6 +20,9 @@ class Collective:
         call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
         with coordinator.ending(call):
             call.doing("deciding")
+            if self._meet:
+                self._meet(call)
+                self._meet = None
             yield call
 
     def once(

@@ -1,20 +1,23 @@
 """Copying the steps of a run in the background, from where they are saved to where they stay."""
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from .._threads.pool import start
-from ..errors import MismatchError, SaveError, TreeringError
+from ..errors import MismatchError, PeerError, SaveError, TreeringError
 from ..stores.claims import TakenOverError
 from ..stores.read_errors import is_momentary
 from .chores import Chores
 from .retention import Retention
 
 if TYPE_CHECKING:
+    from .host_disks import HostDisks
     from .two_places import TwoPlaces
 
 _log = logging.getLogger("treering")
@@ -39,11 +42,12 @@ class Copies:
         far: Retention,
         bytes_per_second: float | None,
         tell: Callable[[BaseException], None],
+        timeout: float,
     ):
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
         self.step: int | None = None
-        self._places, self._far, self._tell = places, far, tell
+        self._places, self._far, self._tell, self._timeout = places, far, tell, timeout
         self._chores = Chores()
         self._pace = _Pace(bytes_per_second)
         self._one = threading.Lock()  # held by the only one who copies, or changes the run otherwise
@@ -64,9 +68,29 @@ class Copies:
         return self._error if isinstance(self._error, TakenOverError) else None
 
     def begin(self) -> None:
-        """Begins to copy what is lacking."""
-        if self._places.claimed:
+        """Begins to copy what is lacking; not where all processes must begin it."""
+        if self._places.claimed and not self._places.disks:
             self._chores.add("copying steps", self._copy_all)
+
+    def begin_together(
+        self, disks: "HostDisks", after: str, process: int, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begins it in this process, and in all others; process 0 calls `then` before the others tidy up."""
+        what, timeout = f"{self._places.root}: copying steps after {after}", self._timeout
+        if process == 0:
+            meeting = functools.partial(disks.round, what, timeout, self._places.origin.mark)
+            self._chores.add(what, lambda: self._copy_all(meeting, then))
+        else:
+            self._chores.add(what, lambda: disks.follow(what, timeout, self._moved))
+
+    def wait(self) -> None:
+        """Waits until what has begun is over."""
+        self._chores.wait()
+        self._far.wait()
+
+    def lift_limit(self) -> None:
+        """Ends the limit of bytes a second."""
+        self._pace.lift()
 
     def check(self) -> None:
         """Tries again after an error. Raises `TakenOverError` when copying has found that another job writes the run.
@@ -86,6 +110,8 @@ class Copies:
     def paused(self) -> Iterator[None]:
         """Copies nothing within a `with` block; a copy that is under way is given up, and begun anew after it."""
         self._stopped = True
+        if disks := self._places.disks:
+            disks.give_up(_PausedError())
         try:
             with self._one:
                 yield
@@ -100,27 +126,34 @@ class Copies:
             timer.cancel()
             self._timer = None
         self.begin()
-        self._chores.wait()
-        self._far.wait()
+        self.wait()
         return self._error
 
-    def _copy_all(self) -> None:
+    def _copy_all(
+        self,
+        meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         with self._one:
-            if self.taken_over:
-                return  # for good: what is far may be replaced by the other job's
-            self._error = None
-            tried: set[int] = set()
             try:
-                self._far.remove_leftovers()
-                while todo := [step for step in self._lacking() if step not in tried]:
-                    tried.add(todo[0])
-                    self._copy(todo[0])
-                self._far.retain(None)
-                self._wait = _AGAIN_SECONDS if self._error is None else self._wait
+                with meeting():
+                    if not self.taken_over:  # for good: what is far may be replaced by the other job's
+                        self._copy_lacking()
+                        then()
             except _PausedError as error:  # it begins anew when the run was changed
                 self._error = error
             except BaseException as error:  # whatever it is, `finish` must not say that all is copied
                 self._report(error)
+
+    def _copy_lacking(self) -> None:
+        self._error = None
+        tried: set[int] = set()
+        self._far.remove_leftovers()
+        while todo := [step for step in self._lacking() if step not in tried]:
+            tried.add(todo[0])
+            self._copy(todo[0])
+        self._far.retain(None)
+        self._wait = _AGAIN_SECONDS if self._error is None else self._wait
 
     def _lacking(self) -> list[int]:
         """The steps to copy; what was added to the others is copied."""
@@ -137,7 +170,7 @@ class Copies:
         try:
             self._places.copy(step, self._moved)
         except (TreeringError, OSError) as error:
-            if is_momentary(error) or isinstance(error, TakenOverError):
+            if is_momentary(error) or isinstance(error, TakenOverError | PeerError):
                 raise
             self._report(error)  # and the others are copied all the same
             return
@@ -148,14 +181,15 @@ class Copies:
 
     def _report(self, error: BaseException) -> None:
         self._error = error
-        about = "%s: copying steps failed; it is tried again after a while, and with the next save: %s"
+        when = "with the next save" if self._places.disks else "after a while, and with the next save"
+        about = f"%s: copying steps failed; it is tried again {when}: %s"
         _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
         if not isinstance(error, TakenOverError):
             self._begin_later()
 
     def _begin_later(self) -> None:
         """Begins anew after a while, unless that is to happen already."""
-        if self._timer:
+        if self._timer or self._places.disks:
             return
 
         def again() -> None:
@@ -170,12 +204,13 @@ class Copies:
         except SaveError:  # no more threads are allowed: the next save tries again
             self._timer = None
 
-    def _moved(self, nbytes: int) -> None:
+    def _moved(self, nbytes: int, look: Callable[[], None] | None = None) -> None:
+        look = look or self._check
         self._pace.spend(nbytes)
-        self._check()
+        look()
         while (left := self._pace.left()) > 0:
             time.sleep(min(left, _NAP_SECONDS))
-            self._check()
+            look()
 
     def _check(self) -> None:
         if self._stopped or not self._places.claimed:

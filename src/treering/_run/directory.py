@@ -6,6 +6,7 @@ import posixpath
 from collections.abc import Callable, Collection, Mapping
 
 from .._core.entries import step_number
+from .._processes.calls import Call
 from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Saved
@@ -34,13 +35,46 @@ class Directory:
 
     copying: int | None = None  # no step is, for there is one place
     busy = False
+    apart = False  # whether each host has a disk of its own, with a part of each step
 
     def uncopied(self) -> list[int]:
         """The steps that are not yet where the run stays."""
         return []
 
+    def claim(self) -> bool:
+        """Takes the lock."""
+        self._take()
+        return True
+
+    def claim_for_copying(self) -> bool:
+        """Takes it if there is something to copy."""
+        return False
+
     def copy_all(self) -> None:
         """Waits until there are none."""
+
+    def meet(self, call: Call) -> None:
+        """Before all else, in all processes: finds out whether they see the same directory."""
+
+    def here(self, path: str) -> str:
+        """The directory of a step that is about to be saved, by its path in process 0."""
+        return path
+
+    def saved_together(self, step: int) -> None:
+        """After a commit, in all processes: begins to copy what is to be copied, where no single process can."""
+
+    def gone(self, are: Callable[[int], bool]) -> None:
+        """Says in all processes which steps have just been deleted or set aside."""
+
+    def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
+        """The same at the end of the run's writing, if `claim` says so in process 0."""
+
+    def copy_before(self, call: Call, step: int | None) -> None:
+        """Copies what is to be restored, in all processes, where it can only be read when it is copied."""
+
+    def to_read(self, step: int | None = None) -> list[Place]:
+        """The candidates that can be read."""
+        return self.candidates(step)
 
     @property
     def lost(self) -> bool:

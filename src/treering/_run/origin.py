@@ -65,6 +65,10 @@ class Origin:
         if not far:  # from now on whoever writes far replaces a token
             self.set_far()
 
+    def mark(self) -> bytes:
+        """What the file near says."""
+        return self._contents
+
     def keep_near(self) -> None:
         """Makes the file near again when it was removed, with all else that was there."""
         if self._near.store.stat(self._near_path) is None or _read(self._near.store, self._near_path) != self._contents:

@@ -46,7 +46,7 @@ def restore(
     """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
 
     def choose() -> list[tuple[int, str]]:
-        return [(place.step, place.path) for place in directory.candidates(step)]
+        return [(place.step, place.path) for place in directory.to_read(step)]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = [directory.place(number, path) for number, path in call.broadcast(choose)]

@@ -90,6 +90,11 @@ class Retention:
         if on_save := self._on_save:
             self._hooks.add("on_save", lambda: on_save(report))
 
+    def after_in_all(self, report: SaveReport) -> None:
+        """The same in all processes."""
+        if report.step is not None:
+            self._directory.saved_together(report.step)
+
     def close(self) -> None:
         """Releases the lock of the run when all jobs are done, and returns then; after an interrupt they go on.
 

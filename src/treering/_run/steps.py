@@ -35,11 +35,19 @@ class Steps:
 
     def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
         self.store, self.root, self.prefix = store, root, prefix
+        self._partial = False
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, Verdict]] = {}
         self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
         self._others: dict[str, Saved | None] = {}  # steps of other libraries, by path
         self._events = None if tensorboard is None else _tensorboard.Events(tensorboard)
+
+    def hold_parts(self) -> None:
+        """Says that the files of a step may be missing here, for they lie on the disks of other hosts."""
+        with self._lock:
+            self._partial = True
+            self._known.clear()
+            self._damaged.clear()
 
     def committed(self) -> dict[int, str]:
         """The committed steps, ascending, and their directories."""
@@ -110,7 +118,7 @@ class Steps:
             if step in self._damaged and self._damaged[step] == self._signature_of_manifest(path):
                 return "damaged"  # whatever was put beside it since
         read = self._signature_of_manifest(path)  # asked before: it may be replaced while it is read
-        verdict = _read(self.store, step, path)
+        verdict = self._read(step, path)
         if verdict == "damaged":
             with self._lock:
                 self._known[step] = signature, verdict
@@ -119,6 +127,21 @@ class Steps:
             with self._lock:
                 self._known[step] = signature, verdict
         return verdict
+
+    def _read(self, step: int, path: str) -> Verdict:
+        try:
+            return Saved(step, *summary.read(self.store, path, partial=self._partial))
+        except CorruptError as error:
+            _log.warning("step %d is damaged and does not count: %s", step, error)
+            return "damaged"
+        except UnsupportedError as error:
+            _log_unsupported(step, error)
+            return "unsupported"
+        except FileNotFoundError:
+            return "gone"  # deleted by another process since it was listed
+        except PermissionError as error:  # and is asked again: its permissions may change
+            warn_of_closed(path, error.strerror)
+            return "closed"
 
     def _signature(self, path: str) -> _Signature | None:
         return _seen(path, lambda: self.store.stat(path))
@@ -134,22 +157,6 @@ def _seen(path: str, look: Callable[[], Stat | None]) -> _Signature | None:
     except UnreadableError:
         return "unreadable", 0
     return found and (found.version, found.modified)
-
-
-def _read(store: Store, step: int, path: str) -> Verdict:
-    try:
-        return Saved(step, *summary.read(store, path))
-    except CorruptError as error:
-        _log.warning("step %d is damaged and does not count: %s", step, error)
-        return "damaged"
-    except UnsupportedError as error:
-        _log_unsupported(step, error)
-        return "unsupported"
-    except FileNotFoundError:
-        return "gone"  # deleted by another process since it was listed
-    except PermissionError as error:  # and is asked again: its permissions may change
-        warn_of_closed(path, error.strerror)
-        return "closed"
 
 
 def _log_unsupported(step: int, error: UnsupportedError) -> None:

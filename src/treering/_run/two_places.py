@@ -5,29 +5,21 @@ import os
 from collections.abc import Callable, Collection
 
 from .._core.entries import step_number
-from .._core.leaf_paths import few
+from .._processes.calls import Call
 from ..errors import CorruptError, ExistsError, MismatchError, SaveError
 from ..formats.treering import copy, metrics, pins, removal, summary
-from ..formats.treering.read import Reader
 from ..keep import Policy, Saved
-from ..stores.read_errors import is_momentary
 from . import run
 from .copies import Copies
 from .directory import Directory
-from .latest_good import Place
-from .origin import Origin
+from .near_and_far import NearAndFar
 from .retention import Retention
 
 _log = logging.getLogger("treering")
 
 
-class TwoPlaces:
-    """The `Directory` of such a run: steps are saved `near`, and stay `far`. See there for the methods.
-
-    The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other job
-    has written far, which `Origin` knows. Otherwise only what is far, too, counts, and the next save sets the rest
-    aside.
-    """
+class TwoPlaces(NearAndFar):
+    """Saves steps near and copies them; the next save sets aside what is near and not of the run any more."""
 
     def __init__(
         self,
@@ -36,49 +28,21 @@ class TwoPlaces:
         keep: Policy | None,
         bytes_per_second: float | None,
         tell: Callable[[BaseException], None],
+        timeout: float,
     ):
-        if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
-            raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
-        self.near, self.far = near, far
-        self.steps, self.root = near.steps, far.root
-        self.origin = Origin(near.steps, far.steps)
+        super().__init__(near, far)
         self._keep = keep
         self._process = os.getpid()
-        self._claimed = False
-        self._copied: dict[int, tuple[object, str]] = {}  # versions and identities of manifests near that are far, too
         self._seen_far: list[Saved] = []  # when it was last looked
-        self._saved: set[int] = set()  # here, and not known to be far
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell)
-
-    # Both
+        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell, timeout)
 
     @property
     def claimed(self) -> bool:
         """Whether this process holds both locks, and what is near belongs to the run."""
         return self._claimed and not self.lost and os.getpid() == self._process
-
-    @property
-    def back_to(self) -> int | None:
-        return self.near.back_to
-
-    @back_to.setter
-    def back_to(self, step: int | None) -> None:
-        self.near.back_to = self.far.back_to = step
-
-    @property
-    def restored(self) -> int | None:
-        return self.near.restored
-
-    @restored.setter
-    def restored(self, step: int | None) -> None:
-        self.near.restored = self.far.restored = step
-
-    @property
-    def lost(self) -> bool:
-        return self.near.lost or self.far.lost
 
     @property
     def copying(self) -> int | None:
@@ -87,78 +51,6 @@ class TwoPlaces:
     @property
     def busy(self) -> bool:
         return self._copies.busy
-
-    # Reading
-
-    def all_steps(self) -> dict[int, str]:
-        return dict(sorted({**self.far.all_steps(), **self._near_steps()}.items()))
-
-    def candidates(self, step: int | None = None) -> list[Place]:
-        near, far = self._near_steps(), self.far.all_steps()
-        if step is not None and (number := step_number(step)) not in near:
-            return self.far.candidates(number)
-        places: list[Place] = []
-        for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
-            if number in near:
-                places.append(self.near.place(number, near[number]))
-            if number in far and not (number in near and self._differ(near[number], far[number])):
-                places.append(self.far.place(number, far[number]))
-        return places
-
-    def place(self, step: int, path: str) -> Place:
-        return self._side(path).place(step, path)
-
-    def good(self, *, foreign: bool = False) -> list[Saved]:
-        near, far = self._near_steps(), self.far.steps.committed()
-        found = {one.step: one for one in self.far.good(foreign=foreign)}
-        for one in self.near.good():
-            if one.step in near:
-                same = one.step in found and self._is_copied(one.step, near[one.step], far.get(one.step))
-                metrics = found[one.step].metrics if same else {}  # or they are those of what it has replaced
-                found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
-        return [found[step] for step in sorted(found)]
-
-    def mark_damaged(self, place: Place) -> None:
-        self._side(place.path).mark_damaged(place)
-
-    def check_new(self) -> None:
-        self.far.check_new()
-        self.near.check_new()
-
-    def path(self, step: int) -> str:
-        return self.all_steps().get(step) or self.near.path(step)
-
-    def existing(self, step: int) -> str:
-        return self.candidates(step)[0].path
-
-    def pinned(self) -> list[int]:
-        near = self._near_steps()
-        return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
-
-    def _side(self, path: str) -> Directory:
-        return self.near if os.path.dirname(path) == self.near.root else self.far
-
-    def _near_steps(self) -> dict[int, str]:
-        """The steps near that belong to the run, and their paths."""
-        own = self.near.steps.committed()
-        if not own or self._claimed or self.origin.is_newest():
-            return own
-        far = self.far.steps.committed()
-        found = {step: path for step, path in own.items() if step in far and not self._differ(path, far[step])}
-        if others := [str(step) for step in own if step not in found]:
-            _log.warning(
-                "%s: another job has written %s since steps %s were saved here; they do not count",
-                self.near.root, self.root, few(tuple(others)),
-            )  # fmt: skip
-        return found
-
-    def _differ(self, path: str, other: str) -> bool:
-        """Whether a step near is another than the one far; a manifest that is damaged may be of the same."""
-        try:
-            near = summary.identity(self.near.steps.store, path)
-            return near != summary.identity(self.far.steps.store, other)
-        except (CorruptError, FileNotFoundError):
-            return False
 
     # Writing
 
@@ -172,16 +64,18 @@ class TwoPlaces:
             self.origin.keep_near()
             return
         self.far.acquire()
-        if not self.origin.is_newest():
+        stale, lacking = not self.origin.is_newest(), self.disks.lacking if self.disks else set()
+        if stale or lacking:
             far = self.far.steps.committed()
             others = {
                 step: path
                 for step, path in self.near.steps.committed().items()
-                if step not in far or self._differ(path, far[step])
+                if (stale or step in lacking) and (step not in far or self._differ(path, far[step]))
             }
             if others:
                 place = run.set_aside(self.near.steps.store, self.near.root, list(reversed(others.values())))
                 _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
+            lacking.clear()
         self.origin.set_near()
         self._ever_far.update(self.far.steps.committed())
         self._claimed = True
@@ -228,24 +122,9 @@ class TwoPlaces:
         self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
-    def uncopied(self) -> list[int]:
-        unknown = self._not_known_to_be_far()
-        if not unknown:
-            return []
-        near = self.near.steps.committed()
-        try:
-            far = self.far.steps.committed()
-            return [step for step in unknown if not self._is_copied(step, near[step], far.get(step))]
-        except OSError as error:
-            if not is_momentary(error):
-                raise
-            return unknown
-
-    def _not_known_to_be_far(self) -> list[int]:
-        near = self.near.steps.committed() if self._claimed else self._near_steps()
-        return [step for step, path in near.items() if not self._known_copied(step, path)]
-
     def leave(self) -> SaveError | None:
+        if self._index:
+            self._copies.wait()  # for what process 0 leads, and is over there
         own = self._claimed and os.getpid() == self._process and not self._ended
         problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
         self._claimed = False
@@ -297,18 +176,58 @@ class TwoPlaces:
         for one in (self.near, self.far):
             one.mark_finished()
 
+    # Together, where each host has a disk of its own
+
+    def saved_together(self, step: int) -> None:
+        if self.disks:
+            self.disks.steps.add(step)
+            self._copies.begin_together(self.disks, f"step {step}", self._index)
+
+    def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
+        if self.disks and call.broadcast(claim):
+            self._copies.lift_limit()
+            retain = self._retain
+            self._copies.begin_together(self.disks, "the last one", self._index, lambda: retain(None))
+
+    def copy_before(self, call: Call, step: int | None) -> None:
+        if self.disks and call.broadcast(lambda: self._claim_uncopied(step)):
+            self._copies.begin_together(self.disks, "an earlier job", self._index)
+            self._copies.wait()
+
+    def _claim_uncopied(self, step: int | None) -> bool:
+        """Takes the locks if the step to be restored is whole only near, where nobody else writes the run."""
+        far = {one.step for one in self.far.good()}
+        wanted = {*self.uncopied(), *(self._near_steps().keys() - far)}
+        newest = max(far, default=-1)
+        if not any(one >= newest if step is None else one == step for one in wanted):
+            return False
+        return self._claimed or self._claim_if_free()
+
     # Copying
+
+    def claim_for_copying(self) -> bool:
+        """Takes the locks if there is something to copy, unless this job has only looked."""
+        if not self._claimed and self.restored is not None and self.uncopied():
+            self._claim_if_free()
+        return self._claimed
+
+    def _claim_if_free(self) -> bool:
+        try:
+            return self.claim()
+        except ExistsError as error:
+            _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
+            return False
+
+    def claim(self) -> bool:
+        """Takes the locks."""
+        self._claim()
+        return True
 
     def copy_all(self) -> None:
         """Waits until all is copied that this job has saved, or a job before it. Raises `SaveError`."""
         if os.getpid() != self._process:
             return
-        if not self._claimed and self.restored is not None and self.uncopied():
-            try:
-                self._claim()
-            except ExistsError as error:  # this job has only looked
-                _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
-        if self._claimed:
+        if self.claim_for_copying():
             self._ended = True  # `leave` need not try again
             error = self._copies.finish() if self.claimed else self._copies.taken_over
             self._retain(None)
@@ -351,24 +270,6 @@ class TwoPlaces:
             lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
 
-    def _known_copied(self, step: int, path: str) -> bool:
-        seen = summary.look(self.near.steps.store, path)
-        return seen is not None and step in self._copied and self._copied[step][0] == seen.version
-
-    def _is_copied(self, step: int, path: str, far: str | None) -> bool:
-        if far is None:
-            return False
-        if not self._known_copied(step, path):
-            try:
-                seen = summary.look(self.near.steps.store, path)
-                identity = summary.identity(self.near.steps.store, path)
-                if seen is None or identity != summary.identity(self.far.steps.store, far):
-                    return False
-            except (CorruptError, FileNotFoundError):
-                return False
-            self._note_copied(step, seen.version, identity)
-        return True
-
     def copy(self, step: int, moved: Callable[[int], None]) -> None:
         """Copies a step."""
         near, far = self.near.steps.store, self.far.steps.store
@@ -376,20 +277,21 @@ class TwoPlaces:
         self._ever_far.add(step)
         there = self.far.steps.committed().get(step)
         path, to = self.near.own_path(step), there or self.far.own_path(step)
-        if there and self.far.steps.is_damaged(step, there):
-            if problem := next(Reader(near, path).problems(), None):  # what is left far may be better
-                raise CorruptError(str(problem))
-            self._copied.pop(step, None)  # from here on what is near is the only copy
-            removal.delete(far, there)  # the names of its files may be those of the copy
-        seen = summary.look(near, path)
-        identity = copy.copy(near, path, far, to, overwrite=summary.look(far, to) is not None, moved=moved)
+        others = self.disks and self.disks.copying(path, to)
+        try:
+            if there and self.far.steps.is_damaged(step, there):
+                copy.check(near, path, others)  # or what is left far may be better
+                self._copied.pop(step, None)  # from here on what is near is the only copy
+                removal.delete(far, there)  # the names of its files may be those of the copy
+            seen = summary.look(near, path)
+            overwrite = summary.look(far, to) is not None
+            identity = copy.copy(near, path, far, to, overwrite=overwrite, moved=moved, others=others)
+        except CorruptError:
+            if others:  # what is damaged there no restore finds out: it would read the copy
+                self.near.steps.mark_damaged(step, path)
+            raise
         if seen:
             self._note_copied(step, seen.version, identity)
-
-    def _note_copied(self, step: int, version: object, identity: str) -> None:
-        self._copied[step] = version, identity
-        if self._known_copied(step, self.near.own_path(step)):  # or it was saved again meanwhile
-            self._saved.discard(step)
 
     def copy_metrics(self) -> None:
         """Copies the metrics that steps got since they were copied."""

@@ -16,7 +16,8 @@ class FormatOptions(TypedDict, total=False):
 class SaveOptions(NamedTuple):
     """The arguments of `treering.save`, which describes them.
 
-    `given` says which of step, metrics and metadata are the caller's, and not a copied checkpoint's.
+    `given` says which of step, metrics and metadata are the caller's, and not a copied checkpoint's. With `own_disks`
+    the path is on a disk of each host, where process 0 writes the manifest and everyone its own arrays.
     """
 
     format: str | None
@@ -28,3 +29,4 @@ class SaveOptions(NamedTuple):
     progress: bool
     of_format: Mapping[str, Any]
     given: frozenset[str] = frozenset()
+    own_disks: bool = False

@@ -83,6 +83,11 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     change = functools.partial(_changed, target, walked.boxes, guessed)
     view = change(Checkpoint(live))
     if call.count > 1 and not _writes_together(target, view, live):
+        if options.own_disks:
+            raise UnsupportedError(
+                f"{path}: expected a save of which each process writes its own part, for the hosts' disks are not "
+                "shared; found rules for which one process needs what others have: make those arrays in the program"
+            )
         if format.name != "treering":
             check_kept(target, view)
             check_no_iterators(path, view)
@@ -267,7 +272,7 @@ def _write_native(
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
     if single:
         shares = assignment.plan(catalogue, call.count, single)
-    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info)
+    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.own_disks)
     with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
         return native.write(target.store, job, supply, pool, call)
 

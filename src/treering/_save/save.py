@@ -211,6 +211,7 @@ def start(
         if hooks:
             call.doing("tidying up")
             call.broadcast(functools.partial(hooks.after, report))
+            hooks.after_in_all(report)
 
     previous = _pending.last
     pool = thread = None
@@ -251,7 +252,7 @@ def _raise_failed(call: Call) -> None:
 
 
 class SaveHooks(Protocol):
-    """Functions that are called around a save; with several processes, in process 0 alone."""
+    """Functions that are called around a save; with several processes all but the last in process 0 alone."""
 
     def enter(self) -> None:
         """Called in the caller's thread when the tree is known to be good; what it raises fails the call."""
@@ -263,6 +264,10 @@ class SaveHooks(Protocol):
 
     def after(self, report: SaveReport) -> None:
         """Called by the thread that saves after the commit; must not raise."""
+        ...
+
+    def after_in_all(self, report: SaveReport) -> None:
+        """Called after that in all processes; must not raise."""
         ...
 
 

@@ -30,16 +30,6 @@ from treering.stores.objects import store as objects
 from treering.stores.read_errors import RequestError
 
 
-@pytest.fixture
-def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder of the bucket, which the environment says how to reach."""
-    for name, value in s3.environment(s3_server).items():
-        monkeypatch.setenv(name, value)
-    stores._buckets.cache_clear()
-    yield f"s3://{s3.BUCKET}/{secrets.token_hex(4)}"
-    stores._buckets.cache_clear()
-
-
 def test_a_store_in_memory_is_listed_while_another_thread_writes() -> None:
     """obstore before 0.12 lists it with the interpreter's lock held, for which one that overwrites may be waiting."""
     code = """

@@ -2,15 +2,40 @@
 
 import contextlib
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from ..._core.leaf_paths import few
+from ...errors import CorruptError
 from ...stores.claims import TakenOverError
+from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import read_file
-from . import metrics, pins
+from ...stores.whole_files import opened, read_file
+from ..safetensors.header import header_size
+from . import manifest, metrics, pins
 from .commit import Transaction
+from .files import ArrayFile
 from .manifest import file_names
+from .new_files import Files
 from .read import Reader
+from .schema import token_of
+
+
+class Others(Protocol):
+    """The processes of other hosts, on whose disks the files are that this host's disk does not have."""
+
+    def copy(
+        self,
+        token: str,
+        files: Files | None,
+        own: Callable[[], list[manifest.File]],
+        commit: Callable[[Sequence[manifest.File]], None],
+    ) -> None:
+        """Has them take part in a copy with `files`, calls `own`, and `commit` with the files that all have copied.
+
+        Without `files`, those with this token are only read, and verified.
+        """
+        ...
 
 
 def copy(
@@ -21,6 +46,7 @@ def copy(
     *,
     overwrite: bool = False,
     moved: Callable[[int], None] = lambda nbytes: None,
+    others: Others | None = None,
 ) -> str:
     """Copies a checkpoint, verified as it is read, with its pin and the metrics that were added to it.
 
@@ -28,24 +54,35 @@ def copy(
 
     moved: told the bytes of every part before it is written; what it raises ends the copy. Nothing is left of it, but
         in a store without locks arrays, which the next copy or save there removes.
+    others: those that copy, with `copy_part`, the files that are not here.
 
     Raises `CorruptError` for a damaged one, `UnsupportedError` for one of a later release, `ReplacedError` for one that
     is deleted meanwhile, and what a save raises.
     """
     reader = Reader(source, path)
-    reader.check_present()
-    reader.hold()
+    if others is None:
+        reader.check_present()
+    listed = reader.files
+    here = [n for n, one in enumerate(listed) if others is None or source.stat(posixpath.join(path, one.name))]
+    reader.hold(here)
     # Others see that the writer of these files lives by the token in their names: see `remove_leftovers`.
-    token = reader.files[0].name.split("-")[1] if reader.files else ""
+    token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
-    try:
-        for number, listed in enumerate(reader.files):
-            sink = files.create(listed.name, expected=listed.size)
-            for offset, buffer in reader.contents(number):
-                moved(min(len(buffer), listed.size - offset))
-                sink.write(buffer, offset)
-            sink.finish(listed.size, read_only=True)
+
+    def copy_own() -> list[manifest.File]:
+        for number in here:
+            _copy_file(files, listed[number], reader.contents(number), moved)
+        return [listed[number] for number in here]
+
+    def commit(found: Sequence[manifest.File]) -> None:
+        _check_complete(path, listed, found)
         files.commit(reader.manifest_bytes)
+
+    try:
+        if others:
+            others.copy(token, files, copy_own, commit)
+        else:
+            commit(copy_own())
     except BaseException:
         files.abort()
         raise
@@ -53,6 +90,78 @@ def copy(
     if pins.pinned(source, path):
         pins.pin(target, to, True)
     return reader.identity
+
+
+def check(source: Store, path: str, others: Others | None = None) -> None:
+    """Raises `CorruptError` for a checkpoint that is damaged, or lacks files; `others` have those that are not here."""
+    reader = Reader(source, path)
+    if others is None:
+        if problem := next(reader.problems(), None):
+            raise CorruptError(str(problem))
+        return
+    here = [one for one in reader.files if source.stat(posixpath.join(path, one.name))]
+
+    def read_own() -> list[manifest.File]:
+        for one in here:
+            _read(ArrayFile(source, path, one), one)
+        return here
+
+    others.copy(_token(reader), None, read_own, lambda found: _check_complete(path, reader.files, found))
+
+
+def copy_part(
+    source: Store, path: str, token: str, files: Files | None, *, moved: Callable[[int], None]
+) -> list[manifest.File]:
+    """Copies, verified, the array files that this host's disk has of a checkpoint, for a `copy` in process 0.
+
+    Without `files`, for its `check`. Process 0 compares what is returned with the manifest, which alone knows the
+    checksums of the headers.
+    """
+    found: list[manifest.File] = []
+    for name in source.list(path):
+        if token_of(name) == token:
+            found.append(listed := _as_listed(source, path, name))
+            opened = ArrayFile(source, path, listed)
+            _copy_file(files, listed, opened.contents(listed), moved) if files else _read(opened, listed)
+    if found and files:
+        files.store.settle(files.path)
+    return found
+
+
+def _check_complete(path: str, listed: Sequence[manifest.File], found: Sequence[manifest.File]) -> None:
+    there = {one.name: one for one in found}
+    if lacking := tuple(one.name for one in listed if there.get(one.name) != one):
+        raise CorruptError(
+            f"{path}: expected its files on the disks of this job's hosts, as they were saved; not there, or damaged: "
+            f"{few(lacking)}"
+        )
+
+
+def _read(file: ArrayFile, listed: manifest.File) -> None:
+    for _ in file.contents(listed):
+        pass
+
+
+def _token(reader: Reader) -> str:
+    return (token_of(reader.files[0].name) if reader.files else None) or ""
+
+
+def _as_listed(store: Store, path: str, name: str) -> manifest.File:
+    """An array file as a manifest would list it now."""
+    file = posixpath.join(path, name)
+    with reading(file), opened(store, file) as blob:
+        header = blob.read(0, header_size(blob.read(0, min(8, blob.size)), blob.size, file))
+        return manifest.File(name, blob.size, len(header), manifest.xxh3(header))
+
+
+def _copy_file(
+    files: Files, listed: manifest.File, contents: Iterable[tuple[int, memoryview]], moved: Callable[[int], None]
+) -> None:
+    sink = files.create(listed.name, expected=listed.size)
+    for offset, buffer in contents:
+        moved(min(len(buffer), listed.size - offset))
+        sink.write(buffer, offset)
+    sink.finish(listed.size, read_only=True)
 
 
 class _Copy(Transaction):
@@ -104,4 +213,4 @@ class _Copy(Transaction):
         self.store.delete_all(self.path, names)
 
     def _is_own(self, name: str) -> bool:
-        return name.startswith(f"arrays-{self.token}-")
+        return token_of(name) == self.token

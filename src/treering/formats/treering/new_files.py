@@ -48,6 +48,13 @@ class Files:
         check_shared(store, marker, path, made, timeout, check)
         return cls(store, path, token, made)
 
+    @classmethod
+    def apart(cls, store: Store, path: str, token: str) -> "Files":
+        """Takes part in a save that process 0 began on the disk of another host, or of this one."""
+        made: list[str] = []
+        store.make_folders(path, made)
+        return cls(store, path, token, made)
+
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""
         path = posixpath.join(self.path, name)

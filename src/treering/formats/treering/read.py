@@ -110,12 +110,12 @@ class Reader:
         except FileNotFoundError:
             self._raise_missing(name)
 
-    def hold(self) -> None:
-        """Opens all array files, so that they can be read when the checkpoint has been deleted; objects never can."""
+    def hold(self, numbers: Iterable[int] | None = None) -> None:
+        """Opens array files, by default all, to be read when the checkpoint has been deleted; objects never can."""
         if self._store.object_bytes is not None:
             return
-        for number, listed in enumerate(self._manifest.files):
-            if not listed.requires:
+        for number in range(len(self.files)) if numbers is None else numbers:
+            if not self.files[number].requires:
                 self._file(number)
 
     @property

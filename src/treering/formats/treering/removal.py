@@ -20,7 +20,7 @@ from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics
 from .manifest import file_names
-from .schema import MANIFEST, OWN_FILES
+from .schema import MANIFEST, OWN_FILES, token_of
 
 _STOPPED_SECONDS = 24 * 3600.0  # for longer, nobody stops a save and has it go on
 _log = logging.getLogger("treering")
@@ -85,7 +85,7 @@ def disown(store: Store, path: str) -> list[str]:
             found = store.list(path)
         except UnsupportedError:
             return []
-        return [name for name in found if _is_array_file(name) and _temporary_of(name) not in found]
+        return [name for name in found if (token := token_of(name)) and _temporary_of(token) not in found]
     return []
 
 
@@ -108,8 +108,8 @@ def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) ->
         if found:
             check_removable(store, path)
         # Temporary manifests first: a save that has none any more does not commit.
-        for name in sorted(found, key=_is_array_file):
-            if _is_array_file(name) and (not may_go(name) or _in_a_living_save(store, path, name)):
+        for name in sorted(found, key=lambda name: token_of(name) is not None):
+            if (token := token_of(name)) and (not may_go(name) or _in_a_living_save(store, path, token)):
                 continue
 
             def still_left_over(name: str = name) -> bool:
@@ -128,22 +128,18 @@ def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) ->
         return  # the files of a damaged checkpoint, or of one of a later version, cannot be known
 
 
-def _is_array_file(name: str) -> bool:
-    return name.startswith("arrays-")
+def _temporary_of(token: str) -> str:
+    """The temporary manifest of the save whose array files have this token. It is made before them."""
+    return f"{MANIFEST}.{token}.tmp"
 
 
-def _temporary_of(name: str) -> str:
-    """The temporary manifest of the save that an array file belongs to. It is made before that."""
-    return f"{MANIFEST}.{name.split('-')[1]}.tmp"
-
-
-def _in_a_living_save(store: Store, path: str, name: str) -> bool:
-    """Whether the save that an array file belongs to may still commit: its temporary manifest is locked.
+def _in_a_living_save(store: Store, path: str, token: str) -> bool:
+    """Whether the save whose array files have this token may still commit: its temporary manifest is locked.
 
     The process that wrote the file may be gone; process 0, which commits, is not.
     """
     try:
-        return store.is_in_use(posixpath.join(path, _temporary_of(name)))
+        return store.is_in_use(posixpath.join(path, _temporary_of(token)))
     except FileNotFoundError:
         return False
 

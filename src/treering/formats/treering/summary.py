@@ -38,8 +38,8 @@ def identity(store: Store, path: str) -> str:
     return manifest.xxh3(read_file(store, file(path)))
 
 
-def read(store: Store, path: str) -> Glance:
-    """Reads the manifest, and looks for the files that it names.
+def read(store: Store, path: str, *, partial: bool = False) -> Glance:
+    """Reads the manifest, and looks for the files that it names; with `partial` some may be on other hosts' disks.
 
     Raises `CorruptError`, `UnsupportedError` for what a later release wrote, and `FileNotFoundError`.
     """
@@ -48,6 +48,8 @@ def read(store: Store, path: str) -> Glance:
     for listed in summary.files:
         with reading(path):
             found = store.stat(posixpath.join(path, listed.name))
+        if partial and found is None:
+            continue
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
     numbers = validity.metrics(summary.metrics)

@@ -51,7 +51,8 @@ class Info(NamedTuple):
 class Job(NamedTuple):
     """The contents and the path of a save.
 
-    `shares` are the writers of each array; None when this process writes all of them.
+    `shares` are the writers of each array; None when this process writes all of them. With `own_disks` the path is
+    another disk's on each host.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Job(NamedTuple):
     catalogue: Catalogue
     shares: Mapping[int, Share] | None
     info: Info
+    own_disks: bool = False
 
 
 def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
@@ -83,7 +85,8 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         firsts = [[first for _, first in report] for report in reports]
         data = _manifest(job, pieces, spread, listed, firsts)
         try:
-            files.commit(data, lambda: _check_visible(store, job.path, listed[1:], call.timeout))
+            others = [] if job.own_disks else listed[1:]
+            files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
         except SaveError as error:
             if not files.committed:
                 raise
@@ -94,8 +97,11 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
     try:
         call.doing("planning")
         token, made = call.broadcast(begin)
-        made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
-        files = files or Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
+        if files is None and job.own_disks:
+            files = Files.apart(store, job.path, token)
+        elif files is None:
+            made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
+            files = Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             entries, most = job.catalogue.entries, store.object_bytes
             if job.shares is None:

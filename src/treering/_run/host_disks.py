@@ -1,0 +1,230 @@
+"""A local place that is another disk on each host: the processes meet to see what is where, and to copy it together.
+
+Process 0 commits a step on its own disk when all processes have written their arrays on theirs, and its manifest says
+which there are. The disks of the other hosts have arrays alone, known by the token in their names. A step is whole
+while every file of its manifest is on some disk.
+"""
+
+import contextlib
+import logging
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from .. import stores
+from .._core.leaf_paths import few
+from .._processes import coordinator
+from .._processes.calls import Call, watching
+from ..errors import CorruptError, SaveError, TreeringError
+from ..formats.treering import host_parts as parts
+from ..formats.treering import manifest
+from ..formats.treering.copy import copy_part
+from ..formats.treering.new_files import Files
+from ..stores.store import Store
+from ..stores.whole_files import read_file
+from . import run
+from .steps import Steps
+
+_log = logging.getLogger("treering")
+_Key = tuple[str, str]  # the name of a step, and a key of what is there of it
+Moved = Callable[[int, Callable[[], None]], None]
+
+
+class HostDisks:
+    """The disk of this host among those of the job.
+
+    Steps are copied in rounds, which process 0 leads and the others `follow`; one process of each host, which `leads`
+    there, copies what is on its disk, and takes away what no step needs any more. `steps` are those near, as process 0
+    has told the others, and `lacking` those of which it found parts missing when the job began.
+    """
+
+    def __init__(self, near: Steps, index: int, *, leads: bool, steps: set[int], lacking: set[int]):
+        self.steps, self.lacking = steps, lacking
+        self._near, self._index, self._leads = near, index, leads
+        self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
+        self._call: Call | None = None  # the round that process 0 leads
+
+    # In process 0
+
+    @contextlib.contextmanager
+    def round(self, what: str, timeout: float, mark: Callable[[], bytes]) -> Iterator[None]:
+        """Meets the others; within the block steps are copied together. `mark` says to which run the disks belong."""
+        call = coordinator.begin(what, timeout=timeout)
+        with coordinator.ending(call):
+            call.doing("copying steps")
+            there: list[Any] = []
+            call.gather_and_decide(None, lambda found: there.extend(found) or mark().decode())
+            call.gather_and_decide(None, lambda _: None)  # all have the mark
+            self._call = call
+            try:
+                yield
+            finally:
+                self._call = None
+            call.broadcast(lambda: None)
+            call.broadcast(lambda: [list(self._near.committed()), *self._unneeded(there)])
+            call.close()
+
+    def give_up(self, reason: BaseException) -> None:
+        """Ends the waiting of a round for the others."""
+        if call := self._call:
+            call.cancel(reason)
+
+    def copying(self, path: str, to: str) -> "_Together":
+        """The others, for a copy of the step at a path."""
+        assert self._call is not None
+        return _Together(self._call, posixpath.basename(path), to)
+
+    def _unneeded(self, there: Sequence[Any]) -> tuple[list[_Key], dict[str, list[_Key]]]:
+        """What is on other disks and of no step near; and of that, by their places, what was set aside."""
+        store, root = self._near.store, self._near.root
+
+        def needed(paths: Iterable[str]) -> set[_Key]:
+            return {(posixpath.basename(path), key) for path in paths for key in parts.needed(store, path)}
+
+        found = {(name, key) for own in there for name, key in own or ()} - needed(self._near.committed().values())
+        aside: dict[str, list[_Key]] = {}
+        for place in run.aside(store, root) if found else []:
+            if keys := found & needed(posixpath.join(place, name) for name in store.list(place)):
+                aside[posixpath.basename(place)] = sorted(keys)
+                found -= keys
+        return sorted(found), aside
+
+    # In the others
+
+    def follow(self, what: str, timeout: float, moved: Moved) -> None:
+        """Takes part in a round.
+
+        `moved` is told the bytes that are about to be copied, and how to look for the failures of others.
+        """
+        try:
+            call = coordinator.begin(what, timeout=timeout)
+            with coordinator.ending(call):
+                call.doing("copying steps")
+                mine = self._there() if self._leads else None
+                mark = call.gather_and_decide(mine, _not_here)
+                if self._leads:
+                    self._keep_mark(mark.encode())
+                call.gather_and_decide(None, _not_here)
+                while job := call.broadcast(_not_here):
+                    self._take_part(call, *job, moved=moved)
+                steps, unneeded, aside = call.broadcast(_not_here)
+                self.steps = set(steps)
+                if self._leads:
+                    for place, keys in {**aside, "": unneeded}.items():
+                        self._take_away({(name, key) for name, key in keys} & self._seen, place)
+                    self._seen = set(mine or ())
+                call.close()
+        except (TreeringError, OSError) as error:  # process 0 tells the user
+            _log.info("%s: %s ended: %s", self._near.root, what, error)
+
+    def _take_part(
+        self, call: Call, name: str, to: str, token: str, made: Sequence[str] | None, *, moved: Moved
+    ) -> None:
+        files: Files | None = None
+        report: list[manifest.File] = []
+        problem: list[str] = []
+        keep = False
+        look = watching(call)
+        try:
+            if self._leads:
+                try:
+                    if made is not None:
+                        made = [os.fsdecode(folder.encode("latin-1")) for folder in made]
+                        files = Files.join(stores.of(to), to, token, made, timeout=call.timeout, check=call.check)
+                    path = posixpath.join(self._near.root, name)
+                    report = copy_part(self._near.store, path, token, files, moved=lambda nbytes: moved(nbytes, look))
+                except (TreeringError, OSError) as error:
+                    call.check()  # the failure of process 0, if it is that
+                    problem = [type(error).__name__, f"process {self._index}: {error}"]
+            keep = call.gather_and_decide([msgspec.to_builtins(report), problem], _not_here)
+        finally:
+            if files and (keep or call.undecided or not files.store.has_locks):
+                files.close()  # they may be committed, or another job's
+            elif files:
+                files.abort()
+
+    def _there(self) -> list[_Key]:
+        """What is on this disk and of no living save."""
+        store, root = self._near.store, self._near.root
+        return sorted(
+            (name, key) for name in folders(self._near) for key in parts.there(store, posixpath.join(root, name))
+        )
+
+    def _keep_mark(self, mark: bytes) -> None:
+        path = posixpath.join(self._near.root, run.COPIED)
+        try:
+            if read_file(self._near.store, path) == mark:
+                return
+        except FileNotFoundError:
+            pass
+        write_small(self._near.store, path, mark)
+
+    def _take_away(self, keys: set[_Key], place: str) -> None:
+        """Removes what is not needed, or sets it aside to a place.
+
+        Only what was there in the round before as well: what is new may be of a save that is only beginning.
+        """
+        store, root = self._near.store, self._near.root
+        for name in sorted({name for name, _ in keys}):
+            own = {key for one, key in keys if one == name}
+            parts.take_away(store, posixpath.join(root, name), own, place and posixpath.join(root, place, name))
+
+
+class _Together:
+    """Process 0 of a copy in which all hosts take part; see `formats.treering.copy.Others`."""
+
+    def __init__(self, call: Call, name: str, to: str):
+        self._call, self._name, self._to = call, name, to
+
+    def copy(
+        self,
+        token: str,
+        files: Files | None,
+        own: Callable[[], list[manifest.File]],
+        commit: Callable[[Sequence[manifest.File]], None],
+    ) -> None:
+        made = None if files is None else [os.fsencode(folder).decode("latin-1") for folder in files.made]
+        self._call.broadcast(lambda: [self._name, self._to, token, made])
+        copied: list[manifest.File] = []
+        problem: BaseException | None = None
+        try:
+            copied = own()
+        except (TreeringError, OSError) as error:
+            problem = error
+
+        def decide(reports: Sequence[Any]) -> bool:
+            nonlocal problem
+            failed = [report[1] for report in reports if report[1]]
+            if failed and problem is None:
+                damaged = all(kind == CorruptError.__name__ for kind, _ in failed)
+                problem = (CorruptError if damaged else SaveError)(few(tuple(text for _, text in failed)))
+            if problem is None:
+                found = [msgspec.convert(one, manifest.File) for report, _ in reports for one in report]
+                try:
+                    commit([*copied, *found])
+                except (TreeringError, OSError) as error:
+                    problem = error
+            return problem is None or (files is not None and files.committed)
+
+        self._call.gather_and_decide([[], []], decide)
+        if problem:
+            raise problem
+
+
+def folders(near: Steps) -> list[str]:
+    """The names of the folders of steps, committed or not."""
+    return [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
+
+
+def write_small(store: Store, path: str, data: bytes) -> None:
+    """Writes or replaces a small file, and the folders that it needs."""
+    store.make_folders(os.path.dirname(path), [])
+    with store.new_file(path, overwrite=True) as file:
+        file.write(data)
+
+
+def _not_here(*_: Any) -> Any:
+    raise AssertionError("process 0 decides")

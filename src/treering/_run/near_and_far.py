@@ -1,0 +1,229 @@
+"""The steps of a run that is saved on a local disk and stays elsewhere: which are where, and which copy is read."""
+
+import logging
+import os
+import posixpath
+from collections.abc import Callable
+
+from .._core.entries import step_number
+from .._core.leaf_paths import few
+from .._processes.calls import Call
+from .._save.pending import as_save_error
+from ..errors import CorruptError, MismatchError, NotFoundError
+from ..formats.treering import host_parts, summary
+from ..keep import Saved
+from ..stores.read_errors import is_momentary
+from . import host_meeting
+from .directory import Directory
+from .host_disks import HostDisks
+from .latest_good import Place
+from .origin import Origin
+
+_log = logging.getLogger("treering")
+
+
+class NearAndFar:
+    """Two directories of one run. See `Directory` for the methods.
+
+    The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other job
+    has written far, which `Origin` knows. Otherwise only what is far, too, counts.
+
+    `disks`: where each host has another disk near, which shows in the first call of all processes. What is near is read
+    there as far as it is on the disk of this host, and a step that is not far cannot be read.
+    """
+
+    def __init__(self, near: Directory, far: Directory):
+        if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
+            raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
+        self.near, self.far = near, far
+        self.steps, self.root = near.steps, far.root
+        self.origin = Origin(near.steps, far.steps)
+        self.disks: HostDisks | None = None
+        self._index = 0  # of this process
+        self._claimed = False
+        self._copied: dict[int, tuple[object, str]] = {}  # versions and identities of manifests near that are far, too
+        self._saved: set[int] = set()  # near, and not known to be far
+
+    @property
+    def back_to(self) -> int | None:
+        return self.near.back_to
+
+    @back_to.setter
+    def back_to(self, step: int | None) -> None:
+        self.near.back_to = self.far.back_to = step
+
+    @property
+    def restored(self) -> int | None:
+        return self.near.restored
+
+    @restored.setter
+    def restored(self, step: int | None) -> None:
+        self.near.restored = self.far.restored = step
+
+    @property
+    def lost(self) -> bool:
+        return self.near.lost or self.far.lost
+
+    @property
+    def apart(self) -> bool:
+        return self.disks is not None
+
+    def meet(self, call: Call) -> None:
+        self._index = call.index
+        with as_save_error(self.near.root):
+            self.disks = host_meeting.meet(call, self.near.steps, check=self.origin.is_newest)
+        if not self.disks or self._index:
+            return
+        near, far = self.near.steps.committed(), self.far.steps.committed()
+        self.disks.lacking -= {one for one in far if one in near and not self._differ(near[one], far[one])}
+        if lacking := sorted(self.disks.lacking):
+            _log.warning(
+                "%s: parts of steps %s are on no disk of this job's hosts, and they were not copied before: they do "
+                "not count", self.near.root, few(tuple(map(str, lacking))),
+            )  # fmt: skip
+
+    def here(self, path: str) -> str:
+        return posixpath.join(self.near.root, posixpath.basename(path)) if self.disks else path
+
+    def gone(self, are: Callable[[int], bool]) -> None:
+        if self.disks:
+            self.disks.steps -= set(filter(are, self.disks.steps))
+
+    def all_steps(self) -> dict[int, str]:
+        return dict(sorted({**self.far.all_steps(), **self._near_steps()}.items()))
+
+    def candidates(self, step: int | None = None) -> list[Place]:
+        near, far = self._near_steps(), self.far.all_steps()
+        if step is not None and (number := step_number(step)) not in near:
+            return self.far.candidates(number)
+        places: list[Place] = []
+        for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
+            if number in near:
+                places.append(self.near.place(number, near[number]))
+            if number in far and not (number in near and self._differ(near[number], far[number])):
+                places.append(self.far.place(number, far[number]))
+        return places
+
+    def place(self, step: int, path: str) -> Place:
+        if self.disks and self._side(path) is self.near:
+            near, far = self.near, self.far
+            both = host_parts.nearest(near.steps.store, near.root, far.steps.store, far.root)
+            return Place(step, both, self.here(path))
+        return self._side(path).place(step, path)
+
+    def to_read(self, step: int | None = None) -> list[Place]:
+        """As `candidates`; where each host has a part, what is not far as well cannot be read."""
+        places = self.candidates(step)
+        if not self.disks:
+            return places
+        there = {place.step for place in places if self._side(place.path) is self.far}
+        if lacking := sorted({place.step for place in places} - there):
+            _log.warning(
+                "%s: steps %s are only on the disks of the hosts, and cannot be read before they are copied",
+                self.root, few(tuple(map(str, lacking))),
+            )  # fmt: skip
+            if step is not None:
+                raise NotFoundError(f"{self.root}: expected step {step}, found it only on the disks of the hosts")
+        return [place for place in places if place.step in there]
+
+    def good(self, *, foreign: bool = False) -> list[Saved]:
+        near, far = self._near_steps(), self.far.steps.committed()
+        found = {one.step: one for one in self.far.good(foreign=foreign)}
+        for one in self.near.good():
+            if one.step in near:
+                same = one.step in found and self._is_copied(one.step, near[one.step], far.get(one.step))
+                metrics = found[one.step].metrics if same else {}  # or they are those of what it has replaced
+                found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
+        return [found[step] for step in sorted(found)]
+
+    def mark_damaged(self, place: Place) -> None:
+        self._side(place.path).mark_damaged(place)
+
+    def check_new(self) -> None:
+        if self.disks and self.disks.lacking:
+            lacking = few(tuple(map(str, sorted(self.disks.lacking))))
+            raise CorruptError(
+                f"{self.root}: expected a step, found none, and in {self.near.root} parts of {lacking}, whose other "
+                "parts are on no disk of this job's hosts; bring those hosts back, or remove that directory on all "
+                "hosts to begin anew"
+            )
+        self.far.check_new()
+        self.near.check_new()
+
+    def path(self, step: int) -> str:
+        return self.all_steps().get(step) or self.near.path(step)
+
+    def existing(self, step: int) -> str:
+        return self.candidates(step)[0].path
+
+    def pinned(self) -> list[int]:
+        near = self._near_steps()
+        return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
+
+    def uncopied(self) -> list[int]:
+        unknown = self._not_known_to_be_far()
+        if not unknown:
+            return []
+        near = self.near.steps.committed()
+        try:
+            far = self.far.steps.committed()
+            return [step for step in unknown if not self._is_copied(step, near[step], far.get(step))]
+        except OSError as error:
+            if not is_momentary(error):
+                raise
+            return unknown
+
+    def _not_known_to_be_far(self) -> list[int]:
+        near = self.near.steps.committed() if self._claimed else self._near_steps()
+        return [step for step, path in near.items() if not self._known_copied(step, path)]
+
+    def _side(self, path: str) -> Directory:
+        return self.far if os.path.dirname(path) == self.far.root else self.near
+
+    def _near_steps(self) -> dict[int, str]:
+        """The steps near that belong to the run, and their paths."""
+        if self.disks and self._index:
+            return {step: self.near.own_path(step) for step in sorted(self.disks.steps)}
+        lacking = self.disks.lacking if self.disks else ()
+        own = {step: path for step, path in self.near.steps.committed().items() if step not in lacking}
+        if not own or self._claimed or self.origin.is_newest():
+            return own
+        far = self.far.steps.committed()
+        found = {step: path for step, path in own.items() if step in far and not self._differ(path, far[step])}
+        if others := [str(step) for step in own if step not in found]:
+            _log.warning(
+                "%s: another job has written %s since steps %s were saved here; they do not count",
+                self.near.root, self.root, few(tuple(others)),
+            )  # fmt: skip
+        return found
+
+    def _differ(self, path: str, other: str) -> bool:
+        """Whether a step near is another than the one far; a manifest that is damaged may be of the same."""
+        try:
+            near = summary.identity(self.near.steps.store, path)
+            return near != summary.identity(self.far.steps.store, other)
+        except (CorruptError, FileNotFoundError):
+            return False
+
+    def _known_copied(self, step: int, path: str) -> bool:
+        seen = summary.look(self.near.steps.store, path)
+        return seen is not None and step in self._copied and self._copied[step][0] == seen.version
+
+    def _is_copied(self, step: int, path: str, far: str | None) -> bool:
+        if far is None:
+            return False
+        if not self._known_copied(step, path):
+            try:
+                seen = summary.look(self.near.steps.store, path)
+                identity = summary.identity(self.near.steps.store, path)
+                if seen is None or identity != summary.identity(self.far.steps.store, far):
+                    return False
+            except (CorruptError, FileNotFoundError):
+                return False
+            self._note_copied(step, seen.version, identity)
+        return True
+
+    def _note_copied(self, step: int, version: object, identity: str) -> None:
+        self._copied[step] = version, identity
+        if self._known_copied(step, self.near.own_path(step)):  # or it was saved again meanwhile
+            self._saved.discard(step)

@@ -1,0 +1,312 @@
+"""Runs that are saved on a local disk of each host, and copied together from there to where they stay.
+
+A host is a process, or two, with a `local=` of its own: what others have there it never looks at.
+"""
+
+import os
+import pathlib
+import shutil
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from jobs import Result, run_job
+
+ANY = dict.fromkeys(range(4))  # ends: JAX ends a process when it misses another
+SIZE = 96
+
+STATE = """
+import logging
+class Lines(logging.Handler):
+    text = []
+    def emit(self, record): self.text.append(record.getMessage())
+logging.getLogger("treering").addHandler(Lines())
+logging.getLogger("treering").setLevel(logging.INFO)
+HOST = HOSTS[INDEX]
+near, far = tmp / HOST, FAR or tmp / "far"
+template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "n": 0}
+def state(step):
+    w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
+    return {"w": put(w, P("x")), "b": put(b), "n": step}
+def is_state(tree, step):
+    w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
+    return tree["n"] == step and same(tree["w"], w) and same(tree["b"], b)
+def run(**options):
+    return tr.Checkpointer(far, local=near, **{"timeout": 15, **options})
+def save(ckpts, *steps, **options):
+    for step in steps:
+        ckpts.save(step, state(step), **options)
+        ckpts.wait()
+def until(check):
+    end = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+"""
+
+
+def _job(tmp: pathlib.Path, body: str, hosts: str = "aabb", far: str = "", **options: Any) -> list[Result]:
+    names = [f"near-{host}" for host in hosts]
+    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, FAR=far, **options)
+
+
+def _arrays(path: pathlib.Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("arrays-*"))
+
+
+def _check(far: pathlib.Path | str, step: int) -> None:
+    tree = tr.restore(far, step=step)
+    assert tree["n"] == step and (tree["b"] == step).all()
+    assert np.array_equal(tree["w"], np.arange(SIZE, dtype=np.float32) + step)
+
+
+@pytest.mark.long
+def test_each_host_saves_on_its_own_disk(tmp_path: pathlib.Path, bucket: str) -> None:
+    """Its arrays lie there alone, all meet in the bucket, and what restores takes what is near."""
+    body = """
+from treering._run import host_disks
+opened = []
+from treering.stores.filesystem import Filesystem
+class Watched(Filesystem):
+    def open(self, path, **options):
+        opened.append(path)
+        return super().open(path, **options)
+stores.register(Watched(stores.posix.Disk()))
+ckpts = run(keep=tr.keep.last(2))
+with ckpts:
+    begun = ckpts.restore(template) if AGAIN else None
+    first = (ckpts.restored_step or 0) + 1
+    read = [path for path in opened if "arrays-" in path]
+    for step in range(first, first + 3):
+        ckpts.save(step, state(step), metrics={"loss": 1 / step})
+    steps = ckpts.steps
+report([ckpts.restored_step, begun is None or is_state(begun, ckpts.restored_step), read, ckpts.steps, Lines.text])
+"""
+    hosts = {name: tmp_path / f"near-{name}" for name in "ab"}
+    for again in (False, True):
+        last = 6 if again else 3
+        results = _job(tmp_path, body, far=bucket, AGAIN=again)
+        for n, result in enumerate(results):
+            restored, good, read, steps, lines = result.report
+            assert (
+                restored == (3 if again else None) and good and set(steps) == {*([3] if again else []), last - 1, last}
+            )
+            # Of what it needs alone nothing comes from elsewhere, and of no other host's disk it knows.
+            assert all(path.startswith(str(hosts["aabb"[n]])) for path in read) and bool(read) == again
+            assert n or any("the hosts have disks of their own, 2 in all" in line for line in lines)
+        assert tr.verify(bucket).ok
+        for step in (last - 1, last):
+            _check(bucket, step)
+        parts = [_arrays(path) for path in hosts.values()]
+        kept = {f"step-{step:08}" for step in ([3, 6] if again else [3])}
+        assert all({os.path.dirname(file) for file in part} == kept for part in parts)
+        assert not set(parts[0]) & set(parts[1]) and len(parts[0]) == len(parts[1]) == 2 * len(kept)
+        assert len(list(hosts["a"].rglob("treering.json"))) == len(kept) and not list(hosts["b"].rglob("treering.json"))
+    assert tr.open(bucket).metrics == {"loss": 1 / 6}
+
+
+KILLED_EARLY = """
+with run() as ckpts:
+    save(ckpts, 1)
+ckpts = run(upload_limit=1)
+save(ckpts, 2, 3)
+assert tr.steps(far) == [1]
+sync("saved")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+GOES_ON = """
+ckpts = run()
+tree, step = ckpts.restore_or_init(lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0},
+                                   sharding={"w": template["w"].sharding, "b": template["b"].sharding, "n": None})
+good = step and is_state(tree, step)
+after = tr.steps(far)
+save(ckpts, step + 1)
+ckpts.close()
+report([step, good, after, tr.steps(far), Lines.text])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aabb", "bbaa", "abab"])
+def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_path: pathlib.Path, hosts: str) -> None:
+    """Whichever of its processes run on which host."""
+    _job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
+    for result in _job(tmp_path, GOES_ON, hosts=hosts):
+        step, good, after, last, _ = result.report
+        assert step == 3 and good and 3 in after and last == [1, 2, 3, 4]
+    assert tr.verify(tmp_path / "far").ok
+    for step in (1, 2, 3, 4):
+        _check(tmp_path / "far", step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None:
+    """What was copied is taken, what was not is set aside on the other disk, and the log says so."""
+    _job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
+    shutil.rmtree(tmp_path / f"near-{lost}")
+    results = _job(tmp_path, GOES_ON)
+    for result in results:
+        step, good, after, last, _ = result.report
+        assert step == 1 and good and after == [1] and last == [1, 2]
+    if lost == "b":  # process 0 has the manifests
+        assert any("parts of steps 2, 3 are on no disk of this job" in line for line in results[0].report[-1])
+        assert len(list(tmp_path.glob("near-a/rewound-1/step-*/treering.json"))) == 2
+    _check(tmp_path / "far", 2)
+    assert tr.verify(tmp_path / "far").ok
+
+
+BREAKS_OFF = """
+with run() as ckpts:
+    save(ckpts, 1)
+if INDEX == VICTIM:
+    die_at(*AT)
+ckpts = run()
+for step in (2, 3):
+    ckpts.save(step, state(step)).result()
+    (tmp / f"committed-{INDEX}").write_text(str(step))
+ckpts.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["ab", "ba"])
+@pytest.mark.parametrize(
+    ("victim", "at"),
+    [
+        (0, ("write", "near-a/step-00000003")),
+        (1, ("write", "near-b/step-00000003")),
+        (1, ("sync", "near-b/step-00000003")),
+        (0, ("link", "near-a/step-00000003/treering.json")),
+        (0, ("unlink", "near-a/step-00000003/treering.json")),
+        (0, ("write", "far/step-00000002")),
+        (1, ("write", "far/step-00000002")),
+        (1, ("sync", "far/step-00000003")),
+        (0, ("link", "far/step-00000003/treering.json")),
+        (0, ("unlink", "far/step-00000003/treering.json")),
+        (0, ("rename", "near-a/copied-to.json")),
+        (1, ("rename", "near-b/copied-to.json")),
+        (1, ("unlink", "near-b/step-00000002")),
+    ],
+)
+def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
+    """What was committed for anybody is restored, and all that is far is whole."""
+    results = _job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
+    assert results[victim].code == -signal.SIGKILL, results[victim].output
+    committed = [int(file.read_text()) for file in tmp_path.glob("committed-*")]
+    results = _job(tmp_path, GOES_ON, hosts=hosts)
+    for result in results:
+        step, good, after, last, _ = result.report
+        assert good and step >= max(committed, default=1) and after[-1] == step and last[-1] == step + 1
+    assert tr.verify(tmp_path / "far").ok
+    for step in tr.steps(tmp_path / "far"):
+        _check(tmp_path / "far", step)
+    # Nothing is left of what was killed.
+    assert {os.path.dirname(file) for name in "ab" for file in _arrays(tmp_path / f"near-{name}")} <= {
+        f"step-{step:08}" for step in (results[0].report[0], results[0].report[0] + 1)
+    }
+
+
+MANAGED = """
+with run(keep_local=None) as ckpts:
+    save(ckpts, 1, 2, 3)
+    ckpts.pin(1)
+    undeletable = caught(ckpts.delete, 1)
+    ckpts.delete(2)
+    sync("deleted")
+    deleted = ckpts.steps
+    save(ckpts, 3, on_exists="overwrite")
+    exists = caught(ckpts.save, 3, state(3))
+    save(ckpts, 4, 5)
+    ckpts.rewind(4)
+    sync("rewound")
+    back = ckpts.restore(template)
+    good = is_state(back, 4)
+    save(ckpts, 6, 7)
+    older = ckpts.restore(template, step=6)
+    good = good and is_state(older, 6)
+    save(ckpts, 8)
+    ckpts.finish()
+report([undeletable, deleted, exists, good, ckpts.steps])
+"""
+
+
+@pytest.mark.long
+def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
+    """Deleted steps go on all disks, and what is set aside is set aside on all."""
+    for result in _job(tmp_path, MANAGED, hosts="ab"):
+        undeletable, deleted, exists, good, steps = result.report
+        assert undeletable[0] == "MismatchError" and deleted == [1, 3] and exists[0] == "ExistsError"
+        assert good and steps == [1, 3, 4, 6, 8]
+    far = tmp_path / "far"
+    assert tr.verify(far).ok and tr.steps(far) == [1, 3, 4, 6, 8] and (far / "finished").exists()
+    parts = [_arrays(tmp_path / f"near-{name}") for name in "ab"]
+    folders = [sorted({os.path.dirname(file) for file in part}) for part in parts]
+    assert folders[0] == folders[1]
+    assert folders[0] == [
+        "rewound-1/step-00000005",
+        "rewound-2/step-00000007",
+        *(f"step-{step:08}" for step in (1, 3, 4, 6, 8)),
+    ]
+    assert len(parts[0]) == len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
+
+
+@pytest.mark.long
+def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
+    """Of a step that was copied the copy is taken; one that was not is not copied, and an earlier one is taken."""
+    _job(tmp_path, KILLED_EARLY, hosts="ab", expect={0: None, 1: None}, recoverable=True)
+    _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
+    for result in _job(tmp_path, GOES_ON, hosts="ab"):
+        step, good, after, last, _ = result.report
+        assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
+    body = "ckpts = run()\nreport([is_state(ckpts.restore(template), 3), Lines.text])\nckpts.close()"
+    _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
+    results = _job(tmp_path, body, hosts="ab")
+    assert all(result.report[0] for result in results)
+    assert any("taking the copy of step 3 at" in line for result in results for line in result.report[1])
+
+
+@pytest.mark.long
+def test_a_part_that_is_gone_where_the_run_stays_is_copied_anew(tmp_path: pathlib.Path) -> None:
+    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
+    for file in tmp_path.glob("far/step-00000002/arrays-*-00000-*"):
+        file.unlink()
+    for result in _job(tmp_path, GOES_ON, hosts="ab"):
+        step, good, after, last, _ = result.report
+        assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
+    assert tr.verify(tmp_path / "far").ok
+
+
+def _flip(file: pathlib.Path) -> None:
+    file.chmod(0o600)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.long
+def test_a_change_does_not_wait_for_a_slow_copy_and_mistakes_are_named(tmp_path: pathlib.Path) -> None:
+    body = """
+ckpts = run(upload_limit=1)
+save(ckpts, 1, 2)
+until(lambda: ckpts._directory.busy)
+begun = time.monotonic()
+ckpts.delete(1)
+took = time.monotonic() - begun
+tree = {**state(3), "w": put(np.zeros((4, 6), np.float32), P("x"))}
+across = caught(ckpts.save, 3, tree, rules=[tr.rules.transpose("w", (1, 0))])
+again = caught(ckpts.wait)
+save(ckpts, 4)
+ckpts.close()
+other = caught(tr.Checkpointer(tmp / "another", local=near, timeout=15).save, 1, state(1))
+report([took, across, again, other, tr.steps(far)])
+"""
+    for result in _job(tmp_path, body, hosts="ab"):
+        took, across, again, other, steps = result.report
+        assert took < 10 and steps[-2:] == [2, 4]
+        assert other[0] == "MismatchError" and "expected a directory for" in other[1]
+        assert across == again and across[0] == "UnsupportedError" and "hosts' disks are not shared" in across[1]
