@@ -131,7 +131,7 @@ report([step, good, after, tr.steps(far), Lines.text])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hosts", ["aabb", "bbaa", "abab"])
+@pytest.mark.parametrize("hosts", ["bbaa", "abab"])
 def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_path: pathlib.Path, hosts: str) -> None:
     """Whichever of its processes run on which host."""
     _job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
@@ -174,23 +174,22 @@ ckpts.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", ["ab", "ba"])
 @pytest.mark.parametrize(
-    ("victim", "at"),
+    ("victim", "at", "hosts"),
     [
-        (0, ("write", "near-a/step-00000003")),
-        (1, ("write", "near-b/step-00000003")),
-        (1, ("sync", "near-b/step-00000003")),
-        (0, ("link", "near-a/step-00000003/treering.json")),
-        (0, ("unlink", "near-a/step-00000003/treering.json")),
-        (0, ("write", "far/step-00000002")),
-        (1, ("write", "far/step-00000002")),
-        (1, ("sync", "far/step-00000003")),
-        (0, ("link", "far/step-00000003/treering.json")),
-        (0, ("unlink", "far/step-00000003/treering.json")),
-        (0, ("rename", "near-a/copied-to.json")),
-        (1, ("rename", "near-b/copied-to.json")),
-        (1, ("unlink", "near-b/step-00000002")),
+        (0, ("write", "near-a/step-00000003"), "ba"),
+        (1, ("write", "near-b/step-00000003"), "ab"),
+        (1, ("sync", "near-b/step-00000003"), "ba"),
+        (0, ("link", "near-a/step-00000003/treering.json"), "ab"),
+        (0, ("unlink", "near-a/step-00000003/treering.json"), "ba"),
+        (0, ("write", "far/step-00000002"), "ab"),
+        (1, ("write", "far/step-00000002"), "ba"),
+        (1, ("sync", "far/step-00000003"), "ab"),
+        (0, ("link", "far/step-00000003/treering.json"), "ba"),
+        (0, ("unlink", "far/step-00000003/treering.json"), "ab"),
+        (0, ("rename", "near-a/copied-to.json"), "ba"),
+        (1, ("rename", "near-b/copied-to.json"), "ab"),
+        (1, ("unlink", "near-b/step-00000002"), "ba"),
     ],
 )
 def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:

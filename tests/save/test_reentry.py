@@ -20,7 +20,7 @@ import json, pathlib, numpy as np, treering as tr
 from treering import stores
 from treering.testing._doubles import SteppedDisk
 tmp, outer, inner = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-tree = {"w": np.arange(300_000.0).reshape(2, -1).T, "n": 1}  # to be copied, and the call waits for room
+tree = {"w": np.arange(30_000.0).reshape(2, -1).T, "n": 1}  # to be copied, and the call waits for room
 
 class Signals(SteppedDisk):
     at = armed = 0
