@@ -309,3 +309,169 @@ report([took, across, again, other, tr.steps(far)])
         assert took < 10 and steps[-2:] == [2, 4]
         assert other[0] == "MismatchError" and "expected a directory for" in other[1]
         assert across == again and across[0] == "UnsupportedError" and "hosts' disks are not shared" in across[1]
+
+
+KILLED_AT_ONCE = """
+ckpts = run(upload_limit=1)
+save(ckpts, 1, 2)
+sync("saved")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["ba", "cab"])
+def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> None:
+    """Before anything was copied; process 0 of the next one is on another host, or on one that is new."""
+    _job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
+    for result in _job(tmp_path, GOES_ON, hosts=hosts):
+        step, good, after, last, _ = result.report
+        assert step == 2 and good and 2 in after and last == [1, 2, 3]
+    assert tr.verify(tmp_path / "far").ok
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["cb", "bc", "ca", "b"])
+def test_nothing_was_copied_and_a_host_is_gone(tmp_path: pathlib.Path, hosts: str) -> None:
+    """No run begins anew for it, and the parts that are left stay until the host is back."""
+    _job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
+    body = """
+if COUNT == 1:  # to whom the place is like any other
+    save(run(), 7)
+    os._exit(0)
+error = caught(run().restore_or_init, lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0})
+report([error, Lines.text])
+"""
+    results = _job(tmp_path, body, hosts=hosts)
+    if hosts != "b":
+        assert all(result.report[0][0] == "CorruptError" for result in results), results[0].report
+        assert all("bring those hosts back" in result.report[0][1] for result in results)
+        assert any("parts of steps 1, 2 are on no disk of this job's hosts" in line for line in results[0].report[1])
+        for result in _job(tmp_path, GOES_ON, hosts="ab"):
+            assert result.report[:2] == [2, True]
+    assert list(tmp_path.glob("near-b/**/step-00000002/arrays-*"))
+
+
+@pytest.mark.long
+def test_a_disk_of_an_earlier_branch(tmp_path: pathlib.Path) -> None:
+    """A host that was away while others went on brings back nothing that they have left behind."""
+    body = """
+with run() as ckpts:
+    save(ckpts, *STEPS)
+if LOSE:
+    ckpts = run(upload_limit=1)
+    save(ckpts, *LOSE)
+    os.kill(os.getpid(), signal.SIGKILL)
+report(0)
+"""
+    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True, STEPS=[1, 2, 3], LOSE=[4, 5, 6])
+    again = "ckpts = run()\nckpts.restore(template)\nsave(ckpts, 4)\nckpts.close()\nreport([ckpts.steps, Lines.text])"
+    for result in _job(tmp_path, again, hosts="cd"):
+        assert result.report[0] == [1, 2, 3, 4]
+    results = _job(tmp_path, GOES_ON, hosts="dcab")
+    for result in results:
+        step, good, after, last, _ = result.report
+        assert step == 4 and good and after == [1, 2, 3, 4] and last == [1, 2, 3, 4, 5]
+    assert list(tmp_path.glob("near-a/rewound-1/step-00000006/arrays-*"))
+    assert list(tmp_path.glob("near-b/rewound-1/step-00000006/arrays-*"))
+    assert tr.verify(tmp_path / "far").ok
+
+
+@pytest.mark.long
+def test_what_is_not_wanted_far_is_restored_by_its_number(tmp_path: pathlib.Path) -> None:
+    body = """
+with run(keep=tr.keep.last(1), keep_local=None, upload_limit=1) as ckpts:
+    save(ckpts, 1, 2)
+    ckpts.restore(template)
+    save(ckpts, 3)
+    told = [ckpts.steps, ckpts.latest_step, ckpts.uncopied]
+    opened = ckpts.open(2)["n"]
+    older = ckpts.restore(template, step=1)
+    good = is_state(older, 1)
+    newest = is_state(ckpts.restore(template), 3)
+report([told, opened, good, newest, Lines.text])
+"""
+    for result in _job(tmp_path, body, hosts="ab"):
+        told, opened, good, newest, lines = result.report
+        assert told == [[1, 2, 3], 3, [1, 3]] and opened == 2 and good and newest
+        assert not any("damaged" in line for line in lines)
+
+
+@pytest.mark.long
+def test_what_cannot_be_copied_is_not_passed_over(tmp_path: pathlib.Path) -> None:
+    """When a restore needs it, its failure is raised in all processes, and no older step taken."""
+    _job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
+    body = """
+class Full(stores.posix.Disk):
+    def write(self, fd, data, offset):
+        if "/far/" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(28, "No space left on device")
+        super().write(fd, data, offset)
+if INDEX == 1:
+    stores.register(stores.Filesystem(Full()))
+error = caught(run().restore, template)
+stores.register(stores.Filesystem(stores.posix.Disk()))
+with run() as ckpts:
+    good = is_state(ckpts.restore(template), 3)
+report([error, good])
+"""
+    for result in _job(tmp_path, body, hosts="ab"):
+        error, good = result.report
+        assert error[0] == "SaveError" and "step 3" in error[1] and "No space left" in error[1] and good
+
+
+@pytest.mark.long
+def test_other_jobs_come_between(tmp_path: pathlib.Path) -> None:
+    """On some of the hosts, in any order: neither deleted nor replaced steps nor an old branch come back."""
+    small = """
+template = {"w": put(np.zeros(8, np.float32)), "n": 0}
+def state(step): return {"w": put(np.full(8, step, np.float32)), "n": step}
+"""
+    body = small + "with run() as ckpts: save(ckpts, 1, 2, 3)"
+    _job(tmp_path, body, hosts="ab")
+    body = small + "with run() as ckpts:\n  ckpts.restore(template)\n  ckpts.delete(3)\nreport(ckpts.steps)"
+    assert [result.report for result in _job(tmp_path, body, hosts="ba")] == [[1, 2]] * 2
+    body = small + "with run() as ckpts:\n  report([ckpts.restore(template)['n'], ckpts.steps, ckpts.uncopied])"
+    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[2, [1, 2], []]] * 2
+    body = small + (
+        "ckpts = run(upload_limit=1)\nckpts.restore(template, step=1)\n"
+        "ckpts.save(2, {**state(2), 'n': 1002}).result()\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    _job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
+    body = small + "with run() as ckpts:\n  n = ckpts.restore(template)['n']\n  report([n, ckpts.steps])"
+    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("between", ["a", "b"])
+def test_a_job_of_one_host_comes_between(tmp_path: pathlib.Path, between: str) -> None:
+    _job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
+    body = """
+ckpts = run()
+ckpts.restore(template)
+ckpts.save(2, {**state(2), "n": 1002})
+ckpts.close()
+report(Lines.text)
+"""
+    _job(tmp_path, body, hosts=between)
+    for step in (2, 3):  # aside or where it was, but not gone
+        assert list(tmp_path.glob(f"near-{between}/**/step-{step:08}/arrays-*"))
+    body = "with run() as ckpts:\n  report([ckpts.restore(template)['n'], ckpts.steps])"
+    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
+
+
+@pytest.mark.long
+def test_trees_without_arrays_and_slow_hosts(tmp_path: pathlib.Path) -> None:
+    body = """
+class Slow(stores.posix.Disk):
+    def unlink(self, path):
+        if "near-b/step-00000001/arrays" in path: time.sleep(6)
+        super().unlink(path)
+stores.register(stores.Filesystem(Slow()))
+with run(timeout=4, keep=tr.keep.last(2)) as ckpts:
+    save(ckpts, 1, 2, 3, 4)
+    ckpts.save(5, {"n": 5}).result()
+report([tr.steps(far), tr.restore(far), [line for line in Lines.text if "failed" in line]])
+"""
+    for result in _job(tmp_path, body, hosts="ab"):
+        assert result.report == [[4, 5], {"n": 5}, []]

@@ -306,7 +306,7 @@ class Checkpointer:
             return None
         self._check_open()
         with self._collective.call(f"save({step})") as call:
-            said, admitted = call.broadcast(lambda: self._admit(step, options.on_exists, force, several))
+            said, admitted, word = call.broadcast(lambda: self._admit(step, options.on_exists, force, several))
             verdict = Verdict(*said)
             self._under_way.settle(verdict)
             if admitted is None:
@@ -318,6 +318,9 @@ class Checkpointer:
                 self._settle(call)
             waited = time.perf_counter() - deciding
             path, overwrite = self._directory.here(admitted[0]), admitted[1]
+            self._directory.hear(word)
+            if (back_to := self._directory.back_to) is not None:
+                self._directory.goes_back_to(back_to)
             try:
                 requested = SaveOptions(
                     "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
@@ -336,20 +339,23 @@ class Checkpointer:
         self._preempted = self._preempted or preempted
         return pending
 
-    def _admit(self, step: int, on_exists: str, force: bool, several: bool) -> tuple[Verdict, tuple[str, bool] | None]:
-        """The verdict on earlier saves and, unless one failed, the path and whether to overwrite; None to skip.
+    def _admit(
+        self, step: int, on_exists: str, force: bool, several: bool
+    ) -> tuple[Verdict, tuple[str, bool] | None, Any]:
+        """The verdict on earlier saves; unless one failed, the path and whether to overwrite, None to skip; and a word.
 
         Called in process 0. Raises `ExistsError`.
         """
         verdict = self._under_way.verdict()
         if verdict.raises:
-            return verdict, None
+            return verdict, None, None
         if not force and (several and not self._schedule.due(step)):
-            return verdict, None
+            return verdict, None, None
         if not force and self._when_busy == "skip" and verdict.calls:
-            return verdict, None
+            return verdict, None, None
         with as_save_error(self._root):
-            return verdict, self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
+            place = self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
+            return verdict, place, self._directory.word()
 
     def _settle(self, call: Call) -> None:
         """Returns when every save is over; all processes raise a failure that process 0 has not raised yet."""
@@ -542,7 +548,7 @@ class Checkpointer:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         refuse_within(f"delete({step})", self)
         self._once(f"delete({step})", lambda: self._directory.delete(step))
-        self._directory.gone(lambda one: one == step)
+        self._directory.deleted(step_number(step))
         if self._last.step == step:
             self._last.forget()
 
@@ -558,7 +564,7 @@ class Checkpointer:
         self._check_open()
         with self._under_way.writing():
             self._once(f"rewind({step})", lambda: self._directory.rewind(step))
-        self._directory.gone(lambda one: one > step)
+        self._directory.rewound(step)
         self._directory.back_to = None
         self._last.forget()
 

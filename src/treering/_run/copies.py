@@ -28,6 +28,9 @@ _AGAIN_SECONDS, _MOST_SECONDS = 10.0, 600.0  # between one attempt that failed a
 class _PausedError(Exception):
     """Copying was interrupted, for the run is changed or has been left."""
 
+    def __str__(self) -> str:
+        return "copying was interrupted"
+
 
 class Copies:
     """Copies what is lacking, one step after the other, the newest first.
@@ -63,6 +66,11 @@ class Copies:
         return self._chores.busy
 
     @property
+    def error(self) -> BaseException | None:
+        """That of the last attempt."""
+        return self._error
+
+    @property
     def taken_over(self) -> BaseException | None:
         """The error by which the last attempt has found that another job writes the run."""
         return self._error if isinstance(self._error, TakenOverError) else None
@@ -73,15 +81,40 @@ class Copies:
             self._chores.add("copying steps", self._copy_all)
 
     def begin_together(
-        self, disks: "HostDisks", after: str, process: int, then: Callable[[], None] = lambda: None
+        self,
+        disks: "HostDisks",
+        after: str,
+        process: int,
+        *,
+        only: int | None = None,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins it in this process, and in all others; process 0 calls `then` before the others tidy up."""
+        """Begins it in this process, and in all others.
+
+        only: a step that is copied alone, without a limit, whatever the policy says.
+        then: called in process 0 before the others tidy up.
+        """
         what, timeout = f"{self._places.root}: copying steps after {after}", self._timeout
         if process == 0:
-            meeting = functools.partial(disks.round, what, timeout, self._places.origin.mark)
-            self._chores.add(what, lambda: self._copy_all(meeting, then))
+            meeting = functools.partial(disks.round, what, timeout)
+            self._chores.add(what, lambda: self._copy_all(meeting, only, then))
         else:
-            self._chores.add(what, lambda: disks.follow(what, timeout, self._moved))
+            moved = self._moved if only is None else lambda nbytes, look: look()
+            self._chores.add(what, lambda: disks.follow(what, timeout, moved))
+
+    def interrupt(self, process: int) -> None:
+        """Gives up what all have begun together; process 0 waits until that is so."""
+        if process == 0:
+            self._stop()
+            try:
+                self._chores.wait()
+            finally:
+                self._stopped = False
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if disks := self._places.disks:
+            disks.give_up(_PausedError())
 
     def wait(self) -> None:
         """Waits until what has begun is over."""
@@ -109,9 +142,7 @@ class Copies:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Copies nothing within a `with` block; a copy that is under way is given up, and begun anew after it."""
-        self._stopped = True
-        if disks := self._places.disks:
-            disks.give_up(_PausedError())
+        self._stop()
         try:
             with self._one:
                 yield
@@ -132,23 +163,27 @@ class Copies:
     def _copy_all(
         self,
         meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        only: int | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        with self._one:
-            try:
-                with meeting():
-                    if not self.taken_over:  # for good: what is far may be replaced by the other job's
-                        self._copy_lacking()
-                        then()
-            except _PausedError as error:  # it begins anew when the run was changed
-                self._error = error
-            except BaseException as error:  # whatever it is, `finish` must not say that all is copied
-                self._report(error)
+        try:
+            with meeting(), self._one:
+                if not self.taken_over:  # for good: what is far may be replaced by the other job's
+                    self._copy_lacking(only)
+                    then()
+        except _PausedError as error:  # it begins anew when the run was changed
+            self._error = error
+        except BaseException as error:  # whatever it is, `finish` must not say that all is copied
+            self._report(error)
 
-    def _copy_lacking(self) -> None:
+    def _copy_lacking(self, only: int | None) -> None:
         self._error = None
         tried: set[int] = set()
+        self._check()
         self._far.remove_leftovers()
+        if only is not None:
+            self._copy(only, at_once=True)
+            return
         while todo := [step for step in self._lacking() if step not in tried]:
             tried.add(todo[0])
             self._copy(todo[0])
@@ -164,11 +199,11 @@ class Copies:
             self._places.copy_metrics()
         return todo
 
-    def _copy(self, step: int) -> None:
+    def _copy(self, step: int, *, at_once: bool = False) -> None:
         begun = time.monotonic()
         self.step = step
         try:
-            self._places.copy(step, self._moved)
+            self._places.copy(step, (lambda nbytes: self._check()) if at_once else self._moved)
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, TakenOverError | PeerError):
                 raise
@@ -215,6 +250,8 @@ class Copies:
     def _check(self) -> None:
         if self._stopped or not self._places.claimed:
             raise _PausedError
+        if disks := self._places.disks:
+            disks.look()
 
 
 class _Pace:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from .._core.entries import step_number
 from .._processes.calls import Call
@@ -60,14 +61,26 @@ class Directory:
         """The directory of a step that is about to be saved, by its path in process 0."""
         return path
 
+    def word(self) -> Any:
+        """What process 0 tells the others about the run before a save."""
+
+    def hear(self, word: Any) -> None:
+        """Hears it, in all processes."""
+
     def saved_together(self, step: int) -> None:
         """After a commit, in all processes: begins to copy what is to be copied, where no single process can."""
 
-    def gone(self, are: Callable[[int], bool]) -> None:
-        """Says in all processes which steps have just been deleted or set aside."""
+    def deleted(self, step: int) -> None:
+        """The same after a step was deleted, in all processes."""
+
+    def rewound(self, step: int) -> None:
+        """The same after a rewind."""
+
+    def goes_back_to(self, step: int) -> None:
+        """Where later steps are set aside, in all processes."""
 
     def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
-        """The same at the end of the run's writing, if `claim` says so in process 0."""
+        """Begins to copy the rest, without a limit, in all processes, if `claim` says so in process 0."""
 
     def copy_before(self, call: Call, step: int | None) -> None:
         """Copies what is to be restored, in all processes, where it can only be read when it is copied."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,8 +24,8 @@ from ..formats.treering import manifest
 from ..formats.treering.copy import copy_part
 from ..formats.treering.new_files import Files
 from ..stores.store import Store
-from ..stores.whole_files import read_file
 from . import run
+from .origin import Origin
 from .steps import Steps
 
 _log = logging.getLogger("treering")
@@ -37,12 +37,14 @@ class HostDisks:
     """The disk of this host among those of the job.
 
     Steps are copied in rounds, which process 0 leads and the others `follow`; one process of each host, which `leads`
-    there, copies what is on its disk, and takes away what no step needs any more. `steps` are those near, as process 0
-    has told the others, and `lacking` those of which it found parts missing when the job began.
+    there, copies what is on its disk, and takes away what no step needs any more. `lacking`: the steps of which parts
+    were on no disk when the job began. `stale`: what was on this disk then is of no use.
     """
 
-    def __init__(self, near: Steps, index: int, *, leads: bool, steps: set[int], lacking: set[int]):
-        self.steps, self.lacking = steps, lacking
+    def __init__(self, near: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
+        self.lacking = lacking
+        self.aside: set[int] = set()  # steps that process 0 has set aside since
+        self.stale = stale
         self._near, self._index, self._leads = near, index, leads
         self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
         self._call: Call | None = None  # the round that process 0 leads
@@ -50,22 +52,27 @@ class HostDisks:
     # In process 0
 
     @contextlib.contextmanager
-    def round(self, what: str, timeout: float, mark: Callable[[], bytes]) -> Iterator[None]:
-        """Meets the others; within the block steps are copied together. `mark` says to which run the disks belong."""
+    def round(self, what: str, timeout: float) -> Iterator[None]:
+        """Meets the others; within the block steps are copied together."""
         call = coordinator.begin(what, timeout=timeout)
         with coordinator.ending(call):
             call.doing("copying steps")
             there: list[Any] = []
-            call.gather_and_decide(None, lambda found: there.extend(found) or mark().decode())
-            call.gather_and_decide(None, lambda _: None)  # all have the mark
+            call.gather_and_decide(None, there.extend)
             self._call = call
             try:
                 yield
             finally:
                 self._call = None
             call.broadcast(lambda: None)
-            call.broadcast(lambda: [list(self._near.committed()), *self._unneeded(there)])
+            call.broadcast(lambda: self._unneeded(there))
+            call.gather_and_decide(None, lambda _: None)  # all have tidied up, however long that takes
             call.close()
+
+    def look(self) -> None:
+        """Raises what another process has failed with in a round, or `PeerError` for one that has died."""
+        if call := self._call:
+            call.check_all()
 
     def give_up(self, reason: BaseException) -> None:
         """Ends the waiting of a round for the others."""
@@ -77,20 +84,13 @@ class HostDisks:
         assert self._call is not None
         return _Together(self._call, posixpath.basename(path), to)
 
-    def _unneeded(self, there: Sequence[Any]) -> tuple[list[_Key], dict[str, list[_Key]]]:
-        """What is on other disks and of no step near; and of that, by their places, what was set aside."""
-        store, root = self._near.store, self._near.root
-
-        def needed(paths: Iterable[str]) -> set[_Key]:
-            return {(posixpath.basename(path), key) for path in paths for key in parts.needed(store, path)}
-
-        found = {(name, key) for own in there for name, key in own or ()} - needed(self._near.committed().values())
-        aside: dict[str, list[_Key]] = {}
-        for place in run.aside(store, root) if found else []:
-            if keys := found & needed(posixpath.join(place, name) for name in store.list(place)):
-                aside[posixpath.basename(place)] = sorted(keys)
-                found -= keys
-        return sorted(found), aside
+    def _unneeded(self, there: Sequence[Any]) -> list[_Key]:
+        """What is on other disks and of no step near."""
+        found = {(name, key) for own in there for name, key in own or ()}
+        for name in {name for name, _ in found}:
+            needed = parts.needed(self._near.store, posixpath.join(self._near.root, name))
+            found = {one for one in found if one[0] != name or (needed is not None and one[1] not in needed)}
+        return sorted(found)
 
     # In the others
 
@@ -104,18 +104,14 @@ class HostDisks:
             with coordinator.ending(call):
                 call.doing("copying steps")
                 mine = self._there() if self._leads else None
-                mark = call.gather_and_decide(mine, _not_here)
-                if self._leads:
-                    self._keep_mark(mark.encode())
-                call.gather_and_decide(None, _not_here)
+                call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
                     self._take_part(call, *job, moved=moved)
-                steps, unneeded, aside = call.broadcast(_not_here)
-                self.steps = set(steps)
+                unneeded = call.broadcast(_not_here)
                 if self._leads:
-                    for place, keys in {**aside, "": unneeded}.items():
-                        self._take_away({(name, key) for name, key in keys} & self._seen, place)
+                    self._take_away({(name, key) for name, key in unneeded} & self._seen)
                     self._seen = set(mine or ())
+                call.gather_and_decide(None, _not_here)
                 call.close()
         except (TreeringError, OSError) as error:  # process 0 tells the user
             _log.info("%s: %s ended: %s", self._near.root, what, error)
@@ -153,24 +149,43 @@ class HostDisks:
             (name, key) for name in folders(self._near) for key in parts.there(store, posixpath.join(root, name))
         )
 
-    def _keep_mark(self, mark: bytes) -> None:
-        path = posixpath.join(self._near.root, run.COPIED)
-        try:
-            if read_file(self._near.store, path) == mark:
-                return
-        except FileNotFoundError:
-            pass
-        write_small(self._near.store, path, mark)
+    def take_part(self, origin: Origin, mark: bytes, aside: Collection[int]) -> None:
+        """Before a save: puts the mark of process 0's disk on this one, and sets aside what does not count.
 
-    def _take_away(self, keys: set[_Key], place: str) -> None:
-        """Removes what is not needed, or sets it aside to a place.
+        From now on the manifests on this disk are those of process 0's.
+        """
+        own = origin.part_mark(mark) if self._leads and self._index else None
+        if own is None:
+            self.stale = False
+            return
+        paths = {
+            run.parse(name, self._near.prefix): posixpath.join(self._near.root, name) for name in folders(self._near)
+        }
+        self.set_aside([path for step, path in paths.items() if self.stale or step in aside])
+        for path in paths.values():
+            parts.give_up_manifest(self._near.store, path)
+        origin.take_over(own, part=True)
+        self.stale = False
+
+    def set_aside(self, paths: Sequence[str]) -> None:
+        """Sets aside what is on this disk of steps that process 0 sets aside on its own."""
+        if paths and self._leads and self._index:
+            place = run.set_aside(self._near.store, self._near.root, sorted(paths, reverse=True))
+            _log.warning("%s: %d steps were set aside to %s", self._near.root, len(paths), place)
+
+    def forget(self, paths: Sequence[str]) -> None:
+        """Notes that the steps at these paths are deleted; what is left of them goes in a later round."""
+        for path in paths if self._leads and self._index else ():
+            parts.forget(self._near.store, path)
+
+    def _take_away(self, keys: set[_Key]) -> None:
+        """Removes what is not needed.
 
         Only what was there in the round before as well: what is new may be of a save that is only beginning.
         """
-        store, root = self._near.store, self._near.root
         for name in sorted({name for name, _ in keys}):
             own = {key for one, key in keys if one == name}
-            parts.take_away(store, posixpath.join(root, name), own, place and posixpath.join(root, place, name))
+            parts.take_away(self._near.store, posixpath.join(self._near.root, name), own)
 
 
 class _Together:
@@ -209,9 +224,20 @@ class _Together:
                     problem = error
             return problem is None or (files is not None and files.committed)
 
-        self._call.gather_and_decide([[], []], decide)
+        try:
+            self._call.gather_and_decide([[], []], decide)
+        except BaseException:
+            if files is not None and files.committed:
+                self._call.close()  # without the error, or the others would remove their files of what is committed
+            raise
         if problem:
             raise problem
+
+
+def steps_in_part(near: Steps) -> dict[int, str]:
+    """The committed steps of which this disk has a part, and another the manifest, and their paths."""
+    found = {run.parse(name, near.prefix): posixpath.join(near.root, name) for name in folders(near)}
+    return {step: path for step, path in found.items() if step is not None and parts.part_of(near.store, path)}
 
 
 def folders(near: Steps) -> list[str]:

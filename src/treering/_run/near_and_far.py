@@ -1,9 +1,10 @@
 """The steps of a run that is saved on a local disk and stays elsewhere: which are where, and which copy is read."""
 
+import contextlib
 import logging
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from .._core.entries import step_number
 from .._core.leaf_paths import few
@@ -15,7 +16,7 @@ from ..keep import Saved
 from ..stores.read_errors import is_momentary
 from . import host_meeting
 from .directory import Directory
-from .host_disks import HostDisks
+from .host_disks import HostDisks, steps_in_part
 from .latest_good import Place
 from .origin import Origin
 
@@ -71,23 +72,26 @@ class NearAndFar:
     def meet(self, call: Call) -> None:
         self._index = call.index
         with as_save_error(self.near.root):
-            self.disks = host_meeting.meet(call, self.near.steps, check=self.origin.is_newest)
-        if not self.disks or self._index:
-            return
-        near, far = self.near.steps.committed(), self.far.steps.committed()
-        self.disks.lacking -= {one for one in far if one in near and not self._differ(near[one], far[one])}
-        if lacking := sorted(self.disks.lacking):
+            self.disks = host_meeting.meet(call, self.near.steps, self.far.steps, self.origin, self._locked)
+        if self.disks and self.disks.lacking and not self._index:
             _log.warning(
                 "%s: parts of steps %s are on no disk of this job's hosts, and they were not copied before: they do "
-                "not count", self.near.root, few(tuple(map(str, lacking))),
+                "not count", self.near.root, few(tuple(map(str, sorted(self.disks.lacking)))),
             )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds both locks, for a change at the beginning."""
+        self.near.acquire()
+        try:
+            self.far.acquire()
+            yield
+        finally:
+            self.far.release()
+            self.near.release()
 
     def here(self, path: str) -> str:
         return posixpath.join(self.near.root, posixpath.basename(path)) if self.disks else path
-
-    def gone(self, are: Callable[[int], bool]) -> None:
-        if self.disks:
-            self.disks.steps -= set(filter(are, self.disks.steps))
 
     def all_steps(self) -> dict[int, str]:
         return dict(sorted({**self.far.all_steps(), **self._near_steps()}.items()))
@@ -99,7 +103,7 @@ class NearAndFar:
         places: list[Place] = []
         for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
             if number in near:
-                places.append(self.near.place(number, near[number]))
+                places.append(self.place(number, near[number]))
             if number in far and not (number in near and self._differ(near[number], far[number])):
                 places.append(self.far.place(number, far[number]))
         return places
@@ -117,7 +121,7 @@ class NearAndFar:
         if not self.disks:
             return places
         there = {place.step for place in places if self._side(place.path) is self.far}
-        if lacking := sorted({place.step for place in places} - there):
+        if lacking := sorted({place.step for place in places if place.step > max(there, default=-1)}):
             _log.warning(
                 "%s: steps %s are only on the disks of the hosts, and cannot be read before they are copied",
                 self.root, few(tuple(map(str, lacking))),
@@ -137,7 +141,10 @@ class NearAndFar:
         return [found[step] for step in sorted(found)]
 
     def mark_damaged(self, place: Place) -> None:
-        self._side(place.path).mark_damaged(place)
+        side = self._side(place.path)
+        if self.disks and side is self.near:
+            return  # it may be what is read far
+        side.mark_damaged(place)
 
     def check_new(self) -> None:
         if self.disks and self.disks.lacking:
@@ -164,7 +171,7 @@ class NearAndFar:
         unknown = self._not_known_to_be_far()
         if not unknown:
             return []
-        near = self.near.steps.committed()
+        near = self._known_near()
         try:
             far = self.far.steps.committed()
             return [step for step in unknown if not self._is_copied(step, near[step], far.get(step))]
@@ -174,8 +181,10 @@ class NearAndFar:
             return unknown
 
     def _not_known_to_be_far(self) -> list[int]:
-        near = self.near.steps.committed() if self._claimed else self._near_steps()
-        return [step for step, path in near.items() if not self._known_copied(step, path)]
+        return [step for step, path in self._known_near().items() if not self._known_copied(step, path)]
+
+    def _known_near(self) -> dict[int, str]:
+        return self.near.steps.committed() if self._claimed else self._near_steps()
 
     def _side(self, path: str) -> Directory:
         return self.far if os.path.dirname(path) == self.far.root else self.near
@@ -183,7 +192,7 @@ class NearAndFar:
     def _near_steps(self) -> dict[int, str]:
         """The steps near that belong to the run, and their paths."""
         if self.disks and self._index:
-            return {step: self.near.own_path(step) for step in sorted(self.disks.steps)}
+            return {} if self.disks.stale else dict(sorted(steps_in_part(self.near.steps).items()))
         lacking = self.disks.lacking if self.disks else ()
         own = {step: path for step, path in self.near.steps.committed().items() if step not in lacking}
         if not own or self._claimed or self.origin.is_newest():
@@ -200,10 +209,15 @@ class NearAndFar:
     def _differ(self, path: str, other: str) -> bool:
         """Whether a step near is another than the one far; a manifest that is damaged may be of the same."""
         try:
-            near = summary.identity(self.near.steps.store, path)
-            return near != summary.identity(self.far.steps.store, other)
+            return self._identity(path) != summary.identity(self.far.steps.store, other)
         except (CorruptError, FileNotFoundError):
             return False
+
+    def _identity(self, path: str) -> str:
+        """That of a step near. Raises `FileNotFoundError`."""
+        if self.disks and self._index and (found := host_parts.part_of(self.near.steps.store, path)):
+            return found[0]
+        return summary.identity(self.near.steps.store, path)
 
     def _known_copied(self, step: int, path: str) -> bool:
         seen = summary.look(self.near.steps.store, path)
@@ -215,12 +229,13 @@ class NearAndFar:
         if not self._known_copied(step, path):
             try:
                 seen = summary.look(self.near.steps.store, path)
-                identity = summary.identity(self.near.steps.store, path)
-                if seen is None or identity != summary.identity(self.far.steps.store, far):
+                identity = self._identity(path)
+                if identity != summary.identity(self.far.steps.store, far):
                     return False
             except (CorruptError, FileNotFoundError):
                 return False
-            self._note_copied(step, seen.version, identity)
+            if seen:
+                self._note_copied(step, seen.version, identity)
         return True
 
     def _note_copied(self, step: int, version: object, identity: str) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import posixpath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,16 +17,34 @@ _VERSION = 1
 
 
 class _Near(msgspec.Struct, frozen=True):
-    """The file on the local disk: of which run it is, this job's token, and the token far when the job began."""
+    """The file on the local disk: of which run it is, this job's token, and the token far when the job began.
+
+    `apart`: each host of that job had a disk of its own; `part`: this is not that of its process 0.
+    """
 
     run: str
     token: str
     after: str
     version: Any = _VERSION
     requires: Any = ()
+    apart: bool = False
+    part: bool = False
 
 
 learn(_Near)
+
+
+class Standing(NamedTuple):
+    """What a mark near says of a disk that counts.
+
+    `rank`: 2 where its job began after the last that wrote far, 1 where it is that, 0 where there is no mark.
+    """
+
+    rank: int
+    modified: float
+    part: bool
+    token: str
+    text: str
 
 
 class Origin:
@@ -57,10 +75,36 @@ class Origin:
             )
         return not far and not self._far.committed()
 
-    def set_near(self) -> None:
+    def standing(self) -> Standing | None:
+        """What the mark near says, None where what is near does not count. Raises what `is_newest` does."""
+        if not self.is_newest():
+            return None
+        near = self._read_near()
+        if near is None:
+            return Standing(0, 0.0, False, "", "")
+        there = self._near.store.stat(self._near_path)
+        text = _read(self._near.store, self._near_path).decode()
+        rank = 2 if near.token != self._read_far() else 1
+        return Standing(rank, there.modified if there else 0.0, near.part, near.token, text)
+
+    def take_over(self, mark: bytes, *, part: bool) -> None:
+        """Puts the mark of another disk here, for one that takes its place or is a `part`."""
+        _write(self._near.store, self._near_path, _as_part(mark, part))
+
+    def part_mark(self, mark: bytes) -> bytes | None:
+        """What the mark of process 0's disk is on another one; None when it is there already."""
+        mark = _as_part(mark, True)
+        return None if _read(self._near.store, self._near_path) == mark else mark
+
+    def was_apart(self) -> bool:
+        """Whether the disk near may have parts of steps, whose other parts other hosts have."""
+        near = self._read_near()
+        return near is not None and near.apart
+
+    def set_near(self, *, apart: bool) -> None:
         """Says that what is near belongs to the run, and goes on from what is far by now."""
         far = self._read_far()
-        self._contents = msgspec.json.encode(_Near(self._far.root, self._token, far))
+        self._contents = msgspec.json.encode(_Near(self._far.root, self._token, far, apart=apart))
         self.keep_near()
         if not far:  # from now on whoever writes far replaces a token
             self.set_far()
@@ -105,6 +149,10 @@ class Origin:
                 "treering saves there, or it is damaged: upgrade treering, or use another local="
             )
         return found
+
+
+def _as_part(mark: bytes, part: bool) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(mark, type=_Near), part=part))
 
 
 def check_not_near(store: Store, root: str) -> None:

@@ -1,17 +1,21 @@
 """A run that is saved on a local disk and copied from there to where it stays."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection
+from typing import Any
 
 from .._core.entries import step_number
 from .._processes.calls import Call
+from .._save.pending import as_save_error
 from ..errors import CorruptError, ExistsError, MismatchError, SaveError
-from ..formats.treering import copy, metrics, pins, removal, summary
+from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
 from ..keep import Policy, Saved
 from . import run
 from .copies import Copies
 from .directory import Directory
+from .host_disks import steps_in_part
 from .near_and_far import NearAndFar
 from .retention import Retention
 
@@ -64,22 +68,37 @@ class TwoPlaces(NearAndFar):
             self.origin.keep_near()
             return
         self.far.acquire()
-        stale, lacking = not self.origin.is_newest(), self.disks.lacking if self.disks else set()
-        if stale or lacking:
-            far = self.far.steps.committed()
-            others = {
-                step: path
-                for step, path in self.near.steps.committed().items()
-                if (stale or step in lacking) and (step not in far or self._differ(path, far[step]))
-            }
-            if others:
-                place = run.set_aside(self.near.steps.store, self.near.root, list(reversed(others.values())))
-                _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
-            lacking.clear()
-        self.origin.set_near()
+        self._set_aside(self._of_no_use())
+        self.origin.set_near(apart=self.apart)
         self._ever_far.update(self.far.steps.committed())
         self._claimed = True
         self._copies.begin()
+
+    def _of_no_use(self) -> dict[int, str]:
+        """The steps near that do not count, and are not far, and their paths."""
+        committed, far = self.near.steps.committed(), self.far.steps.committed()
+        found = {**committed, **steps_in_part(self.near.steps)}
+        if self.origin.is_newest():
+            lacking = self.disks.lacking if self.disks else set()
+            if not self.disks and self.origin.was_apart():  # other hosts have the rest, and are not in this job
+                lacking = {step for step, path in found.items() if not host_parts.is_whole(self.near.steps.store, path)}
+            found = {step: path for step, path in found.items() if step in lacking}
+        return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
+
+    def _may_be(self, path: str, other: str) -> bool:
+        """Whether what is near may be, or be a part of, the step far; a manifest that is damaged may be that."""
+        own = host_parts.identities(self.near.steps.store, path)
+        return not own or not own.isdisjoint(host_parts.identities(self.far.steps.store, other))
+
+    def _set_aside(self, others: dict[int, str]) -> None:
+        if others:
+            place = run.set_aside(
+                self.near.steps.store, self.near.root, [others[step] for step in sorted(others)[::-1]]
+            )
+            _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
+        if self.disks:
+            self.disks.aside |= {*others, *self.disks.lacking}
+            self.disks.lacking.clear()
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
@@ -124,6 +143,7 @@ class TwoPlaces(NearAndFar):
 
     def leave(self) -> SaveError | None:
         if self._index:
+            self._copies.lift_limit()
             self._copies.wait()  # for what process 0 leads, and is over there
         own = self._claimed and os.getpid() == self._process and not self._ended
         problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
@@ -138,7 +158,7 @@ class TwoPlaces(NearAndFar):
     def pin(self, step: int, wanted: bool) -> None:
         places = self.candidates(step)
         if places[0].path in self._near_steps().values():  # first: a copy that ends meanwhile takes it over
-            pins.pin(places[0].store, places[0].path, wanted)
+            pins.pin(self.near.steps.store, places[0].path, wanted)
         if path := self.far.steps.committed().get(step_number(step)):
             pins.pin(self.far.steps.store, path, wanted)
 
@@ -146,7 +166,7 @@ class TwoPlaces(NearAndFar):
         with self._copies.paused():
             self._seen_far = []
             places = self.candidates(step)
-            if any(pins.pinned(place.store, place.path) for place in places):
+            if any(pins.pinned(self._side(place.path).steps.store, place.path) for place in places):
                 raise MismatchError(f"{places[0].path}: the step is pinned; unpin it first")
             for place in places:  # near first: what is only near would be copied
                 self._side(place.path).delete(step)
@@ -178,30 +198,87 @@ class TwoPlaces(NearAndFar):
 
     # Together, where each host has a disk of its own
 
-    def saved_together(self, step: int) -> None:
+    def word(self) -> Any:
+        return [self.origin.mark().decode(), sorted(self.disks.aside)] if self.disks else None
+
+    def hear(self, word: Any) -> None:
         if self.disks:
-            self.disks.steps.add(step)
-            self._copies.begin_together(self.disks, f"step {step}", self._index)
+            mark, aside = word
+            with as_save_error(self.near.root):
+                self.disks.take_part(self.origin, mark.encode(), aside)
+
+    def saved_together(self, step: int) -> None:
+        self._copy_together(f"step {step}")
+
+    def deleted(self, step: int) -> None:
+        if self.disks:
+            self.disks.forget([path for one, path in steps_in_part(self.near.steps).items() if one == step])
+            self._copy_together(f"the deletion of step {step}")
+
+    def rewound(self, step: int) -> None:
+        self.goes_back_to(step)
+        self._copy_together(f"the rewind to step {step}")
+
+    def goes_back_to(self, step: int) -> None:
+        if self.disks:
+            self.disks.set_aside([path for one, path in steps_in_part(self.near.steps).items() if one > step])
+
+    def _copy_together(self, after: str, **options: Any) -> None:
+        if self.disks:
+            self._copies.begin_together(self.disks, after, self._index, **options)
 
     def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
-        if self.disks and call.broadcast(claim):
+        if not self.disks:
+            return
+
+        def claimed() -> bool:
+            with as_save_error(self.root):
+                return claim()
+
+        if call.broadcast(claimed):
             self._copies.lift_limit()
             retain = self._retain
-            self._copies.begin_together(self.disks, "the last one", self._index, lambda: retain(None))
+            self._copy_together("the last one", then=lambda: retain(None))
 
     def copy_before(self, call: Call, step: int | None) -> None:
-        if self.disks and call.broadcast(lambda: self._claim_uncopied(step)):
-            self._copies.begin_together(self.disks, "an earlier job", self._index)
+        if not self.disks:
+            return
+        copied = begun = False
+        while not copied:
+            wanted, word = call.broadcast(lambda: self._claim_uncopied(step))
+            if wanted is None:
+                break
+            begun = True
+            self.hear(word)
+            self._copies.interrupt(self._index)
+            self._copy_together(f"a restore of step {wanted}", only=wanted)
             self._copies.wait()
+            copied = call.broadcast(functools.partial(self._check_copied, wanted))
+        if begun:
+            self._copy_together("what was restored")
 
-    def _claim_uncopied(self, step: int | None) -> bool:
-        """Takes the locks if the step to be restored is whole only near, where nobody else writes the run."""
+    def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
+        """The step to be restored, where it is whole only near; takes the locks, unless another job writes the run."""
         far = {one.step for one in self.far.good()}
-        wanted = {*self.uncopied(), *(self._near_steps().keys() - far)}
-        newest = max(far, default=-1)
-        if not any(one >= newest if step is None else one == step for one in wanted):
+        wanted = {*self.uncopied(), *(self._near_steps().keys() - far)} & {one.step for one in self.near.good()}
+        newest = max((one for one in wanted if one >= max(far, default=-1)), default=None)
+        chosen = newest if step is None else step
+        if chosen not in wanted or not (self._claimed or self._claim_if_free()):
+            return None, None
+        return chosen, self.word()
+
+    def _check_copied(self, step: int) -> bool:
+        """Whether a step that is to be restored was copied. Raises `SaveError` where it was not, and is not damaged."""
+        near, far = self.near.steps.committed().get(step), self.far.steps.committed().get(step)
+        if near is None or self.near.steps.is_damaged(step, near):
             return False
-        return self._claimed or self._claim_if_free()
+        if self._is_copied(step, near, far):
+            return True
+        error = self._copies.error
+        raise SaveError(
+            f"{self.root}: step {step} is on the disks of the hosts, and could not be copied to be restored: {error}; "
+            "try again, or restore an earlier one with step="
+        ) from error
 
     # Copying
 

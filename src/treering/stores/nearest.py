@@ -3,7 +3,6 @@
 import posixpath
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from .store import Blob, Stat, Store
 
@@ -11,12 +10,14 @@ from .store import Blob, Stat, Store
 class Nearest:
     """Reads below `near` the files that `is_near` chooses by their names, if they are there, and all else below `far`.
 
-    Nothing is written. See `stores.store.Store` for the methods; `far_store` answers those that are not here.
+    It has the methods of `stores.store.Store` that read, and no others.
     """
 
     def __init__(self, near_store: Store, near: str, far_store: Store, far: str, is_near: Callable[[str], bool]):
         self._near_store, self._near, self._far_store, self._far = near_store, near, far_store, far
         self._is_near = is_near
+        self.has_folders, self.has_locks = far_store.has_folders, far_store.has_locks
+        self.object_bytes = far_store.object_bytes
 
     def stat(self, path: str) -> Stat | None:
         found = self._near_store.stat(path) if self._chosen(path) else None
@@ -44,9 +45,6 @@ class Nearest:
 
     def real_path(self, path: str) -> str:
         return self._far_store.real_path(self._there(path))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._far_store, name)
 
     def _chosen(self, path: str) -> bool:
         return self._is_near(posixpath.basename(path))

@@ -80,7 +80,7 @@ def copy(
 
     try:
         if others:
-            others.copy(token, files, copy_own, commit)
+            others.copy(files.token, files, copy_own, commit)
         else:
             commit(copy_own())
     except BaseException:

@@ -1,6 +1,9 @@
-"""The part of a checkpoint that lies on one host's disk, where each host has another: array files, on one the manifest.
+"""The part of a checkpoint that lies on one host's disk, where each host has another.
 
-What is there is known by keys: the token in the names of a save's array files, and the identity of a manifest.
+Process 0 has the manifest on its disk. The disks of the other hosts have array files, known by the token in their
+names, and an empty file, ``part-of-`` and the identity of the manifest, which says that the checkpoint was committed:
+without one its array files are what a killed save has left, and with one they are never taken for that. These tokens
+and identities are the keys of what is in a folder.
 """
 
 import contextlib
@@ -11,29 +14,85 @@ from typing import NamedTuple, cast
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.nearest import Nearest
+from ...stores.nfs import warn_of_no_locks
 from ...stores.store import Store
-from ...stores.whole_files import read_file
+from ...stores.whole_files import make_empty, read_file
 from . import manifest, summary
-from .schema import MANIFEST, token_of
+from .schema import PART, identity_of, token_of
 
 _log = logging.getLogger("treering")
 
 
 class Inventory(NamedTuple):
-    """What a disk has of a checkpoint: whether the manifest, and the sizes of array files."""
+    """What a disk has of a checkpoint: the identities of its manifest, if that is here, and of which it is a part.
 
-    has_manifest: bool
-    sizes: dict[str, int]
+    `kept`: that of a manifest that was here before another disk took its place.
+    """
+
+    manifest: str
+    part_of: list[str]
+    kept: str
+    sizes: dict[str, int]  # of the array files
 
 
 def inventory(store: Store, path: str) -> Inventory:
     """What this disk has of the checkpoint at a path."""
+    data = manifest_of(store, path)
     sizes = {name: size for name in _array_files(store, path) if (size := _size(store, path, name)) is not None}
-    return Inventory(summary.look(store, path) is not None, sizes)
+    kept = kept_manifest(store, path)
+    return Inventory(
+        manifest.xxh3(data) if data else "", part_of(store, path), manifest.xxh3(kept) if kept else "", sizes
+    )
 
 
-def is_whole(store: Store, path: str, data: bytes, elsewhere: Mapping[str, int]) -> bool:
+def part_of(store: Store, path: str) -> list[str]:
+    """The identities of the committed checkpoints at a path of which this disk has a part, and another the manifest."""
+    return [identity for name in store.list(path) if (identity := identity_of(name))]
+
+
+def identities(store: Store, path: str) -> set[str]:
+    """Those, and that of the manifest if it is here."""
+    data = manifest_of(store, path)
+    return {*part_of(store, path), *([manifest.xxh3(data)] if data else [])}
+
+
+def kept_manifest(store: Store, path: str) -> bytes:
+    """The manifest that was here before another disk took its place; b"" where there was none."""
+    for identity in part_of(store, path):
+        with contextlib.suppress(CorruptError, FileNotFoundError):
+            if manifest.xxh3(data := read_file(store, posixpath.join(path, PART + identity))) == identity:
+                return data
+    return b""
+
+
+def give_up_manifest(store: Store, path: str) -> None:
+    """Makes what is here a part of the checkpoint whose manifest is here, for another disk has taken its place."""
+    if data := manifest_of(store, path):
+        with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
+            file.write(data)
+        store.delete(summary.file(path))
+        store.settle(path)
+
+
+def note_part(store: Store, path: str, identity: str) -> None:
+    """Says, durably, that what is here is a part of a committed checkpoint, unless the manifest is here."""
+    if summary.look(store, path) is not None:
+        return
+    with contextlib.suppress(FileExistsError):  # another process of this host was faster
+        make_empty(store, posixpath.join(path, PART + identity))
+    store.settle(path)
+
+
+def forget(store: Store, path: str) -> None:
+    """Says that nothing here is a part of a committed checkpoint any more, if the manifest is not here."""
+    for identity in part_of(store, path):
+        with contextlib.suppress(FileNotFoundError):
+            store.delete(posixpath.join(path, PART + identity))
+
+
+def is_whole(store: Store, path: str, elsewhere: Mapping[str, int] | None = None) -> bool:
     """Whether the files that a manifest names are all here or elsewhere, where there are some of these sizes."""
+    elsewhere, data = elsewhere or {}, manifest_of(store, path)
     try:
         files = manifest.summarize(data, path).files
     except (CorruptError, UnsupportedError):
@@ -49,21 +108,20 @@ def manifest_of(store: Store, path: str) -> bytes:
         return b""
 
 
-def needed(store: Store, path: str) -> set[str]:
-    """The keys of the manifest that is here, and of the array files that it names."""
-    if not (data := manifest_of(store, path)):
-        return set()
+def needed(store: Store, path: str) -> set[str] | None:
+    """The keys of what is needed of the checkpoint whose manifest is here; None when that cannot be known."""
     try:
+        data = read_file(store, summary.file(path))
         return {manifest.xxh3(data), *filter(None, map(token_of, manifest.file_names(data)))}
-    except (CorruptError, UnsupportedError):
-        return {manifest.xxh3(data)}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except (CorruptError, UnsupportedError, OSError):
+        return None
 
 
 def there(store: Store, path: str) -> set[str]:
     """The keys of what is here and of no living save."""
-    found, used = set[str](), set[str]()
-    if data := manifest_of(store, path):
-        found.add(manifest.xxh3(data))
+    found, used = identities(store, path), set[str]()
     for name, token in _array_files(store, path).items():
         found.add(token)
         with contextlib.suppress(FileNotFoundError):
@@ -72,21 +130,20 @@ def there(store: Store, path: str) -> set[str]:
     return found - used
 
 
-def take_away(store: Store, path: str, keys: Collection[str], aside: str = "") -> None:
-    """Removes what has one of these keys, and the folder if nothing else is in it; or moves it `aside`."""
+def take_away(store: Store, path: str, keys: Collection[str]) -> None:
+    """Removes what has one of these keys, and then the folder if it is empty."""
     try:
-        chosen = [name for name, token in _array_files(store, path).items() if token in keys]
-        if keys and (data := manifest_of(store, path)) and manifest.xxh3(data) in keys:
-            chosen.append(MANIFEST)
-        if aside and chosen:
-            store.make_folders(aside, [])
-        for name in chosen:
-            with contextlib.suppress(FileNotFoundError):
-                if aside:
-                    store.move(posixpath.join(path, name), posixpath.join(aside, name), last=MANIFEST)
-                else:
-                    store.delete_unused(posixpath.join(path, name), lambda: True)
-        if chosen and not store.list(path):
+        if (data := manifest_of(store, path)) and manifest.xxh3(data) in keys:
+            store.delete(summary.file(path))
+        for identity in set(part_of(store, path)).intersection(keys):
+            store.delete(posixpath.join(path, PART + identity))
+        store.settle(path)  # what says that arrays are a part goes before them
+        for name, token in _array_files(store, path).items():
+            if token in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    if not store.delete_unused(posixpath.join(path, name), lambda: True):
+                        warn_of_no_locks(path)
+        if not store.list(path):
             store.remove_folder(path)
     except OSError as error:
         _log.warning("%s: tidying up failed: %s", path, error)

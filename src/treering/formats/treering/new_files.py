@@ -26,6 +26,7 @@ class Files:
         self.store, self.path, self.token = store, path, token
         self.made = list(made)  # directories that `abort` removes
         self.committed = False
+        self._apart = False
         self._open: dict[str, Sink] = {}
         _alive.add(self)
 
@@ -51,19 +52,26 @@ class Files:
     @classmethod
     def apart(cls, store: Store, path: str, token: str) -> "Files":
         """Takes part in a save that process 0 began on the disk of another host, or of this one."""
-        made: list[str] = []
-        store.make_folders(path, made)
-        return cls(store, path, token, made)
+        files = cls(store, path, token)
+        files._apart = True
+        store.make_folders(path, files.made)
+        return files
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""
         path = posixpath.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
-            with contextlib.suppress(FileExistsError):  # another process took it for a leftover, and removes it soon
+            try:
                 sink = self._open[path] = self.store.create(path, visible=visible, expected=expected)
                 if sink.protect():
                     return sink
                 self._open.pop(path).close()  # another process locked or removed it first, as a leftover
+            except FileExistsError:  # another process took it for a leftover, and removes it soon
+                pass
+            except FileNotFoundError:
+                if not self._apart:
+                    raise
+                self.store.make_folders(self.path, self.made)  # it was empty, and another process tidied up
             time.sleep(0.001 * attempt)
         why = "do locks work here?" if self.store.has_locks else "does another job write there?"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")

@@ -20,7 +20,7 @@ from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics
 from .manifest import file_names
-from .schema import MANIFEST, OWN_FILES, token_of
+from .schema import MANIFEST, OWN_FILES, identity_of, token_of
 
 _STOPPED_SECONDS = 24 * 3600.0  # for longer, nobody stops a save and has it go on
 _log = logging.getLogger("treering")
@@ -90,13 +90,16 @@ def disown(store: Store, path: str) -> list[str]:
 
 
 def _left_over(store: Store, path: str) -> list[str]:
-    """The files in a directory that no manifest names."""
+    """The files in a directory that no manifest names, here or, if they say so, on another host's disk."""
+    names = store.list(path)
     try:
         data = read_file(store, posixpath.join(path, MANIFEST))
         keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
     except FileNotFoundError:
         keep, metrics = set(), "/"
-    found = [name for name in store.list(path) if OWN_FILES.fullmatch(name) and name not in keep]
+        if any(map(identity_of, names)):
+            keep = {name for name in names if token_of(name) or identity_of(name)}
+    found = [name for name in names if OWN_FILES.fullmatch(name) and name not in keep]
     return [name for name in found if not name.startswith(metrics)]
 
 

@@ -29,11 +29,12 @@ from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.nfs import look_anew, wait_until
 from ...stores.store import Sink, Store
-from . import layout, manifest
+from . import host_parts, layout, manifest
 from .commit import Transaction
 from .layout import ArrayFile
 from .manifest import BLOCK
 from .new_files import Files
+from .removal import logged
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
@@ -92,7 +93,7 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
                 raise
             undurable = error  # the files are part of the checkpoint now, and no process may remove them
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable)]
+        return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.own_disks else ""]
 
     try:
         call.doing("planning")
@@ -124,7 +125,10 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
             store.settle(job.path)
         watch.lap("sync")
         call.doing("waiting for the commit")
-        nbytes, problem = call.gather_and_decide(msgspec.to_builtins(report), commit)
+        nbytes, problem, identity = call.gather_and_decide(msgspec.to_builtins(report), commit)
+        if job.own_disks and call.index:
+            with logged(job.path):
+                host_parts.note_part(store, job.path, identity)
         files.close()
         watch.lap("commit")
     except BaseException as error:
