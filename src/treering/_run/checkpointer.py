@@ -318,10 +318,10 @@ class Checkpointer:
                 self._settle(call)
             waited = time.perf_counter() - deciding
             path, overwrite = self._directory.here(admitted[0]), admitted[1]
-            self._directory.hear(word)
-            if (back_to := self._directory.back_to) is not None:
-                self._directory.goes_back_to(back_to)
             try:
+                self._directory.hear(word)
+                if (back_to := self._directory.back_to) is not None:
+                    self._directory.goes_back_to(back_to)
                 requested = SaveOptions(
                     "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
                     own_disks=self._directory.apart,

@@ -76,13 +76,13 @@ class TwoPlaces(NearAndFar):
 
     def _of_no_use(self) -> dict[int, str]:
         """The steps near that do not count, and are not far, and their paths."""
-        committed, far = self.near.steps.committed(), self.far.steps.committed()
-        found = {**committed, **steps_in_part(self.near.steps)}
+        found = {**self.near.steps.committed(), **steps_in_part(self.near.steps)}
         if self.origin.is_newest():
             lacking = self.disks.lacking if self.disks else set()
             if not self.disks and self.origin.was_apart():  # other hosts have the rest, and are not in this job
                 lacking = {step for step, path in found.items() if not host_parts.is_whole(self.near.steps.store, path)}
             found = {step: path for step, path in found.items() if step in lacking}
+        far = self.far.steps.committed() if found else {}
         return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
 
     def _may_be(self, path: str, other: str) -> bool:
@@ -92,9 +92,8 @@ class TwoPlaces(NearAndFar):
 
     def _set_aside(self, others: dict[int, str]) -> None:
         if others:
-            place = run.set_aside(
-                self.near.steps.store, self.near.root, [others[step] for step in sorted(others)[::-1]]
-            )
+            newest_first = [others[step] for step in sorted(others, reverse=True)]
+            place = run.set_aside(self.near.steps.store, self.near.root, newest_first)
             _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
         if self.disks:
             self.disks.aside |= {*others, *self.disks.lacking}
