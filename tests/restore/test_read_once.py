@@ -544,3 +544,25 @@ def test_circles_of_those_that_read_together(count: int) -> None:
     assert all(found[other] == one for one in found.values() for other in (one[0], one[-1]))
     assert sum(map(len, set(found.values()))) == count
     assert max(map(len, found.values())) * 96 << 10 <= 96 << 20
+
+
+@pytest.mark.long
+def test_devices_are_asked_for_only_when_something_goes_through_them(tmp_path: pathlib.Path) -> None:
+    """JAX makes them then, together with all processes, and waits for minutes for one that is dead."""
+    body = """
+    from treering._pytree import devices
+    asked, can = [], devices.can_exchange
+    devices.can_exchange = lambda: asked.append(1) or can()
+    value = np.arange(1 << 16, dtype=np.float32)
+    if INDEX == 0:
+        tr.save(tmp / "a" / "step-1", {"w": value}, processes="this")
+    sync("saved")
+    found = []
+    ckpts = tr.Checkpointer(tmp / "a")
+    Far.is_local = lambda self, fd: True  # and each process reads for itself what is there
+    for options in ({}, {"read": "each"}, {"read": "once"}):
+        found.append([same(ckpts.restore({"w": put(value)}, **options)["w"], value), len(asked)])
+    report(found)
+    """
+    for result in run(tmp_path, body, processes=2):
+        assert result.report == [[True, 0], [True, 0], [True, 1]]

@@ -20,7 +20,7 @@ from .._processes import consistency
 from .._processes.assignment import Layout, layout_of, owner
 from .._processes.calls import Call
 from .._pytree import devices
-from ..errors import MismatchError, UnsupportedError
+from ..errors import MismatchError, TreeringError, UnsupportedError
 from . import place as _place
 from .place import Where
 from .read_once import How, ReadTogether
@@ -66,11 +66,15 @@ def shared(
     state = {
         "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, room, *_rows(source, found, how)])),
         "read": read or ("each" if near else None),
-        "problem": devices.can_exchange() if source.identity else _NO_IDENTITY,
+        "problem": "" if source.identity else _NO_IDENTITY,
         "elsewhere": elsewhere,
+        "together": any(how.values()),
     }
     chosen = consistency.decide(call, source.identity, state, functools.partial(_choose, source.path))
     if chosen is None:
+        return None
+    # Not before: where JAX has no devices yet it makes them when it is asked for them, which all processes must do.
+    if not call.gather_and_decide(devices.can_exchange(), functools.partial(_can, source.path, asked=chosen["asked"])):
         return None
     for path in chosen["left out"]:
         how.pop(path, None)
@@ -78,24 +82,38 @@ def shared(
 
 
 def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The arrays that each process reads for itself although they read together; None when they do not."""
+    """The arrays that each process reads for itself although they read together; None when they do not.
+
+    And whether it was asked for that they do.
+    """
     wishes = {state["read"] for state in states}
     if "each" in wishes:
         return None
+    asked = "once" in wishes
     differing = next((n for n, state in enumerate(states) if state["plan"] != states[0]["plan"]), None)
     problem = next((state["problem"] for state in states if state["problem"]), "")
-    kind = UnsupportedError
-    if not problem and differing is not None:
-        kind = MismatchError
-        problem = (
-            f"process {differing} restores other leaves, into other shardings or with other options than process 0"
-        )
-    if not problem:
-        return {"left out": sorted({one for state in states for one in state["elsewhere"]})}
-    if "once" in wishes:
+    if problem:
+        return _apart(path, problem, asked=asked)
+    if differing is not None:
+        problem = f"process {differing} restores other leaves, or with other shardings or options, than process 0"
+        return _apart(path, problem, asked=asked, kind=MismatchError)
+    if not any(state["together"] for state in states):
+        return None
+    return {"left out": sorted({one for state in states for one in state["elsewhere"]}), "asked": asked}
+
+
+def _can(path: str, problems: Sequence[str], *, asked: bool) -> bool:
+    """Whether the devices of all processes can exchange what is read."""
+    if problem := next(filter(None, problems), ""):
+        _apart(path, problem, asked=asked)
+    return not problem
+
+
+def _apart(path: str, problem: str, *, asked: bool, kind: type[TreeringError] = UnsupportedError) -> None:
+    """Lets each process read for itself, or raises an error where it was asked for that they read together."""
+    if asked:
         raise kind(f"{path}: read='once': {problem}; read='each' lets every process read for itself")
     _log.info("%s: every process reads for itself: %s", path, problem)
-    return None
 
 
 def _plan(source: Source, found: _Found, count: int) -> dict[str, How | None]:
