@@ -475,3 +475,63 @@ report([tr.steps(far), tr.restore(far), [line for line in Lines.text if "failed"
 """
     for result in _job(tmp_path, body, hosts="ab"):
         assert result.report == [[4, 5], {"n": 5}, []]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("unpinned", [False, True])
+def test_what_was_added_to_a_step_goes_where_its_manifest_goes(tmp_path: pathlib.Path, unpinned: bool) -> None:
+    """A pin and metrics of steps that were not copied, when another disk is that of process 0; and back again."""
+    body = """
+ckpts = run(upload_limit=1)
+save(ckpts, 1, 2, 3)
+ckpts.pin(1)
+if INDEX == 0:
+    tr.record(near, 3, {"loss": 0.5})
+sync("saved")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
+    if unpinned:
+        body = "ckpts = run(upload_limit=1)\nckpts.unpin(1)\nsync('unpinned')\nos.kill(os.getpid(), signal.SIGKILL)"
+        _job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
+    body = """
+with run(keep=tr.keep.last(1)) as ckpts:
+    back = ckpts.restore(template)
+report([ckpts.restored_step, is_state(back, 3), tr.steps(far), tr.open(far, step=3).metrics])
+"""
+    for result in _job(tmp_path, body, hosts="ab" if unpinned else "ba"):
+        assert result.report == [3, True, [3] if unpinned else [1, 3], {"loss": 0.5}]
+
+
+@pytest.mark.long
+def test_nothing_is_left_on_a_disk_that_was_of_process_0(tmp_path: pathlib.Path) -> None:
+    """Not the temporary manifest of a save that was killed, nor what lies beside manifests of deleted steps."""
+    body = """
+ckpts = run()
+save(ckpts, 1)
+ckpts.pin(1)
+if INDEX == 0:
+    tr.record(near, 1, {"loss": 0.5})
+save(ckpts, 2)
+if INDEX == 0:
+    die_at("sync", "near-a/step-00000003")
+ckpts.save(3, state(3))
+ckpts.wait()
+"""
+    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
+    assert list(tmp_path.glob("near-a/step-00000003/*.tmp"))
+    body = """
+with run() as ckpts:
+    ckpts.restore(template)
+    ckpts.unpin(1)
+    save(ckpts, 4)
+    ckpts.delete(1)
+    save(ckpts, 5)
+report(ckpts.steps)
+"""
+    for result in _job(tmp_path, body, hosts="ba"):
+        assert result.report == [2, 4, 5]
+    assert {file.name for name in "ab" for file in tmp_path.glob(f"near-{name}/step-*")} == {
+        "step-00000002",  # which was restored
+        "step-00000005",
+    }

@@ -23,7 +23,6 @@ from ..formats.treering import host_parts as parts
 from ..formats.treering import manifest
 from ..formats.treering.copy import copy_part
 from ..formats.treering.new_files import Files
-from ..stores.store import Store
 from . import run
 from .origin import Origin
 from .steps import Steps
@@ -243,13 +242,6 @@ def steps_in_part(near: Steps) -> dict[int, str]:
 def folders(near: Steps) -> list[str]:
     """The names of the folders of steps, committed or not."""
     return [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
-
-
-def write_small(store: Store, path: str, data: bytes) -> None:
-    """Writes or replaces a small file, and the folders that it needs."""
-    store.make_folders(os.path.dirname(path), [])
-    with store.new_file(path, overwrite=True) as file:
-        file.write(data)
 
 
 def _not_here(*_: Any) -> Any:

@@ -16,13 +16,12 @@ from typing import Any
 from .._processes.calls import Call
 from ..errors import ExistsError, SaveError
 from ..formats.treering import host_parts as parts
-from ..formats.treering import summary
 from ..stores.nfs import look_anew, wait_until
 from ..stores.store import Store
 from ..stores.temporary_names import place_of
 from ..stores.whole_files import make_empty
 from . import run
-from .host_disks import HostDisks, folders, write_small
+from .host_disks import HostDisks, folders
 from .origin import Origin, Standing
 from .steps import Steps
 
@@ -50,7 +49,7 @@ def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[
     found = {name: parts.inventory(near.store, path) for name, path in own.items()}
     asked = call.gather_and_decide([standing, found] if leads else None, stock.choose)
     names = [name for name, index in asked.items() if index == call.index]
-    answer = {name: data.decode() for name in names if (data := _manifest(near.store, own[name]))}
+    answer = {name: notes for name in names if (notes := parts.notes(near.store, own[name]))}
     lacking, stale, mark = call.gather_and_decide(answer or None, stock.take)
     disks = HostDisks(near, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
     if mark:  # from now on it is that of process 0's disk
@@ -91,10 +90,6 @@ def _leaders(call: Call, store: Store, root: str) -> tuple[int, list[int]]:
             _remove_old_marks(store, root)
             for folder in reversed(made):
                 store.remove_folder(folder)
-
-
-def _manifest(store: Store, path: str) -> bytes:
-    return parts.manifest_of(store, path) or parts.kept_manifest(store, path)
 
 
 def _remove_old_marks(store: Store, root: str) -> None:
@@ -152,16 +147,16 @@ class _Stock:
             self._elsewhere, self._counts = True, owner is not None and 0 in newest
         return asked
 
-    def take(self, answers: Sequence[dict[str, str] | None]) -> list[Any]:
-        """Takes over the manifests that process 0 lacks.
+    def take(self, answers: Sequence[dict[str, dict[str, str]] | None]) -> list[Any]:
+        """Takes over the manifests that process 0 lacks, and what was added to their steps.
 
         Returns the steps of which parts are missing, the disks that do not count, and the mark, if it was taken over.
         """
-        texts = {name: text.encode() for answer in answers for name, text in (answer or {}).items()}
+        notes = {name: own for answer in answers for name, own in (answer or {}).items()}
         if self._elsewhere:
             try:
                 with self._locked():
-                    self._take_over(texts)
+                    self._take_over(notes)
             except ExistsError as error:
                 _log.warning("%s: what other hosts' disks have of the run does not count: %s", self._near.root, error)
                 return [[], self._stale, ""]
@@ -171,7 +166,7 @@ class _Stock:
         found = sorted(step for name, step in steps.items() if not self._is_far(name, step))
         return [found, self._stale, self._mark]
 
-    def _take_over(self, texts: dict[str, bytes]) -> None:
+    def _take_over(self, notes: dict[str, dict[str, str]]) -> None:
         store, root = self._near.store, self._near.root
         own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
@@ -184,9 +179,8 @@ class _Stock:
             _log.warning(
                 "%s: a later job has saved on other disks; what does not count was set aside to %s", root, place
             )
-        for name, data in texts.items():
-            write_small(store, summary.file(posixpath.join(root, name)), data)
-            parts.forget(store, posixpath.join(root, name))
+        for name, own in notes.items():
+            parts.take_over(store, posixpath.join(root, name), own)
         if self._mark:
             self._origin.take_over(self._mark.encode(), part=False)
 

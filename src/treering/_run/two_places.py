@@ -69,6 +69,8 @@ class TwoPlaces(NearAndFar):
             return
         self.far.acquire()
         self._set_aside(self._of_no_use())
+        for path in steps_in_part(self.near.steps).values():  # what is left is far, and no manifest here needs it
+            host_parts.forget(self.near.steps.store, path)
         self.origin.set_near(apart=self.apart)
         self._ever_far.update(self.far.steps.committed())
         self._claimed = True

@@ -3,7 +3,7 @@
 Process 0 has the manifest on its disk. The disks of the other hosts have array files, known by the token in their
 names, and an empty file, ``part-of-`` and the identity of the manifest, which says that the checkpoint was committed:
 without one its array files are what a killed save has left, and with one they are never taken for that. These tokens
-and identities are the keys of what is in a folder.
+and identities are the keys of what is in a folder, of temporary files and metrics as well.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from ...stores.nearest import Nearest
 from ...stores.nfs import warn_of_no_locks
 from ...stores.store import Store
 from ...stores.whole_files import make_empty, read_file
-from . import manifest, summary
-from .schema import PART, identity_of, token_of
+from . import manifest, metrics, pins, summary
+from .schema import MANIFEST, PART, PIN, identity_of, key_of, token_of
 
 _log = logging.getLogger("treering")
 
@@ -63,6 +63,30 @@ def kept_manifest(store: Store, path: str) -> bytes:
             if manifest.xxh3(data := read_file(store, posixpath.join(path, PART + identity))) == identity:
                 return data
     return b""
+
+
+def notes(store: Store, path: str) -> dict[str, str]:
+    """What another disk gets that takes the place of this one, by names: metrics, a pin, and last the manifest.
+
+    Each byte is a character.
+    """
+    data = manifest_of(store, path) or kept_manifest(store, path)
+    if not data:
+        return {}
+    names = metrics.names(store, path, manifest.xxh3(data)) + [PIN] * pins.pinned(store, path)
+    found = {name: read_file(store, posixpath.join(path, name)) for name in names}
+    return {name: text.decode("latin-1") for name, text in {**found, MANIFEST: data}.items()}
+
+
+def take_over(store: Store, path: str, notes: Mapping[str, str]) -> None:
+    """Puts here what another disk has had, and makes this the disk that has the manifest."""
+    store.make_folders(path, [])
+    if PIN not in notes and pins.pinned(store, path):  # it was removed where the manifest was
+        store.delete(posixpath.join(path, PIN))
+    for name, text in notes.items():
+        with store.new_file(posixpath.join(path, name), overwrite=True) as file:
+            file.write(text.encode("latin-1"))
+    forget(store, path)
 
 
 def give_up_manifest(store: Store, path: str) -> None:
@@ -122,11 +146,11 @@ def needed(store: Store, path: str) -> set[str] | None:
 def there(store: Store, path: str) -> set[str]:
     """The keys of what is here and of no living save."""
     found, used = identities(store, path), set[str]()
-    for name, token in _array_files(store, path).items():
-        found.add(token)
+    for name, key in _keyed(store, path).items():
+        found.add(key)
         with contextlib.suppress(FileNotFoundError):
             if store.is_in_use(posixpath.join(path, name)):
-                used.add(token)
+                used.add(key)
     return found - used
 
 
@@ -138,11 +162,13 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
         for identity in set(part_of(store, path)).intersection(keys):
             store.delete(posixpath.join(path, PART + identity))
         store.settle(path)  # what says that arrays are a part goes before them
-        for name, token in _array_files(store, path).items():
-            if token in keys:
+        for name, key in _keyed(store, path).items():
+            if key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     if not store.delete_unused(posixpath.join(path, name), lambda: True):
                         warn_of_no_locks(path)
+        if store.list(path) == [PIN]:  # of what was deleted where the manifest was
+            store.delete(posixpath.join(path, PIN))
         if not store.list(path):
             store.remove_folder(path)
     except OSError as error:
@@ -157,6 +183,12 @@ def nearest(near_store: Store, near: str, far_store: Store, far: str) -> Store:
 def _array_files(store: Store, path: str) -> dict[str, str]:
     """The array files in a folder, and their tokens."""
     return {name: token for name in store.list(path) if (token := token_of(name))}
+
+
+def _keyed(store: Store, path: str) -> dict[str, str]:
+    """The files in a folder that have a key, and their keys; array files last."""
+    found = {name: key for name in store.list(path) if (key := key_of(name))}
+    return dict(sorted(found.items(), key=lambda one: token_of(one[0]) is not None))
 
 
 def _size(store: Store, path: str, name: str) -> int | None:

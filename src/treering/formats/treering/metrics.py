@@ -6,7 +6,6 @@ The name of such a file gives the manifest that it belongs to, and the time when
 import contextlib
 import os
 import posixpath
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -20,9 +19,7 @@ from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, validity
 from .new_files import Files, write_whole
-
-_NAME = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")
-
+from .schema import METRICS
 
 _FORMAT = "treering-metrics"
 
@@ -68,7 +65,7 @@ def names(store: Store, path: str, identity: str) -> list[str]:
     """The files that belong to a checkpoint, the oldest first."""
     with reading(path):
         listed = store.list(path)
-    found = (match for name in listed if (match := _NAME.fullmatch(name)))
+    found = (match for name in listed if (match := METRICS.fullmatch(name)))
     return [match[0] for match in sorted(found, key=lambda match: (match[2], match[0])) if match[1] == identity]
 
 

@@ -7,16 +7,21 @@ PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never de
 PART = "part-of-"  # and the identity of a manifest on another disk: see `host_parts`
 _ARRAYS = re.compile(r"arrays-([0-9a-f]{6})-\d{5,}-of-\d{5,}\.safetensors")
 _PART = re.compile(rf"{PART}([0-9a-f]{{16}})")
-OWN_FILES = re.compile(
-    rf"{_ARRAYS.pattern}|{_PART.pattern}|metrics-[0-9a-f]{{16}}-\d{{20}}-[0-9a-f]{{6}}\.json"
-    r"|(treering|metrics)\.json\.[0-9a-f]{6}\.tmp"
-)
+METRICS = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")  # an identity, and nanoseconds
+_TEMPORARY = re.compile(r"(?:treering|metrics)\.json\.([0-9a-f]{6})\.tmp")
+_KEYED = (_ARRAYS, _PART, METRICS, _TEMPORARY)
+OWN_FILES = re.compile("|".join(pattern.pattern for pattern in _KEYED))
 
 
 def token_of(name: str) -> str | None:
     """The token in the name of an array file, which the files of one save have in common; None for other names."""
     found = _ARRAYS.fullmatch(name)
     return found and found[1]
+
+
+def key_of(name: str) -> str | None:
+    """The token or the identity in the name of one of the `OWN_FILES`; None for other names."""
+    return next((found[1] for pattern in _KEYED if (found := pattern.fullmatch(name))), None)
 
 
 def identity_of(name: str) -> str | None:
