@@ -5,16 +5,19 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import random
 import shutil
+import socket
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any, cast
 
 from treering import stores
 from treering.stores.objects.store import ObjectStore
 
 from . import job, scenarios
+from .scenario import Reports
 from .server import EXPIRES_SECONDS, OUTCOMES, Answer, Server
 
 ALL = 10**9  # requests
@@ -26,7 +29,9 @@ _numbers = itertools.count()  # of local folders
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`turns`: a job and how many requests of it come next; then the rest of each job. `faults`: job, request, outcome.
+    """`turns`: a job and how many requests of it come next; then the rest of each job.
+
+    faults: process, request, outcome; the processes of all jobs are counted.
 
     waited: the seconds that pass whenever a job waits for another's lease. stopped: those after each turn.
     """
@@ -51,35 +56,39 @@ class Count:
 
 
 class Explorer:
-    """A server, and processes for the jobs that use it. Made within a `with` block."""
+    """A server, and a process from which those of jobs that use it are begun. Made within a `with` block."""
 
     def __init__(self, local: str):
         self.server, self.local = Server(), local
         self.reader = ObjectStore()
         self.reader.add(job.ROOT, self.server.memory)
-        self.pipes: list[Connection] = []
-        self._processes: list[Any] = []
 
     def __enter__(self) -> "Explorer":
         context = multiprocessing.get_context("spawn")
-        for number in range(3):
-            here, there = context.Pipe()
-            process = context.Process(target=job.serve, args=(there, f"machine {number}"), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self._processes.append(process)
+        self._orders, there = context.Pipe()
+        self._process = context.Process(target=job.serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+        self._listener = Listener(os.path.join(self.local, "explorer"), "AF_UNIX", backlog=8)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe, process in zip(self.pipes, self._processes, strict=True):
-            pipe.close()
-            process.join()
+        self._orders.close()
+        self._process.join()
+        self._listener.close()
 
-    def requests(self, name: str) -> list[int]:
-        """How many requests each job of a scenario makes that comes first."""
+    def begin(self, orders: list[job.Order]) -> dict[int, Connection]:
+        """Begins processes; returns the connections to them by their numbers."""
+        for order in orders:
+            self._orders.send(order._replace(address=self._listener.address))
+        made = [self._listener.accept() for _ in orders]
+        return {one.recv(): one for one in made}
+
+    def requests(self, name: str) -> list[list[int]]:
+        """How many requests each process of each job of a scenario makes that comes first."""
         jobs = range(len(scenarios.ALL[name].jobs) - 1)
-        return [self._run(name, Plan(((number, ALL),)), Count())[number] for number in jobs]
+        plays = (self._run(name, Plan(((number, ALL),)), Count()) for number in jobs)
+        return [[play.numbers[who] for who in play.processes(number)] for number, play in enumerate(plays)]
 
     def explore(self, name: str, plans: Iterator[Plan]) -> Count:
         """Looks at all that plans lead to."""
@@ -88,10 +97,10 @@ class Explorer:
             self._run(name, plan, count)
         return count
 
-    def _run(self, name: str, plan: Plan, count: Count) -> list[int]:
+    def _run(self, name: str, plan: Plan, count: Count) -> "_Play":
         play = _Play(self, name, plan, count)
         play.run()
-        return play.numbers
+        return play
 
 
 class _Late:
@@ -126,16 +135,22 @@ class _Play:
     def __init__(self, explorer: Explorer, name: str, plan: Plan, count: Count):
         self._name, self._plan, self._count = name, plan, count
         self._scenario = scenarios.ALL[name]
-        self._server, self._pipes, self._reader = explorer.server, explorer.pipes, explorer.reader
+        self._explorer, self._server, self._reader = explorer, explorer.server, explorer.reader
         self._place, self._local = f"{job.ROOT}/place", f"{explorer.local}/{next(_numbers)}"
         self._faults = {(who, number): outcome for who, number, outcome in plan.faults}
         self._last = len(self._scenario.jobs) - 1
-        self.numbers = [0] * len(self._scenario.jobs)  # of requests so far
-        self._begun: set[int] = set()
-        self._over: dict[int, str | None] = {}  # jobs that have ended, and their errors
+        self.numbers = [0] * len(self._scenario.jobs) * self._scenario.processes  # of requests so far
+        self._begun: set[int] = set()  # jobs
+        self._pipes: dict[int, Connection] = {}  # of processes that go on
+        self._waiting: dict[int, Connection] = {}  # of those that have come to their end before others of their job
+        self._over: dict[int, str | None] = {}  # processes that have ended, and their errors
         self._reports: list[tuple[int, Any]] = []
         self._wrong = ""
         self._late, self._limit = _Late(), False
+
+    def processes(self, job: int) -> range:
+        """Those of a job."""
+        return range(job * self._scenario.processes, (job + 1) * self._scenario.processes)
 
     def run(self) -> None:
         """Runs the jobs, and looks at the bucket after each request and at the end."""
@@ -149,48 +164,89 @@ class _Play:
                 self._server.clock += self._plan.stopped
             for who in range(self._last):
                 self._serve(who, ALL)
-            self._look(lambda place, _: self._scenario.over(place, self._over[0], len(self._faults)))
+            ends = [self._end(number) for number in range(self._last)]
+            self._look(lambda place, _: self._scenario.over(place, ends[0], len(self._faults)))
             self._serve(self._last, ALL)
-            if self._over[self._last] is not None:
-                self._wrong = self._wrong or f"the job after them: {self._over[self._last]}"
+            if (end := self._end(self._last)) is not None:
+                self._wrong = self._wrong or f"the job after them: {end}"
             self._look(self._scenario.end)
         finally:
+            for pipe in (*self._pipes.values(), *self._waiting.values()):
+                pipe.close()
             self._server.clear()
             shutil.rmtree(self._local, ignore_errors=True)
-        ends = [str(self._over[who]).partition(":")[0] for who in range(self._last)]
-        self._count.ends[", ".join("good" if end == "None" else end for end in ends)] += 1
+        self._count.ends[", ".join("good" if end is None else end.partition(":")[0] for end in ends)] += 1
         self._count.limits += self._limit
         if self._wrong and not self._limit:
-            self._count.failures.append(f"{self._name}: {self._plan}: {self._wrong}; jobs ended: {self._over}")
+            self._count.failures.append(f"{self._name}: {self._plan}: {self._wrong}; processes ended: {self._over}")
 
-    def _serve(self, who: int, requests: int) -> None:
+    def _end(self, job: int) -> str | None:
+        """How a job has ended: killed, if one of its processes was, or with the first error."""
+        errors = [error for who in self.processes(job) if (error := self._over[who]) is not None]
+        return "killed" if "killed" in errors else next(iter(errors), None)
+
+    def _begin(self, number: int) -> None:
+        self._begun.add(number)
+        if number == self._last:
+            self._server.clock += _LATER_SECONDS
+        meet = ""
+        if self._scenario.processes > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                meet = f"127.0.0.1:{free.getsockname()[1]}"
+        orders = [
+            job.Order("", who, self._name, number, rank, self._place, self._local, meet)
+            for rank, who in enumerate(self.processes(number))
+        ]
+        self._pipes.update(self._explorer.begin(orders))
+
+    def _serve(self, number: int, requests: int) -> None:
         """Answers so many requests of a job."""
-        pipe = self._pipes[who]
-        if who not in self._begun:
-            self._begun.add(who)
-            if who == self._last:
-                self._server.clock += _LATER_SECONDS
-            pipe.send((self._name, who, self._place, self._local))
-        until = self.numbers[who] + requests
-        while who not in self._over and self.numbers[who] < until:
+        if number not in self._begun:
+            self._begin(number)
+        processes = self.processes(number)
+        until = sum(self.numbers[who] for who in processes) + requests
+        while pipes := {self._pipes[who]: who for who in processes if who in self._pipes}:
+            for pipe in cast("list[Connection]", wait(pipes)):
+                if sum(self.numbers[who] for who in processes) >= until:
+                    return
+                self._hear(pipes[pipe], pipe)
+        for who in processes:
+            if pipe := self._waiting.pop(who, None):
+                pipe.send("all have ended")
+                pipe.close()
+
+    def _hear(self, who: int, pipe: Connection) -> None:
+        """Answers one request of a process."""
+        try:
             name, args, options = pipe.recv()
-            if name == "end":
-                self._over[who] = args
-            elif name == "sleep":
-                self._server.clock += self._plan.waited
-                pipe.send(Answer(None, None, self._server.clock))
-            else:
-                pipe.send(self._answer(who, name, args, options))
+        except (EOFError, ConnectionError):
+            self._over[who] = "killed"
+            self._pipes.pop(who).close()
+            if not any("killed" in outcome for outcome in self._faults.values()):
+                self._wrong = self._wrong or f"process {who} has died"
+            return
+        if name in ("end", "wrong"):
+            self._over[who] = args
+            self._waiting[who] = self._pipes.pop(who)
+            if name == "wrong":
+                self._wrong = self._wrong or f"process {who}: {args}"
+        elif name == "sleep":
+            self._server.clock += self._plan.waited
+            pipe.send(Answer(None, None, self._server.clock))
+        else:
+            pipe.send(self._answer(who, name, args, options))
 
     def _answer(self, who: int, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
         outcome = self._faults.get((who, self.numbers[who]), "")
         self.numbers[who] += 1
         self._server.clock += 0.01
-        if outcome == "killed before" or (name == "report" and "killed" in outcome):
+        if outcome == "killed before" or (name in ("report", "disk") and "killed" in outcome):
             return _KILLED
-        if name == "report":
-            self._reports.append((who + 1, *args))
-            self._see()
+        if name in ("report", "disk"):
+            if name == "report":
+                self._reports.append((who // self._scenario.processes + 1, *args))
+                self._see()
             return Answer(None, None, self._server.clock)
         unanswered = Answer(None, ("GenericError", "no answer, max_retries: 0"), self._server.clock)
         if outcome == "lost":
@@ -217,7 +273,7 @@ class _Play:
             self._count.buckets.add(bucket)
             self._look(self._scenario.check)
 
-    def _look(self, check: Callable[[str, scenarios.Reports], None]) -> None:
+    def _look(self, check: Callable[[str, Reports], None]) -> None:
         if self._wrong or self._limit:
             return
         with self._reading():
@@ -230,36 +286,39 @@ class _Play:
         return stores.using(self._reader, job.SCHEME)
 
 
-def plans(requests: list[int], count: int, seed: int) -> Iterator[Plan]:
+def plans(requests: list[list[int]], count: int, seed: int) -> Iterator[Plan]:
     """Every fault of every request, and every two moments at which one job stops for the other; then both by chance.
 
-    Where those are more than half of the count, as many of them by chance.
+    `requests`: those of each process of each job. Where there are more such plans than half of the count, as many of
+    them by chance.
     """
     chance = random.Random(seed)
     every = [
         Plan(faults=((who, number, outcome),))
-        for who, most in enumerate(requests)
+        for who, most in enumerate(itertools.chain(*requests))
         for number in range(most)
         for outcome in OUTCOMES
     ]
     if len(requests) == 2:
-        moments = itertools.product(range(requests[0] + 1), range(1, requests[1] + 1), (0.0, 100.0))
-        every += [Plan(((0, first), (1, second), (0, ALL)), stopped=stopped) for first, second, stopped in moments]
+        first, second = map(sum, requests)
+        moments = itertools.product(range(first + 1), range(1, second + 1), (0.0, 100.0))
+        every += [Plan(((0, turn), (1, other), (0, ALL)), stopped=stopped) for turn, other, stopped in moments]
     chosen = every if 2 * len(every) <= count else chance.sample(every, count // 2)
     yield from chosen
     for _ in range(count - len(chosen)):
         yield _by_chance(requests, chance)
 
 
-def _by_chance(requests: list[int], chance: random.Random) -> Plan:
+def _by_chance(requests: list[list[int]], chance: random.Random) -> Plan:
     turns: list[tuple[int, int]] = []
     if len(requests) == 2:
         first = chance.randrange(2)
         for turn in range(chance.choice((1, 2, 3, 4, 6))):
-            who = (first + turn) % 2
-            turns.append((who, chance.randrange(1, requests[who] + 1 if turn < 2 else 12)))
+            number = (first + turn) % 2
+            turns.append((number, chance.randrange(1, sum(requests[number]) + 1 if turn < 2 else 12)))
     faults: list[tuple[int, int, str]] = []
+    every = list(itertools.chain(*requests))
     for _ in range(chance.choice((0, 1, 1, 2) if turns else (2, 2, 3))):
-        who = chance.randrange(len(requests))
-        faults.append((who, chance.randrange(requests[who]), chance.choice(OUTCOMES)))
+        who = chance.randrange(len(every))
+        faults.append((who, chance.randrange(every[who]), chance.choice(OUTCOMES)))
     return Plan(tuple(turns), tuple(faults), chance.choice((100.0, 100.0, 65.0, 30.0)), chance.choice(_STOPPED_SECONDS))

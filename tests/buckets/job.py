@@ -1,20 +1,26 @@
-"""A job in a process of its own, that waits at each request until it is told to go on."""
+"""A job in processes of its own, which wait at each request until they are told to go on."""
 
 import atexit
 import builtins
 import logging
+import os
+import signal
+import tempfile
 import threading
 import types
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Client, Connection
+from typing import Any, NamedTuple, NoReturn
 
+import jax
+import numpy as np
 import obstore.exceptions
 
+import treering as tr
 from treering import stores
+from treering._processes import assignment
 from treering.errors import TreeringError
 from treering.formats.treering import removal
-from treering.stores import lease as locks
 from treering.stores.objects import bucket, heartbeat, lease
 from treering.stores.objects.store import ObjectStore
 
@@ -23,33 +29,33 @@ from .server import Answer
 
 SCHEME = "states"
 ROOT = f"{SCHEME}://tests"
+_CHANGES = ("make_dir", "remove_dir", "hard_link", "link", "rename", "rename_new", "exchange", "unlink", "create")
 
 
-class KilledError(BaseException):
-    """The process that makes the request is dead."""
+class Order(NamedTuple):
+    """What process `rank` of the `number`-th job of a scenario is to do. `meet`: where its processes find each other.
+
+    It connects to `address`, and says that it is `who`.
+    """
+
+    address: str
+    who: int
+    scenario: str
+    number: int
+    rank: int
+    place: str
+    local: str
+    meet: str
 
 
 class Job:
     """What a scenario is given: `report` what the user of the job now relies on. Its requests go to the explorer."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: Connection, rank: int):
         self._connection = connection
         self._one = threading.Lock()
-        self._dead = False
+        self.rank = rank
         self.clock = 0.0
-
-    def begin(self) -> None:
-        """A new process: what the last one knew is forgotten."""
-        for one in heartbeat._alive.all():
-            one.stopped = True
-        heartbeat._forget_after_fork()
-        self._dead = False
-
-    def end(self) -> None:
-        """The end of the process, which lets go of its locks."""
-        self._dead = True
-        for one in locks._alive.all():
-            one.release()
 
     def report(self, what: Any) -> None:
         """Says that a call has returned."""
@@ -58,14 +64,14 @@ class Job:
     def ask(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Asks, and waits for the answer, however long the explorer lets others go first."""
         with self._one:
-            if self._dead:
-                raise KilledError
-            self._connection.send((name, args, options))
-            answer: Answer = self._connection.recv()
+            try:
+                self._connection.send((name, args, options))
+                answer: Answer = self._connection.recv()
+            except (EOFError, OSError):  # the explorer has given up
+                os._exit(1)
+            if answer.error == ("killed", ""):
+                os.kill(os.getpid(), signal.SIGKILL)
             self.clock = answer.clock
-            self._dead = answer.error == ("killed", "")
-        if self._dead:
-            raise KilledError
         if answer.error:
             raise _error(*answer.error)
         return answer.result
@@ -94,38 +100,80 @@ class _Got:
         return self._data
 
 
-def serve(connection: Connection, name: str) -> None:
-    """Runs one scenario's job after the other: what the other end names, until it hangs up."""
+def serve(orders: Connection) -> None:
+    """Begins a process for each order, until the other end hangs up."""
     logging.disable(logging.CRITICAL)
-    job = Job(connection)
+    # What it loads for this no process of a job need load.
+    with tempfile.TemporaryDirectory() as folder, tr.Checkpointer(f"{folder}/run", local=f"{folder}/near") as ckpts:
+        ckpts.save(1, {"w": np.zeros(1)})
+        ckpts.restore()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        try:
+            order = Order(*orders.recv())
+        except EOFError:
+            return
+        if os.fork() == 0:
+            orders.close()
+            _do(order)
+
+
+def _do(order: Order) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    atexit.unregister(lease._release_all)
+    connection = Client(order.address)
+    connection.send(order.who)
+    job = Job(connection, order.rank)
+    _simulate(job, f"machine {order.who}")
+    scenario = scenarios.ALL[order.scenario]
+    end: tuple[str, str | None] = ("end", None)
+    try:
+        if scenario.processes > 1:
+            _join(job, order.meet, scenario.processes)
+        scenario.jobs[order.number](job, order.place, order.local)
+    except (TreeringError, OSError) as raised:
+        end = "end", f"{type(raised).__name__}: {raised}"
+    except BaseException as raised:
+        end = "wrong", f"{type(raised).__name__}: {raised}"
+    with job._one:  # no other thread says anything any more
+        connection.send((*end, {}))
+        try:
+            connection.recv()  # when all its processes have come here: process 0 has what they meet by
+        finally:
+            os._exit(0)
+
+
+def _simulate(job: Job, machine: str) -> None:
     bucket.Bucket._obstore = job  # pyright: ignore[reportAttributeAccessIssue]
     bucket._PAUSE_SECONDS = 0
     bucket.now = heartbeat.now = lambda: job.clock
     heartbeat._begin = lambda one: None  # `holds` renews it where that is due
-    heartbeat._machine = lambda: name  # another than that of the other jobs, of which only the age of a lease tells
+    heartbeat._machine = lambda: machine  # another than that of the other jobs, of which only the age of a lease tells
     removal.time = types.SimpleNamespace(time=lambda: job.clock)
-    atexit.unregister(lease._release_all)  # the last job may have been killed
     lease.time = types.SimpleNamespace(sleep=lambda seconds: job.ask("sleep", (seconds,), {}))
-    while True:
-        try:
-            scenario, number, *arguments = connection.recv()
-        except EOFError:
-            return
-        buckets = ObjectStore()
-        buckets.add(ROOT, object())
-        buckets._buckets[ROOT]._honours = True
-        stores.register(buckets, SCHEME)
-        job.begin()
-        error = None
-        try:
-            scenarios.ALL[scenario].jobs[number](job, *arguments)
-        except (TreeringError, OSError) as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        except KilledError:
-            error = "killed"
-        finally:
-            job.end()
-        connection.send(("end", error, {}))
+    buckets = ObjectStore()
+    buckets.add(ROOT, object())
+    buckets._buckets[ROOT]._honours = True
+    stores.register(buckets, SCHEME)
+
+
+def _join(job: Job, meet: str, count: int) -> None:
+    """Makes this a process of a job of several, in which JAX is real; what it changes on its disk is asked for, too."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)  # JAX tells of those that were killed
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(meet, count, job.rank)
+    assignment._MIN_CUT_BYTES = 8  # so that each of them writes something
+
+    def asking(name: str) -> Callable[..., Any]:
+        def change(self: Any, *args: Any) -> Any:
+            job.ask("disk", (name,), {})
+            return getattr(stores.posix.Disk, name)(self, *args)
+
+        return change
+
+    disk = type("Asking", (stores.posix.Disk,), {name: asking(name) for name in _CHANGES})
+    stores.register(stores.Filesystem(disk()))
 
 
 def _error(name: str, text: str) -> Exception:

@@ -1,0 +1,121 @@
+"""Jobs that write one checkpoint."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import treering as tr
+from treering import stores
+from treering._tools.copy import copy_all
+from treering.errors import NotFoundError
+
+from .scenario import LARGE, LAST, Reports, Scenario, read_value, tree
+
+
+def _prepare(place: str, local: str) -> None:
+    tr.save(place, tree(0))
+
+
+def _save(value: int, *, overwrite: bool) -> Callable[..., None]:
+    def job(job: Any, place: str, local: str) -> None:
+        tr.save(place, tree(value, LARGE), overwrite=overwrite)
+        job.report(value)
+
+    return job
+
+
+def _prepare_source(place: str, local: str) -> None:
+    tr.save(f"{local}/source", tree(1, LARGE))
+
+
+def _copy_one(job: Any, place: str, local: str) -> None:
+    """A copy has the names of its source: two of them are not told apart by those."""
+    copy_all(f"{local}/source", place)
+    job.report(1)
+
+
+def _check_one(allowed: Sequence[int | None], *, first: bool) -> Callable[[str, Reports], None]:
+    """One of the values is there; `first`: once one was reported it is that one, for nobody overwrites."""
+
+    def check(place: str, reports: Reports) -> None:
+        try:
+            found: int | None = read_value(place)
+        except NotFoundError:
+            found = None
+        told = [value for _, value in reports]
+        assert found in allowed, f"found {found}"
+        assert not told or found not in (None, 0), f"found {found}, but {told} was reported"
+        if first and told:
+            assert told == [found], f"found {found}, but {told} was reported"
+
+    return check
+
+
+def _check_untold(before: int | None) -> Callable[[str, str | None, int], None]:
+    """One request that fails is told apart: a save that raises an error has changed nothing."""
+
+    def over(place: str, error: str | None, faults: int) -> None:
+        if faults == 1 and error not in (None, "killed"):
+            try:
+                found: int | None = read_value(place)
+            except NotFoundError:
+                found = None
+            assert found == before, f"found {found}, though the save raised {error}"
+
+    return over
+
+
+def _last_save(job: Any, place: str, local: str) -> None:
+    tr.save(place, tree(LAST), overwrite=True)
+    job.report(LAST)
+
+
+def _end_one(place: str, reports: Reports) -> None:
+    assert read_value(place) == LAST
+    names = stores.of(place).list(place)
+    assert len(names) == 2, f"left over: {names}"
+
+
+def _read(job: Any, place: str, local: str) -> None:
+    for _ in range(2):
+        job.report(read_value(place))
+
+
+def _check_read(place: str, reports: Reports) -> None:
+    """A reader gets the old one or the new one, and not the old one once it has got the new one."""
+    read = [value for number, value in reports if number == 2]
+    assert read in ([], [0], [1], [0, 0], [0, 1], [1, 1]), read
+    if (1, 1) in reports:
+        after = reports[reports.index((1, 1)) + 1 :]
+        assert after[1:] in ([], [(2, 1)]), reports  # the first may have been under way
+
+
+SINGLE = {
+    "saving": Scenario(
+        [_save(1, overwrite=False), _last_save],
+        _check_one([None, 1], first=True),
+        _end_one,
+        over=_check_untold(None),
+    ),
+    "overwriting": Scenario(
+        [_save(1, overwrite=True), _last_save],
+        _check_one([0, 1], first=True),
+        _end_one,
+        _prepare,
+        _check_untold(0),
+    ),
+    "overwriting, read": Scenario([_save(1, overwrite=True), _read, _last_save], _check_read, _end_one, _prepare),
+    "two that save": Scenario(
+        [_save(1, overwrite=False), _save(2, overwrite=False), _last_save],
+        _check_one([None, 1, 2], first=True),
+        _end_one,
+    ),
+    "two that overwrite": Scenario(
+        [_save(1, overwrite=True), _save(2, overwrite=True), _last_save],
+        _check_one([0, 1, 2], first=False),
+        _end_one,
+        _prepare,
+    ),
+    "two that copy": Scenario(
+        [_copy_one, _copy_one, _last_save], _check_one([None, 1], first=False), _end_one, _prepare_source
+    ),
+}
