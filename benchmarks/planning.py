@@ -21,7 +21,7 @@ from treering._core.boxes import Box, box_shape
 from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
 from treering._processes.assignment import Share
-from treering._processes.layouts import Layout
+from treering._processes.layouts import Holders, Layout
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, Described, LocalShard
 from treering._pytree.walk import Walk
@@ -39,7 +39,11 @@ _MANY = 24 * _PROCESSES
 _STATES = {
     (kind, processes): f"{leaves}, {processes:,} processes"
     for processes in (_PROCESSES, _MANY)
-    for kind, leaves in (("transformer", f"{10 * _LAYERS:,} leaves"), ("shapes", "1,000 leaves of 100 shapes"))
+    for kind, leaves in (
+        ("transformer", f"{10 * _LAYERS:,} leaves"),
+        ("shapes", "1,000 leaves of 100 shapes"),
+        ("split", "1,000 leaves that no two processes share"),
+    )
 }
 
 
@@ -144,16 +148,20 @@ def _described(catalogue: Catalogue, shares: Mapping[int, Share]) -> Described:
     return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
 
-@functools.cache
 def _own(whole: Layout) -> list[Box]:
-    return [box for box, holders in zip(whole.boxes, whole.holders, strict=True) if 0 in holders]
+    return [whole.boxes[n] for n in _held(whole.holders)]
+
+
+@functools.cache
+def _held(holders: Holders) -> list[int]:
+    return [n for n, own in enumerate(holders) if 0 in own]
 
 
 def _manifest(
     walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], file: ArrayFile, processes: int
 ) -> bytes:
     """The manifest when every process has written a file like that of process 0."""
-    size, header = len(file.header) + file.nbytes, len(file.header)
+    size, header, checksum = len(file.header) + file.nbytes, len(file.header), manifest.xxh3(file.header)
     names = (name for n in range(processes) for name in layout.names("0123456789ab", 1, n, processes))
     rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * processes, lambda _: ()))
     return manifest.seal(
@@ -162,7 +170,7 @@ def _manifest(
             version=manifest.VERSION,
             created="2025-01-01T00:00:00+00:00",
             software={"jax": jax.__version__},
-            files=[manifest.File(name, size, header, manifest.xxh3(file.header)) for name in names],
+            files=[manifest.File(name, size, header, checksum) for name in names],
             layouts=rows.layouts,
             holders=rows.holders,
             tree=list(walked.skeleton),

@@ -112,13 +112,13 @@ class Cells(Sequence[Box]):
         self._count = math.prod(self._counts)
 
     @classmethod
-    def of(cls, boxes: Sequence[Box]) -> "tuple[Cells, list[int]]":
+    def of(cls, boxes: Sequence[Box]) -> "tuple[Cells, Sequence[int]]":
         """The grid that the boxes are the cells of, and for each cell which of the boxes it is.
 
         Raises `ValueError` for boxes that overlap or leave holes.
         """
         if isinstance(boxes, cls):
-            return boxes, list(range(len(boxes)))
+            return boxes, range(len(boxes))
         ends = ({stop for _, stop in axis} for axis in zip(*boxes, strict=True))
         grid = cls(sorted({0} | stops) if any(stops) else (0, 0) for stops in ends)
         numbers = {box: n for n, box in enumerate(boxes)}
@@ -142,7 +142,9 @@ class Cells(Sequence[Box]):
         """The number of elements of each cell."""
         import numpy as np
 
-        lengths = (np.diff(np.array(axis, np.int64)) for axis in self.cuts)
+        lengths = [np.diff(np.array(axis, np.int64)) for axis in self.cuts]
+        if all((own == own[0]).all() for own in lengths):
+            return np.broadcast_to(np.int64(math.prod(int(own[0]) for own in lengths)), len(self))
         return functools.reduce(np.multiply.outer, lengths, np.ones((), np.int64)).reshape(-1)
 
     def __len__(self) -> int:

@@ -237,6 +237,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
     """
     least, enough = max(fair // 8, _MIN_CUT_BYTES), max(fair, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
+    held: dict[Layout, np.ndarray] = {}  # elements by process
     for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
         layout, itemsize = arrays[n]
         turns, largest = layout.holders.turns, layout.largest * itemsize
@@ -244,18 +245,22 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
         if parts > 1:
             shares[n] = _cut_up(layout, itemsize, parts, loads)
             continue
+        if len(turns) == 1:  # counted once for all arrays that are split alike, perhaps over 100,000 processes
+            if layout not in held:
+                held[layout] = np.bincount(turns[0], layout.elements, len(loads)).astype(np.int64)
+            loads += held[layout] * itemsize
+            shares[n] = Share(layout.boxes, turns[0], layout)
+            continue
         sizes = layout.elements * itemsize
-        turn = 0
-        if len(turns) > 1:
-            after = loads.take(turns)
-            if not layout.is_regular:
-                after += sizes
-            # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
-            most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
-            most_before = enough - largest if layout.is_regular else enough
-            turn = int(most.argmin())
-            if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # or each process would write a file
-                turn = int(np.where(most <= most_before, most, -1).argmax())
+        after = loads.take(turns)
+        if not layout.is_regular:
+            after += sizes
+        # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
+        most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
+        most_before = enough - largest if layout.is_regular else enough
+        turn = int(most.argmin())
+        if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # or each process would write a file
+            turn = int(np.where(most <= most_before, most, -1).argmax())
         np.add.at(loads, turns[turn], sizes)
         shares[n] = Share(layout.boxes, turns[turn], layout, turn)
     return shares

@@ -27,6 +27,8 @@ class Holders(tuple[tuple[int, ...], ...]):
     def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """One column for each piece: its holders, repeated from the first where other pieces have more."""
         most = max(map(len, self))
+        if most == min(map(len, self)):
+            return np.ascontiguousarray(np.array(self, np.int32).T)
         return np.ascontiguousarray(np.array([[own[n % len(own)] for n in range(most)] for own in self], np.int32).T)
 
 
@@ -49,7 +51,7 @@ class Layout:
 
     def nbytes(self, itemsize: int) -> int:
         """The size of the array, each piece counted once."""
-        return int(self.elements.sum()) * itemsize
+        return math.prod(self.boxes.shape) * itemsize
 
     @functools.cached_property
     def largest(self) -> int:
@@ -87,8 +89,14 @@ def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout 
     parts = [math.prod(mesh.shape[name] for name in own) for own in names] + [1] * (len(shape) - len(names))
     if any(size % n or not size for size, n in zip(shape, parts, strict=True)):
         return None
-    cuts = (range(0, size + 1, size // n) for size, n in zip(shape, parts, strict=True))
+    cuts = map(_even_cuts, shape, parts)
     return Layout(Cells(cuts), _mesh_holders(mesh, tuple(itertools.chain(*names))))
+
+
+@functools.lru_cache(maxsize=256)
+def _even_cuts(size: int, parts: int) -> tuple[int, ...]:
+    """Where an axis is cut; arrays of many shapes share one such object, which may have a hundred thousand numbers."""
+    return tuple(range(0, size + 1, size // parts))
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,6 +106,8 @@ def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
     order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
     numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
     rows = numbers.transpose(order).reshape(math.prod(mesh.shape[name] for name in axes), -1)
+    if rows.shape[1] == 1:
+        return Holders(zip(rows[:, 0].tolist(), strict=True))
     return Holders(tuple(sorted(set(row))) for row in rows.tolist())
 
 

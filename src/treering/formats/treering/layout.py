@@ -96,6 +96,9 @@ def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
     return header[:_PREFIX] + text + header[_PREFIX + len(text) :]
 
 
+Files = tuple[tuple[int, ...], ...]  # that may hold each cell of a grid, by their numbers
+
+
 class FileIndex:
     """Finds the file of the manifest that holds a piece.
 
@@ -115,11 +118,13 @@ class FileIndex:
         n = 0 if len(firsts) == 1 else bisect.bisect_right(firsts, self._order(process)[leaf, box]) - 1
         return self._before[process] + n
 
-    def of_all(self, processes: Iterable[int]) -> list[int] | None:
-        """The only file of each process; None unless each has exactly one."""
-        if not self._one_each and any(len(self._firsts[process]) != 1 for process in processes):
+    def of_all(self, holders: Files) -> Files | None:
+        """The only file of each of these processes; None unless each has exactly one."""
+        if self._one_each:
+            return holders  # files have the numbers of their processes
+        if any(len(self._firsts[process]) != 1 for own in holders for process in own):
             return None
-        return [self._before[process] for process in processes]
+        return tuple(tuple(self._before[process] for process in own) for own in holders)
 
 
 class Rows(NamedTuple):
@@ -127,33 +132,36 @@ class Rows(NamedTuple):
 
     leaves: list[ArrayRow | ValueEntry]
     layouts: list[Layout]
-    holders: list[list[list[int]]]
+    holders: list[Files]
 
 
 def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) -> Rows:
     """The rows of the manifest for all leaves. A leaf without a share is whole in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])
-    only = numbers.of_all([0])
+    only = numbers.of_all(((0,),))
 
-    def holding(files: Sequence[Sequence[int]]) -> int:
+    def listed(files: Files) -> int:
+        out.holders.append(files)
+        return len(out.holders) - 1
+
+    def holding(files: Files) -> int:
         """The number of these files, which hold the cells of a grid."""
-        key = ("files", *map(tuple, files))
+        key = ("files", files)
         if key not in known:
-            known[key] = len(out.holders)
-            out.holders.append(list(map(list, files)))
+            known[key] = listed(files)
         return known[key] or 0
 
-    def of_writers(holders: Sequence[Sequence[int]]) -> int | None:
+    def of_writers(holders: Files) -> int | None:
         """The number of the files of these processes; None unless each process has exactly one."""
         key = ("writers", holders)
         if key not in known:
-            files = [own for own in map(numbers.of_all, holders) if own is not None]
-            known[key] = holding(files) if len(files) == len(holders) else None
+            files = numbers.of_all(holders)
+            known[key] = None if files is None else listed(files)
         return known[key]
 
     def add(cells: Cells, holders: int, sharding: Any) -> int:
-        out.layouts.append(Layout([list(axis) for axis in cells.cuts], holders, sharding and describe(sharding)))
+        out.layouts.append(Layout(cells.cuts, holders, sharding and describe(sharding)))
         return len(out.layouts) - 1
 
     def by_turns(share: Share, sharding: Any) -> int | None:
@@ -167,7 +175,7 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
         share, sharding = shares.get(leaf), catalogue.shardings.get(leaf)
         if share is None:
-            return only[0] if only else numbers.of(0, leaf, whole(shape))
+            return only[0][0] if only else numbers.of(0, leaf, whole(shape))
         if sharding is None and len(share.boxes) == 1:
             return numbers.of(share.writers[0], leaf, share.boxes[0])
         if (found := by_turns(share, sharding)) is not None:
@@ -176,7 +184,7 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         key = (sharding, *share.boxes, *files)
         if key not in known:
             cells, order = Cells.of(share.boxes)
-            known[key] = add(cells, holding([[files[n]] for n in order]), sharding)
+            known[key] = add(cells, holding(tuple((files[n],) for n in order)), sharding)
         return known[key] or 0, 0
 
     for n, entry in enumerate(catalogue.entries):

@@ -43,7 +43,7 @@ class ArrayRow(
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The cuts along each axis of arrays of one shape and sharding, and the number of the holders of the cells."""
 
-    cuts: list[list[int]]
+    cuts: tuple[tuple[int, ...], ...]
     holders: int
     sharding: dict[str, Any] | None = None
 
@@ -77,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     metadata: Any = None
     files: list[File]
     layouts: list[Layout] = []
-    holders: list[list[list[int]]] = []
+    holders: list[tuple[tuple[int, ...], ...]] = []
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 
@@ -135,8 +135,8 @@ def xxh3(data: Any) -> str:
 
 def seal(content: msgspec.Struct) -> bytes:
     """The bytes of a file with this content, its own checksum at the end."""
-    body = msgspec.json.encode(content)[:-1]
-    return body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n'
+    body = memoryview(msgspec.json.encode(content))[:-1]  # no copies: of a very large job it has tens of megabytes
+    return b"".join((body, b',"xxh3":"', xxh3(body).encode(), b'"}\n'))
 
 
 def check(data: bytes, name: str) -> None:
