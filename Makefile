@@ -13,7 +13,8 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz lowest newest clean
+.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere lowest \
+  newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -62,8 +63,12 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 	for target in manifest header flax stream records table block zarr; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
-# Of what takes long, what uses JAX the most: all that is run of it on other releases than those of `make test`.
+# Of what takes long, what uses JAX the most: all that is run of it on the oldest releases. On the newest, whose JAX is that
+# of `make test`, jobs of several processes.
 LONG_ELSEWHERE := tests/processes tests/pytree tests/restore tests/save
+
+# What `make lowest` and `make newest` need.
+elsewhere: .venv-lowest/done $(if $(PYTHON_NEWEST),.venv-newest/done)
 
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
@@ -79,7 +84,7 @@ newest:
 else
 newest: .venv-newest/done
 	.venv-newest/bin/python -m pytest -m "not slow and not long" -n 2
-	.venv-newest/bin/python -m pytest -m "long and not slow" -n 2 $(LONG_ELSEWHERE)
+	.venv-newest/bin/python -m pytest -m "long and not slow" -n 2 tests/processes
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about ten minutes on two cores.

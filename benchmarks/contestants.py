@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,14 @@ Wait = Callable[[], object]
 class Contestant:
     """Functions of a path. `save` returns when the save is over; `restore` when the arrays are ready.
 
-    `start` begins a save in the background and returns the function that waits for its end.
+    `start` begins a save in the background and returns the function that waits for its end. `more` are others by name.
     """
 
     name: str
     save: Callable[[str], object]
     restore: Callable[[str], Any]
     start: Callable[[str], Wait] | None = None
+    more: Mapping[str, Callable[[str], object]] = dataclasses.field(default_factory=dict)
 
 
 WITH_SHARDINGS = ("treering", "Orbax v0", "Orbax v1")  # those that know of several devices and processes
@@ -51,6 +52,24 @@ def treering_into_numpy(state: Any) -> Contestant:
     import treering as tr
 
     return dataclasses.replace(treering(state), restore=tr.restore)
+
+
+def treering_on_own_disks(state: Any) -> Contestant:
+    """A run with a local disk of each process, as each host has one; `begin` makes the processes meet."""
+    import treering as tr
+
+    runs: dict[str, tr.Checkpointer] = {}
+
+    def begin(path: str) -> None:
+        runs[path] = tr.Checkpointer(path, local=f"{path}-near-{jax.process_index()}")
+        runs[path].save(0, {"n": 0})
+        runs[path].wait()
+
+    return dataclasses.replace(
+        treering(state),
+        save=lambda path: runs[path].save(1, state),
+        more={"begin": begin, "wait": lambda path: runs[path].wait(), "close": lambda path: runs.pop(path).close()},
+    )
 
 
 def orbax_v0(state: Any) -> Contestant:
@@ -150,6 +169,7 @@ MAKERS: dict[str, Callable[[Any], Contestant]] = {
     "treering": treering,
     "treering, verify=False": functools.partial(treering, verify=False),
     "treering into NumPy": treering_into_numpy,
+    "treering on own disks": treering_on_own_disks,
     "Orbax v0": orbax_v0,
     "Orbax v1": orbax_v1,
     "safetensors": safetensors,

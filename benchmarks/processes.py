@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
+import shutil
 
-from . import contestants, operations, workers
+from . import contestants, measure, operations, workers
 from .table import Row
 
 _PROCESSES = 4
@@ -29,4 +30,23 @@ def rows(directory: str, repeats: int) -> list[Row]:
             ),
             *operations.cold(arena),
         ]
-    return [dataclasses.replace(row, state=_STATE) for row in found]
+    return [dataclasses.replace(row, state=_STATE) for row in (*found, *_own_disks(place, repeats))]
+
+
+def _own_disks(place: str, repeats: int) -> list[Row]:
+    """Saves on a local disk of each process, which are one here, and copies from there."""
+    times: list[tuple[float, float, float]] = []
+    with workers.job("treering on own disks", "sharded", count=_PROCESSES) as job:
+        for n in range(repeats):
+            path = os.path.join(place, str(n))
+            job.tell("begin", path)
+            os.sync()
+            stall = job.tell("save", path)
+            near = stall + job.tell("wait", path)
+            times.append((stall, near, near + job.tell("close", path)))
+    shutil.rmtree(place)
+    names = ("stall of a save on own disks", "durable save on own disks", "until that is copied")
+    return [
+        Row(operation, _STATE, "ms" if operation.startswith("stall") else "s", {"treering": measure.Median.of(rounds)})
+        for operation, rounds in zip(names, zip(*times, strict=True), strict=True)
+    ]

@@ -93,6 +93,7 @@ def _child(who: str, saved: str, onto: str, address: str, count: int, index: int
         return restored, sum(float(np.asarray(leaf).sum()) for leaf in jax.tree.leaves(restored))
 
     works: dict[str, Callable[[str], Any]] = {"save": one.save, "restore": one.restore, "check": check, "read": read}
+    works.update(one.more)
     if one.start:
         works["start"] = one.start
     for line in sys.stdin:

@@ -177,23 +177,19 @@ ckpts.close()
 @pytest.mark.parametrize(
     ("victim", "at", "hosts"),
     [
-        (0, ("write", "near-a/step-00000003"), "ba"),
-        (1, ("write", "near-b/step-00000003"), "ab"),
         (1, ("sync", "near-b/step-00000003"), "ba"),
         (0, ("link", "near-a/step-00000003/treering.json"), "ab"),
-        (0, ("unlink", "near-a/step-00000003/treering.json"), "ba"),
-        (0, ("write", "far/step-00000002"), "ab"),
         (1, ("write", "far/step-00000002"), "ba"),
-        (1, ("sync", "far/step-00000003"), "ab"),
         (0, ("link", "far/step-00000003/treering.json"), "ba"),
-        (0, ("unlink", "far/step-00000003/treering.json"), "ab"),
         (0, ("rename", "near-a/copied-to.json"), "ba"),
-        (1, ("rename", "near-b/copied-to.json"), "ab"),
         (1, ("unlink", "near-b/step-00000002"), "ba"),
     ],
 )
 def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
-    """What was committed for anybody is restored, and all that is far is whole."""
+    """What was committed for anybody is restored, and all that is far is whole.
+
+    By SIGKILL, where the run stays on a disk; `buckets.scenarios_hosts` has all other moments, and a double of a bucket.
+    """
     results = _job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
     assert results[victim].code == -signal.SIGKILL, results[victim].output
     committed = [int(file.read_text()) for file in tmp_path.glob("committed-*")]
