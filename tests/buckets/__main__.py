@@ -26,7 +26,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the beginning of the names of scenarios")
     parser.add_argument("--plans", type=int, default=1000, help="for each scenario (default: 1000; a fifth with hosts)")
     parser.add_argument("--seed", type=int, default=0, help="of those that are drawn (default: 0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: as many as CPUs)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=2 * (os.cpu_count() or 1),
+        help="processes, which wait a lot (default: 2 for each CPU)",
+    )
     parser.add_argument("--write", metavar="FILE", help=f"put the table between {_BEGIN} and {_END} of a file")
     wish = parser.parse_args()
     begun = time.monotonic()

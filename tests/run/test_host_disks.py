@@ -188,7 +188,7 @@ ckpts.close()
 def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
     """What was committed for anybody is restored, and all that is far is whole.
 
-    By SIGKILL, where the run stays on a disk; `buckets.scenarios_hosts` has all other moments, and a double of a bucket.
+    By SIGKILL, where the run stays on a disk; all other moments are in `buckets.scenarios_hosts`, with a double.
     """
     results = _job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
     assert results[victim].code == -signal.SIGKILL, results[victim].output
