@@ -531,3 +531,131 @@ report(ckpts.steps)
         "step-00000002",  # which was restored
         "step-00000005",
     }
+
+
+KILL = "\nsync('over')\nos.kill(os.getpid(), signal.SIGKILL)"
+UNCOPIED = "ckpts = run(upload_limit=1)\nsave(ckpts, 1, 2, 3)" + KILL
+SAVES_ON = "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, ckpts.restored_step + 10)\n"
+
+
+def _broken_off(tmp: pathlib.Path, body: str, hosts: str) -> None:
+    _job(tmp, body, hosts=hosts, expect=ANY, recoverable=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("at", [("unlink", "near-a/step-00000002/treering.json"), ("rename", "near-a/copied-to.json")])
+def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib.Path, at: tuple[str, str]) -> None:
+    """Process 0 is on another host, and both are killed while the disk of process 0 before gives them up."""
+    _broken_off(tmp_path, UNCOPIED, "ab")
+    body = f"if INDEX: die_at(*{at})\nelse: __import__('threading').Timer(5, os.kill, (os.getpid(), 9)).start()\n"
+    _broken_off(tmp_path, body + "run().unpin(1)", "ba")
+    for result in _job(tmp_path, SAVES_ON + "report(tr.steps(far))", hosts="ab"):
+        assert result.report == [1, 2, 3, 13]
+
+
+@pytest.mark.long
+def test_of_two_disks_that_think_they_are_that_of_process_0_one_decides(tmp_path: pathlib.Path) -> None:
+    _broken_off(tmp_path, UNCOPIED, "ab")
+    body = "if INDEX: die_at('rename', 'near-a/copied-to.json')\n"
+    _broken_off(tmp_path, body + "run(timeout=4).unpin(1)", "ba")
+    _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.pin(1)\nckpts.delete(2)" + KILL, "ab")
+    body = (
+        "with run(keep=tr.keep.last(1)) as ckpts: ckpts.restore(template)\nreport([ckpts.restored_step, tr.steps(far)])"
+    )
+    for result in _job(tmp_path, body, hosts="ba"):
+        assert result.report == [3, [1, 3]]
+
+
+@pytest.mark.long
+def test_the_disk_is_lost_to_which_a_pin_went(tmp_path: pathlib.Path) -> None:
+    """Of those that have the manifests as well, one was pinned when the others had them no more."""
+    _broken_off(tmp_path, UNCOPIED, "ac")
+    _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.pin(1)" + KILL, "ca")
+    _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.unpin(2)" + KILL, "bca")
+    shutil.rmtree(tmp_path / "near-b")
+    body = "with run(keep=tr.keep.last(1)) as ckpts:\n  ckpts.restore(template)\nreport(tr.steps(far))"
+    for result in _job(tmp_path, body, hosts="ca"):
+        assert result.report == [1, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["b", "bc"])
+def test_a_part_of_what_overwrites_a_copied_step_is_set_aside(tmp_path: pathlib.Path, hosts: str) -> None:
+    """Where the other host is gone with its part."""
+    body = "with run() as ckpts: save(ckpts, 1, 2)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, on_exists='overwrite')"
+    _broken_off(tmp_path, body + KILL, "ab")
+    results = _job(tmp_path, SAVES_ON + "report(Lines.text)", hosts=hosts)
+    assert any("was set aside to" in line for line in results[0].report)
+    assert len(list(tmp_path.glob("near-b/rewound-1/step-00000002/arrays-*"))) == 2
+
+
+@pytest.mark.long
+def test_a_part_stays_while_the_copy_is_damaged(tmp_path: pathlib.Path) -> None:
+    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
+    file = next(tmp_path.glob("far/step-00000002/arrays-*-00001-*"))
+    file.chmod(0o600)
+    file.write_bytes(b"cut short")
+    _job(tmp_path, SAVES_ON, hosts="b")
+    assert list(tmp_path.glob("near-b/step-00000002/arrays-*"))
+
+
+@pytest.mark.long
+def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> None:
+    _job(tmp_path, "with run() as ckpts:\n  save(ckpts, 1, 2)\n  ckpts.pin(2)", hosts="ab")
+    body = "with run() as ckpts:\n  ckpts.restore(template)\n  ckpts.unpin(2)\n  ckpts.delete(2)"
+    _job(tmp_path, body, hosts="ba")
+    body = "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, 2)\nreport([ckpts.steps, ckpts.pinned])"
+    for result in _job(tmp_path, body, hosts="ab"):
+        assert result.report == [[1, 2], []]
+
+
+@pytest.mark.long
+def test_the_run_is_locked_while_the_job_begins_and_free_when_it_saves(tmp_path: pathlib.Path) -> None:
+    """What it could not take over is set aside whole, on all disks."""
+    body = "with run() as ckpts: save(ckpts, 1)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, 3)"
+    _broken_off(tmp_path, body + KILL, "ab")
+    body = """
+import subprocess
+hold = f"from treering import stores; import sys; lock = stores.of({str(far)!r}).lease({str(far)!r}, lambda: True);"
+hold += "lock.acquire(); print('held', flush=True); sys.stdin.readline()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+if INDEX == 0:
+    other = subprocess.Popen([sys.executable, "-c", hold], **pipes)
+    other.stdout.readline()
+sync("held")
+ckpts = run()
+ckpts.restore(template)
+if INDEX == 0:
+    other.communicate("")
+sync("free")
+save(ckpts, 11, 12)
+ckpts.close()
+report([ckpts.restored_step, tr.steps(far)])
+"""
+    for result in _job(tmp_path, body, hosts="ba"):
+        assert result.report == [1, [1, 11, 12]]
+    for name in "ab":
+        assert len(list(tmp_path.glob(f"near-{name}/rewound-1/step-*/arrays-*"))) == 2
+
+
+@pytest.mark.long
+def test_what_is_not_known_to_be_copied_is_not_copied_onto_itself(tmp_path: pathlib.Path, bucket: str) -> None:
+    """A look at the copy failed for a moment; the files of a second one would have the names of the first."""
+    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", far=bucket)
+    body = """
+from treering._run import near_and_far
+looks, identity = [], near_and_far.summary.identity
+def flaky(store, path):
+    if str(far) in path and not looks:
+        looks.append(path)
+        raise TimeoutError(110, "no answer", path)
+    return identity(store, path)
+near_and_far.summary.identity = flaky
+with run() as ckpts:
+    back = ckpts.restore(template)
+report([ckpts.restored_step, is_state(back, 2), bool(looks)])
+"""
+    results = _job(tmp_path, body, hosts="ba", far=bucket)
+    assert [result.report[:2] for result in results] == [[2, True]] * 2 and results[0].report[2]
+    assert tr.verify(bucket).ok
+    _check(bucket, 2)

@@ -317,14 +317,14 @@ class Checkpointer:
             if verdict.calls:
                 self._settle(call)
             waited = time.perf_counter() - deciding
-            path, overwrite = self._directory.here(admitted[0]), admitted[1]
+            path, overwrite = admitted
+            together = self._directory.together
             try:
-                self._directory.hear(word)
-                if (back_to := self._directory.back_to) is not None:
-                    self._directory.goes_back_to(back_to)
+                if together:
+                    path = together.prepare(path, word, self._directory.back_to)
                 requested = SaveOptions(
                     "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
-                    own_disks=self._directory.apart,
+                    own_disks=together is not None,
                 )  # fmt: skip
                 info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
                 pending = _save.start(call, path, tree, info, requested, self._retention, begun, waited)
@@ -355,7 +355,8 @@ class Checkpointer:
             return verdict, None, None
         with as_save_error(self._root):
             place = self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
-            return verdict, place, self._directory.word()
+            together = self._directory.together
+            return verdict, place, together and together.word()
 
     def _settle(self, call: Call) -> None:
         """Returns when every save is over; all processes raise a failure that process 0 has not raised yet."""
@@ -377,9 +378,12 @@ class Checkpointer:
         self._check_open()
         with self._under_way.writing():
             directory = self._directory
-            self._collective.once(
-                "finish()", directory.finish, first=lambda call: directory.copy_last(call, directory.claim)
-            )
+
+            def first(call: Call) -> None:
+                if together := directory.together:
+                    together.copy_last(call, directory.claim)
+
+            self._collective.once("finish()", directory.finish, first=first)
         self._close()
 
     @alone
@@ -391,7 +395,8 @@ class Checkpointer:
                 # All wait for the process that copies: a job of which some have ended is not left alone for long.
                 def last(call: Call) -> None:
                     self._settle(call)
-                    self._directory.copy_last(call, self._directory.claim_for_copying)
+                    if together := self._directory.together:
+                        together.copy_last(call, self._directory.claim_for_copying)
 
                 self._collective.once("close()", self._directory.copy_all, first=last)
         finally:
@@ -490,7 +495,8 @@ class Checkpointer:
         with self._collective.call(what) as call:
             self._settle(call)
             call.doing("restoring")
-            self._directory.copy_before(call, step)
+            if together := self._directory.together:
+                together.copy_before(call, step)
             self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
         self._directory.restored = self._restored
@@ -548,7 +554,8 @@ class Checkpointer:
         """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
         refuse_within(f"delete({step})", self)
         self._once(f"delete({step})", lambda: self._directory.delete(step))
-        self._directory.deleted(step_number(step))
+        if together := self._directory.together:
+            together.deleted(step_number(step))
         if self._last.step == step:
             self._last.forget()
 
@@ -564,7 +571,8 @@ class Checkpointer:
         self._check_open()
         with self._under_way.writing():
             self._once(f"rewind({step})", lambda: self._directory.rewind(step))
-        self._directory.rewound(step)
+        if together := self._directory.together:
+            together.rewound(step)
         self._directory.back_to = None
         self._last.forget()
 

@@ -203,7 +203,7 @@ class Copies:
         begun = time.monotonic()
         self.step = step
         try:
-            self._places.copy(step, (lambda nbytes: self._check()) if at_once else self._moved)
+            copied = self._places.copy(step, (lambda nbytes: self._check()) if at_once else self._moved)
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, TakenOverError | PeerError):
                 raise
@@ -211,7 +211,8 @@ class Copies:
             return
         finally:
             self.step = None
-        _log.info("%s: step %d copied in %.1f s", self._places.root, step, time.monotonic() - begun)
+        if copied:
+            _log.info("%s: step %d copied in %.1f s", self._places.root, step, time.monotonic() - begun)
         self._far.retain(step)
 
     def _report(self, error: BaseException) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from .._core.entries import step_number
 from .._processes.calls import Call
@@ -36,7 +35,7 @@ class Directory:
 
     copying: int | None = None  # no step is, for there is one place
     busy = False
-    apart = False  # whether each host has a disk of its own, with a part of each step
+    together = None  # nor have the hosts disks of their own, which is known when all have met
 
     def uncopied(self) -> list[int]:
         """The steps that are not yet where the run stays."""
@@ -56,34 +55,6 @@ class Directory:
 
     def meet(self, call: Call) -> None:
         """Before all else, in all processes: finds out whether they see the same directory."""
-
-    def here(self, path: str) -> str:
-        """The directory of a step that is about to be saved, by its path in process 0."""
-        return path
-
-    def word(self) -> Any:
-        """What process 0 tells the others about the run before a save."""
-
-    def hear(self, word: Any) -> None:
-        """Hears it, in all processes."""
-
-    def saved_together(self, step: int) -> None:
-        """After a commit, in all processes: begins to copy what is to be copied, where no single process can."""
-
-    def deleted(self, step: int) -> None:
-        """The same after a step was deleted, in all processes."""
-
-    def rewound(self, step: int) -> None:
-        """The same after a rewind."""
-
-    def goes_back_to(self, step: int) -> None:
-        """Where later steps are set aside, in all processes."""
-
-    def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
-        """Begins to copy the rest, without a limit, in all processes, if `claim` says so in process 0."""
-
-    def copy_before(self, call: Call, step: int | None) -> None:
-        """Copies what is to be restored, in all processes, where it can only be read when it is copied."""
 
     def to_read(self, step: int | None = None) -> list[Place]:
         """The candidates that can be read."""

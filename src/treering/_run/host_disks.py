@@ -161,9 +161,9 @@ class HostDisks:
             run.parse(name, self._near.prefix): posixpath.join(self._near.root, name) for name in folders(self._near)
         }
         self.set_aside([path for step, path in paths.items() if self.stale or step in aside])
+        origin.take_over(own, part=True)  # first: a disk that has given up some manifests must not decide any more
         for path in paths.values():
             parts.give_up_manifest(self._near.store, path)
-        origin.take_over(own, part=True)
         self.stale = False
 
     def set_aside(self, paths: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._processes.calls import Call
@@ -52,8 +52,9 @@ def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[
     answer = {name: notes for name in names if (notes := parts.notes(near.store, own[name]))}
     lacking, stale, mark = call.gather_and_decide(answer or None, stock.take)
     disks = HostDisks(near, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
-    if mark:  # from now on it is that of process 0's disk
+    if mark:  # from now on it is that of process 0's disk, and nothing is done before all others know it
         disks.take_part(origin, mark.encode(), ())
+        call.gather_and_decide(None, lambda _: None)
     return disks
 
 
@@ -133,6 +134,8 @@ class _Stock:
         owner = max(owners, key=lambda n: (any(one.manifest for one in newest[n][1].values()), -n), default=None)
         if owner == 0:
             self._wanted = {name: one.manifest for name, one in newest[0][1].items() if one.manifest}
+            if len(owners) > 1:  # the job before was killed when another disk had just taken the place of this one
+                self._mark = newest[0][0].text
             return {}
         asked: dict[str, int] = {}
         for index, (_, found) in newest.items():
@@ -159,12 +162,14 @@ class _Stock:
                     self._take_over(notes)
             except ExistsError as error:
                 _log.warning("%s: what other hosts' disks have of the run does not count: %s", self._near.root, error)
-                return [[], self._stale, ""]
+                return [self._not_far(self._wanted.keys() | self._parts.keys()), self._stale, ""]
         lacking = {name for name in self._wanted if not self._is_whole(name)}
         lacking |= self._parts.keys() - self._wanted.keys()
-        steps = {name: step for name in lacking if (step := run.parse(name, self._near.prefix)) is not None}
-        found = sorted(step for name, step in steps.items() if not self._is_far(name, step))
-        return [found, self._stale, self._mark]
+        return [self._not_far(lacking), self._stale, self._mark]
+
+    def _not_far(self, names: Collection[str]) -> list[int]:
+        steps = {name: step for name in names if (step := run.parse(name, self._near.prefix)) is not None}
+        return sorted(step for name, step in steps.items() if not self._is_far(name, step))
 
     def _take_over(self, notes: dict[str, dict[str, str]]) -> None:
         store, root = self._near.store, self._near.root
@@ -180,7 +185,7 @@ class _Stock:
                 "%s: a later job has saved on other disks; what does not count was set aside to %s", root, place
             )
         for name, own in notes.items():
-            parts.take_over(store, posixpath.join(root, name), own)
+            parts.take_over(store, posixpath.join(root, name), own, unpin=not self._parts)
         if self._mark:
             self._origin.take_over(self._mark.encode(), part=False)
 
@@ -189,5 +194,5 @@ class _Stock:
 
     def _is_far(self, name: str, step: int) -> bool:
         path = self._far.committed().get(step)
-        identities = {self._wanted.get(name, ""), *self._parts.get(name, ())}
-        return path is not None and not identities.isdisjoint(parts.identities(self._far.store, path))
+        identities = {*self._parts.get(name, ()), *filter(None, [self._wanted.get(name)])}
+        return path is not None and identities <= parts.identities(self._far.store, path)

@@ -40,7 +40,7 @@ class NearAndFar:
         self.steps, self.root = near.steps, far.root
         self.origin = Origin(near.steps, far.steps)
         self.disks: HostDisks | None = None
-        self._index = 0  # of this process
+        self.index = 0  # of this process
         self._claimed = False
         self._copied: dict[int, tuple[object, str]] = {}  # versions and identities of manifests near that are far, too
         self._saved: set[int] = set()  # near, and not known to be far
@@ -65,15 +65,11 @@ class NearAndFar:
     def lost(self) -> bool:
         return self.near.lost or self.far.lost
 
-    @property
-    def apart(self) -> bool:
-        return self.disks is not None
-
     def meet(self, call: Call) -> None:
-        self._index = call.index
+        self.index = call.index
         with as_save_error(self.near.root):
             self.disks = host_meeting.meet(call, self.near.steps, self.far.steps, self.origin, self._locked)
-        if self.disks and self.disks.lacking and not self._index:
+        if self.disks and self.disks.lacking and not self.index:
             _log.warning(
                 "%s: parts of steps %s are on no disk of this job's hosts, and they were not copied before: they do "
                 "not count", self.near.root, few(tuple(map(str, sorted(self.disks.lacking)))),
@@ -90,14 +86,11 @@ class NearAndFar:
             self.far.release()
             self.near.release()
 
-    def here(self, path: str) -> str:
-        return posixpath.join(self.near.root, posixpath.basename(path)) if self.disks else path
-
     def all_steps(self) -> dict[int, str]:
-        return dict(sorted({**self.far.all_steps(), **self._near_steps()}.items()))
+        return dict(sorted({**self.far.all_steps(), **self.near_steps()}.items()))
 
     def candidates(self, step: int | None = None) -> list[Place]:
-        near, far = self._near_steps(), self.far.all_steps()
+        near, far = self.near_steps(), self.far.all_steps()
         if step is not None and (number := step_number(step)) not in near:
             return self.far.candidates(number)
         places: list[Place] = []
@@ -112,7 +105,7 @@ class NearAndFar:
         if self.disks and self._side(path) is self.near:
             near, far = self.near, self.far
             both = host_parts.nearest(near.steps.store, near.root, far.steps.store, far.root)
-            return Place(step, both, self.here(path))
+            return Place(step, both, posixpath.join(near.root, posixpath.basename(path)))
         return self._side(path).place(step, path)
 
     def to_read(self, step: int | None = None) -> list[Place]:
@@ -131,11 +124,11 @@ class NearAndFar:
         return [place for place in places if place.step in there]
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
-        near, far = self._near_steps(), self.far.steps.committed()
+        near, far = self.near_steps(), self.far.steps.committed()
         found = {one.step: one for one in self.far.good(foreign=foreign)}
         for one in self.near.good():
             if one.step in near:
-                same = one.step in found and self._is_copied(one.step, near[one.step], far.get(one.step))
+                same = one.step in found and self.is_copied(one.step, near[one.step], far.get(one.step))
                 metrics = found[one.step].metrics if same else {}  # or they are those of what it has replaced
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
@@ -164,7 +157,7 @@ class NearAndFar:
         return self.candidates(step)[0].path
 
     def pinned(self) -> list[int]:
-        near = self._near_steps()
+        near = self.near_steps()
         return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
 
     def uncopied(self) -> list[int]:
@@ -174,7 +167,7 @@ class NearAndFar:
         near = self._known_near()
         try:
             far = self.far.steps.committed()
-            return [step for step in unknown if not self._is_copied(step, near[step], far.get(step))]
+            return [step for step in unknown if not self.is_copied(step, near[step], far.get(step))]
         except OSError as error:
             if not is_momentary(error):
                 raise
@@ -184,14 +177,14 @@ class NearAndFar:
         return [step for step, path in self._known_near().items() if not self._known_copied(step, path)]
 
     def _known_near(self) -> dict[int, str]:
-        return self.near.steps.committed() if self._claimed else self._near_steps()
+        return self.near.steps.committed() if self._claimed else self.near_steps()
 
     def _side(self, path: str) -> Directory:
         return self.far if os.path.dirname(path) == self.far.root else self.near
 
-    def _near_steps(self) -> dict[int, str]:
+    def near_steps(self) -> dict[int, str]:
         """The steps near that belong to the run, and their paths."""
-        if self.disks and self._index:
+        if self.disks and self.index:
             return {} if self.disks.stale else dict(sorted(steps_in_part(self.near.steps).items()))
         lacking = self.disks.lacking if self.disks else ()
         own = {step: path for step, path in self.near.steps.committed().items() if step not in lacking}
@@ -215,7 +208,7 @@ class NearAndFar:
 
     def _identity(self, path: str) -> str:
         """That of a step near. Raises `FileNotFoundError`."""
-        if self.disks and self._index and (found := host_parts.part_of(self.near.steps.store, path)):
+        if self.disks and self.index and (found := host_parts.part_of(self.near.steps.store, path)):
             return found[0]
         return summary.identity(self.near.steps.store, path)
 
@@ -223,7 +216,8 @@ class NearAndFar:
         seen = summary.look(self.near.steps.store, path)
         return seen is not None and step in self._copied and self._copied[step][0] == seen.version
 
-    def _is_copied(self, step: int, path: str, far: str | None) -> bool:
+    def is_copied(self, step: int, path: str, far: str | None) -> bool:
+        """Whether a step near, at this path, is the one that is far, at that path."""
         if far is None:
             return False
         if not self._known_copied(step, path):

@@ -99,7 +99,7 @@ class Origin:
     def was_apart(self) -> bool:
         """Whether the disk near may have parts of steps, whose other parts other hosts have."""
         near = self._read_near()
-        return near is not None and near.apart
+        return near is not None and (near.apart or near.part)
 
     def set_near(self, *, apart: bool) -> None:
         """Says that what is near belongs to the run, and goes on from what is far by now."""

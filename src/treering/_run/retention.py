@@ -92,8 +92,8 @@ class Retention:
 
     def after_in_all(self, report: SaveReport) -> None:
         """The same in all processes."""
-        if report.step is not None:
-            self._directory.saved_together(report.step)
+        if report.step is not None and (together := self._directory.together):
+            together.saved(report.step)
 
     def close(self) -> None:
         """Releases the lock of the run when all jobs are done, and returns then; after an interrupt they go on.

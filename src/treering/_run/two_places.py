@@ -1,14 +1,11 @@
 """A run that is saved on a local disk and copied from there to where it stays."""
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Collection
-from typing import Any
 
 from .._core.entries import step_number
 from .._processes.calls import Call
-from .._save.pending import as_save_error
 from ..errors import CorruptError, ExistsError, MismatchError, SaveError
 from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
 from ..keep import Policy, Saved
@@ -18,6 +15,7 @@ from .directory import Directory
 from .host_disks import steps_in_part
 from .near_and_far import NearAndFar
 from .retention import Retention
+from .together import Together
 
 _log = logging.getLogger("treering")
 
@@ -42,6 +40,7 @@ class TwoPlaces(NearAndFar):
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
         self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell, timeout)
+        self.together: Together | None = None
 
     @property
     def claimed(self) -> bool:
@@ -56,6 +55,11 @@ class TwoPlaces(NearAndFar):
     def busy(self) -> bool:
         return self._copies.busy
 
+    def meet(self, call: Call) -> None:
+        super().meet(call)
+        if self.disks:
+            self.together = Together(self, self.disks, self._copies)
+
     # Writing
 
     def _claim(self) -> None:
@@ -69,9 +73,8 @@ class TwoPlaces(NearAndFar):
             return
         self.far.acquire()
         self._set_aside(self._of_no_use())
-        for path in steps_in_part(self.near.steps).values():  # what is left is far, and no manifest here needs it
-            host_parts.forget(self.near.steps.store, path)
-        self.origin.set_near(apart=self.apart)
+        self._forget_copied_parts()
+        self.origin.set_near(apart=self.disks is not None)
         self._ever_far.update(self.far.steps.committed())
         self._claimed = True
         self._copies.begin()
@@ -88,9 +91,17 @@ class TwoPlaces(NearAndFar):
         return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
 
     def _may_be(self, path: str, other: str) -> bool:
-        """Whether what is near may be, or be a part of, the step far; a manifest that is damaged may be that."""
-        own = host_parts.identities(self.near.steps.store, path)
-        return not own or not own.isdisjoint(host_parts.identities(self.far.steps.store, other))
+        """Whether what is near may be, or be a part of, the step far and no other; a damaged manifest may be that."""
+        return host_parts.identities(self.near.steps.store, path) <= host_parts.identities(self.far.steps.store, other)
+
+    def _forget_copied_parts(self) -> None:
+        """Forgets the parts of steps whose manifest is not here, and which are whole far: nothing asks for them."""
+        if parts := steps_in_part(self.near.steps):
+            near, far = self.near.steps.committed(), self.far.steps.committed()
+            whole = {one.step for one in self.far.good()}
+            for step, path in parts.items():
+                if step in whole and step not in near and self._may_be(path, far[step]):
+                    host_parts.forget(self.near.steps.store, path)
 
     def _set_aside(self, others: dict[int, str]) -> None:
         if others:
@@ -142,8 +153,12 @@ class TwoPlaces(NearAndFar):
         self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
 
+    def retain(self) -> None:
+        """Deletes old steps near, as after a save."""
+        self._retain(None)
+
     def leave(self) -> SaveError | None:
-        if self._index:
+        if self.index:
             self._copies.lift_limit()
             self._copies.wait()  # for what process 0 leads, and is over there
         own = self._claimed and os.getpid() == self._process and not self._ended
@@ -158,7 +173,7 @@ class TwoPlaces(NearAndFar):
 
     def pin(self, step: int, wanted: bool) -> None:
         places = self.candidates(step)
-        if places[0].path in self._near_steps().values():  # first: a copy that ends meanwhile takes it over
+        if places[0].path in self.near_steps().values():  # first: a copy that ends meanwhile takes it over
             pins.pin(self.near.steps.store, places[0].path, wanted)
         if path := self.far.steps.committed().get(step_number(step)):
             pins.pin(self.far.steps.store, path, wanted)
@@ -197,101 +212,18 @@ class TwoPlaces(NearAndFar):
         for one in (self.near, self.far):
             one.mark_finished()
 
-    # Together, where each host has a disk of its own
-
-    def word(self) -> Any:
-        return [self.origin.mark().decode(), sorted(self.disks.aside)] if self.disks else None
-
-    def hear(self, word: Any) -> None:
-        if self.disks:
-            mark, aside = word
-            with as_save_error(self.near.root):
-                self.disks.take_part(self.origin, mark.encode(), aside)
-
-    def saved_together(self, step: int) -> None:
-        self._copy_together(f"step {step}")
-
-    def deleted(self, step: int) -> None:
-        if self.disks:
-            self.disks.forget([path for one, path in steps_in_part(self.near.steps).items() if one == step])
-            self._copy_together(f"the deletion of step {step}")
-
-    def rewound(self, step: int) -> None:
-        self.goes_back_to(step)
-        self._copy_together(f"the rewind to step {step}")
-
-    def goes_back_to(self, step: int) -> None:
-        if self.disks:
-            self.disks.set_aside([path for one, path in steps_in_part(self.near.steps).items() if one > step])
-
-    def _copy_together(self, after: str, **options: Any) -> None:
-        if self.disks:
-            self._copies.begin_together(self.disks, after, self._index, **options)
-
-    def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
-        if not self.disks:
-            return
-
-        def claimed() -> bool:
-            with as_save_error(self.root):
-                return claim()
-
-        if call.broadcast(claimed):
-            self._copies.lift_limit()
-            retain = self._retain
-            self._copy_together("the last one", then=lambda: retain(None))
-
-    def copy_before(self, call: Call, step: int | None) -> None:
-        if not self.disks:
-            return
-        copied = begun = False
-        while not copied:
-            wanted, word = call.broadcast(lambda: self._claim_uncopied(step))
-            if wanted is None:
-                break
-            begun = True
-            self.hear(word)
-            self._copies.interrupt(self._index)
-            self._copy_together(f"a restore of step {wanted}", only=wanted)
-            self._copies.wait()
-            copied = call.broadcast(functools.partial(self._check_copied, wanted))
-        if begun:
-            self._copy_together("what was restored")
-
-    def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
-        """The step to be restored, where it is whole only near; takes the locks, unless another job writes the run."""
-        far = {one.step for one in self.far.good()}
-        wanted = {*self.uncopied(), *(self._near_steps().keys() - far)} & {one.step for one in self.near.good()}
-        newest = max((one for one in wanted if one >= max(far, default=-1)), default=None)
-        chosen = newest if step is None else step
-        if chosen not in wanted or not (self._claimed or self._claim_if_free()):
-            return None, None
-        return chosen, self.word()
-
-    def _check_copied(self, step: int) -> bool:
-        """Whether a step that is to be restored was copied. Raises `SaveError` where it was not, and is not damaged."""
-        near, far = self.near.steps.committed().get(step), self.far.steps.committed().get(step)
-        if near is None or self.near.steps.is_damaged(step, near):
-            return False
-        if self._is_copied(step, near, far):
-            return True
-        error = self._copies.error
-        raise SaveError(
-            f"{self.root}: step {step} is on the disks of the hosts, and could not be copied to be restored: {error}; "
-            "try again, or restore an earlier one with step="
-        ) from error
-
     # Copying
 
     def claim_for_copying(self) -> bool:
         """Takes the locks if there is something to copy, unless this job has only looked."""
         if not self._claimed and self.restored is not None and self.uncopied():
-            self._claim_if_free()
+            self.claim_if_free()
         return self._claimed
 
-    def _claim_if_free(self) -> bool:
+    def claim_if_free(self) -> bool:
+        """Takes the locks, unless another job writes the run, which is logged; returns whether this one has them."""
         try:
-            return self.claim()
+            return self._claimed or self.claim()
         except ExistsError as error:
             _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
             return False
@@ -339,7 +271,7 @@ class TwoPlaces(NearAndFar):
         self._seen_far = self.far.good()
         whole = {one.step for one in self._seen_far}
         good = [one.step for one in self.near.good() if one.step in near]
-        lacking = [step for step in good if step not in whole or not self._is_copied(step, near[step], far.get(step))]
+        lacking = [step for step in good if step not in whole or not self.is_copied(step, near[step], far.get(step))]
         if lacking and self._keep:
             both = self.good()
             wanted = self._keep.kept(both) | {both[-1].step}
@@ -348,13 +280,15 @@ class TwoPlaces(NearAndFar):
             lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
 
-    def copy(self, step: int, moved: Callable[[int], None]) -> None:
-        """Copies a step."""
+    def copy(self, step: int, moved: Callable[[int], None]) -> bool:
+        """Copies a step. Returns whether it was not there."""
         near, far = self.near.steps.store, self.far.steps.store
         self.origin.set_far()
         self._ever_far.add(step)
         there = self.far.steps.committed().get(step)
         path, to = self.near.own_path(step), there or self.far.own_path(step)
+        if there and not self.far.steps.is_damaged(step, there) and self.is_copied(step, path, there):
+            return False  # an answer was lost when it was looked for; a copy onto itself would remove its files
         others = self.disks and self.disks.copying(path, to)
         try:
             if there and self.far.steps.is_damaged(step, there):
@@ -370,6 +304,7 @@ class TwoPlaces(NearAndFar):
             raise
         if seen:
             self._note_copied(step, seen.version, identity)
+        return True
 
     def copy_metrics(self) -> None:
         """Copies the metrics that steps got since they were copied."""

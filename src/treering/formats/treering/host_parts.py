@@ -18,7 +18,7 @@ from ...stores.nfs import warn_of_no_locks
 from ...stores.store import Store
 from ...stores.whole_files import make_empty, read_file
 from . import manifest, metrics, pins, summary
-from .schema import MANIFEST, PART, PIN, identity_of, key_of, token_of
+from .schema import MANIFEST, PART, PIN, identity_of, is_of_save, key_of, token_of
 
 _log = logging.getLogger("treering")
 
@@ -73,15 +73,22 @@ def notes(store: Store, path: str) -> dict[str, str]:
     data = manifest_of(store, path) or kept_manifest(store, path)
     if not data:
         return {}
-    names = metrics.names(store, path, manifest.xxh3(data)) + [PIN] * pins.pinned(store, path)
-    found = {name: read_file(store, posixpath.join(path, name)) for name in names}
+    found = {PIN: b""} if pins.pinned(store, path) else {}
+    for name in metrics.names(store, path, manifest.xxh3(data)):
+        try:
+            found[name] = read_file(store, posixpath.join(path, name))
+        except (CorruptError, OSError) as error:
+            _log.warning("%s: the metrics in it do not count, for process 0 is on another host: %s", name, error)
     return {name: text.decode("latin-1") for name, text in {**found, MANIFEST: data}.items()}
 
 
-def take_over(store: Store, path: str, notes: Mapping[str, str]) -> None:
-    """Puts here what another disk has had, and makes this the disk that has the manifest."""
+def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool) -> None:
+    """Puts here what another disk has had, and makes this the disk that has the manifest.
+
+    unpin: what is pinned here is not any more unless it is there; not where that disk may know less.
+    """
     store.make_folders(path, [])
-    if PIN not in notes and pins.pinned(store, path):  # it was removed where the manifest was
+    if unpin and PIN not in notes and pins.pinned(store, path):
         store.delete(posixpath.join(path, PIN))
     for name, text in notes.items():
         with store.new_file(posixpath.join(path, name), overwrite=True) as file:
@@ -149,7 +156,7 @@ def there(store: Store, path: str) -> set[str]:
     for name, key in _keyed(store, path).items():
         found.add(key)
         with contextlib.suppress(FileNotFoundError):
-            if store.is_in_use(posixpath.join(path, name)):
+            if is_of_save(name) and store.is_in_use(posixpath.join(path, name)):
                 used.add(key)
     return found - used
 

@@ -20,7 +20,7 @@ from ...stores.store import Store
 from ...stores.whole_files import read_file
 from . import manifest, metrics
 from .manifest import file_names
-from .schema import MANIFEST, OWN_FILES, identity_of, token_of
+from .schema import MANIFEST, OWN_FILES, PIN, identity_of, token_of
 
 _STOPPED_SECONDS = 24 * 3600.0  # for longer, nobody stops a save and has it go on
 _log = logging.getLogger("treering")
@@ -66,8 +66,12 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
         if any(OWN_FILES.fullmatch(name) for name in names):
             at_once = store.has_locks or MANIFEST not in names
             _remove_leftovers(store, path, (lambda name: True) if at_once else are_old)
-        if remove_empty and store.stat(path) and not store.list(path):
-            store.remove_folder(path)
+        if remove_empty and store.stat(path):
+            left = store.list(path)
+            if left == [PIN]:  # of a step that was deleted when another disk had its manifest
+                store.delete(posixpath.join(path, PIN))
+            if left in ([], [PIN]):
+                store.remove_folder(path)
 
 
 def disown(store: Store, path: str) -> list[str]:

@@ -24,6 +24,11 @@ def key_of(name: str) -> str | None:
     return next((found[1] for pattern in _KEYED if (found := pattern.fullmatch(name))), None)
 
 
+def is_of_save(name: str) -> bool:
+    """Whether a file is one of those that whoever writes them holds while they are written."""
+    return bool(_ARRAYS.fullmatch(name) or _TEMPORARY.fullmatch(name))
+
+
 def identity_of(name: str) -> str | None:
     """The identity in the name of a file that says of what there is a part; None for other names."""
     found = _PART.fullmatch(name)
