@@ -45,6 +45,7 @@ class HostDisks:
         self.aside: set[int] = set()  # steps that process 0 has set aside since
         self.stale = stale
         self._near, self._index, self._leads = near, index, leads
+        self._gave_up = not (leads and index)  # whether no manifests are left here that are not process 0's
         self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
         self._call: Call | None = None  # the round that process 0 leads
 
@@ -154,17 +155,14 @@ class HostDisks:
         From now on the manifests on this disk are those of process 0's.
         """
         own = origin.part_mark(mark) if self._leads and self._index else None
-        if own is None:
-            self.stale = False
-            return
-        paths = {
-            run.parse(name, self._near.prefix): posixpath.join(self._near.root, name) for name in folders(self._near)
-        }
-        self.set_aside([path for step, path in paths.items() if self.stale or step in aside])
-        origin.take_over(own, part=True)  # first: a disk that has given up some manifests must not decide any more
-        for path in paths.values():
-            parts.give_up_manifest(self._near.store, path)
-        self.stale = False
+        names = folders(self._near) if own or not self._gave_up else []
+        if own:
+            steps = {run.parse(name, self._near.prefix): posixpath.join(self._near.root, name) for name in names}
+            self.set_aside([path for step, path in steps.items() if self.stale or step in aside])
+            origin.take_over(own, part=True)  # first: a disk that has given up some manifests must not decide any more
+        for name in names:
+            parts.give_up_manifest(self._near.store, posixpath.join(self._near.root, name))
+        self.stale, self._gave_up = False, True
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Sets aside what is on this disk of steps that process 0 sets aside on its own."""
