@@ -81,12 +81,13 @@ class TwoPlaces(NearAndFar):
 
     def _of_no_use(self) -> dict[int, str]:
         """The steps near that do not count, and are not far, and their paths."""
-        found = {**self.near.steps.committed(), **steps_in_part(self.near.steps)}
+        near = self.near.steps.committed()
+        found = {**near, **steps_in_part(self.near.steps)}
         if self.origin.is_newest():
             lacking = self.disks.lacking if self.disks else set()
             if not self.disks and self.origin.was_apart():  # other hosts have the rest, and are not in this job
                 lacking = {step for step, path in found.items() if not host_parts.is_whole(self.near.steps.store, path)}
-            found = {step: path for step, path in found.items() if step in lacking}
+            found = {step: path for step, path in found.items() if step in lacking or step not in near}
         far = self.far.steps.committed() if found else {}
         return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
 
