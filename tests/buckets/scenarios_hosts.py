@@ -12,14 +12,15 @@ import treering as tr
 from treering.errors import NotFoundError
 
 from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
-from .scenarios_runs import check_run, end_run, nothing_left
+from .scenarios_runs import check_run, end_run, nothing_left, report_far, save_near
 
 _NEWEST = (0, 1, 2, 3, 2, 4, 2, 3)  # step after so many changes of `_change`
 _TIMEOUT = 2.0  # seconds; a process that is killed is missed for so long
+_PATIENCE = 30.0  # seconds, where none is
 
 
-def _run(job: Any, place: str, local: str, disks: str) -> tr.Checkpointer:
-    return tr.Checkpointer(place, keep=KEPT, local=f"{local}/{disks[job.rank]}", timeout=_TIMEOUT)
+def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT) -> tr.Checkpointer:
+    return tr.Checkpointer(place, keep=KEPT, local=f"{local}/{disks[job.rank]}", timeout=timeout)
 
 
 def _begin(ckpts: tr.Checkpointer) -> int:
@@ -39,13 +40,8 @@ def _copy(number: int, steps: int, disks: str) -> Callable[..., None]:
     def job(job: Any, place: str, local: str) -> None:
         with _run(job, place, local, disks) as ckpts:
             begun = _begin(ckpts)
-            end = begun + steps
-            for step in range(begun + 1, end + 1):
-                ckpts.save(step, tree(100 * number + step))
-                ckpts.wait()
-                job.report(f"near: {step}")
-        for step in range(max(begun + 1, end - 1), end + 1):
-            job.report((begun, step))
+            save_near(job, ckpts, number, range(begun + 1, begun + steps + 1))
+        report_far(job, begun, steps)
 
     return job
 
@@ -74,7 +70,7 @@ def _last(disks: str) -> Callable[..., None]:
     """Goes on from what is there, on the disks of the job before or others."""
 
     def job(job: Any, place: str, local: str) -> None:
-        with _run(job, place, local, disks) as ckpts:
+        with _run(job, place, local, disks, _PATIENCE) as ckpts:
             begun = _begin(ckpts)
             ckpts.save(LAST, tree(LAST))
         if not job.rank:

@@ -1,6 +1,6 @@
 """Jobs that write a run, alone or with a disk of their own beside the bucket."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import treering as tr
@@ -45,15 +45,25 @@ def _copy(number: int, steps: int) -> Callable[..., None]:
     def job(job: Any, place: str, local: str) -> None:
         with tr.Checkpointer(place, keep=KEPT, local=f"{local}/{number}") as ckpts:
             begun = int(ckpts.restore()["w"][0]) % 100 if ckpts.latest_step else 0
-            end = begun + steps
-            for step in range(begun + 1, end + 1):
-                ckpts.save(step, tree(100 * number + step))
-                ckpts.wait()
-                job.report(f"near: {step}")
-        for step in range(max(begun + 1, end - 1), end + 1):
-            job.report((begun, step))
+            save_near(job, ckpts, number, range(begun + 1, begun + steps + 1))
+        report_far(job, begun, steps)
 
     return job
+
+
+def save_near(job: Any, ckpts: tr.Checkpointer, number: int, steps: Iterable[int]) -> None:
+    """Saves steps, and reports each as one that is there on the disk of the job."""
+    for step in steps:
+        ckpts.save(step, tree(100 * number + step))
+        ckpts.wait()
+        job.report(f"near: {step}")
+
+
+def report_far(job: Any, begun: int, steps: int) -> None:
+    """Reports the steps that must be far when so many were saved from one on, and copied."""
+    end = begun + steps
+    for step in range(max(begun + 1, end - 1), end + 1):
+        job.report((begun, step))
 
 
 def _change(job: Any, place: str, local: str) -> None:

@@ -71,9 +71,11 @@ class NearAndFar:
             self.disks = host_meeting.meet(call, self.near.steps, self.far.steps, self.origin, self._locked)
         if self.disks and self.disks.lacking and not self.index:
             _log.warning(
-                "%s: parts of steps %s are on no disk of this job's hosts, and they were not copied before: they do "
-                "not count", self.near.root, few(tuple(map(str, sorted(self.disks.lacking)))),
-            )  # fmt: skip
+                "%s: parts of steps %s are on no disk of this job's hosts, or another job held the run when this one "
+                "began, and they were not copied before: they do not count",
+                self.near.root,
+                few(tuple(map(str, sorted(self.disks.lacking)))),
+            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -144,8 +146,9 @@ class NearAndFar:
             lacking = few(tuple(map(str, sorted(self.disks.lacking))))
             raise CorruptError(
                 f"{self.root}: expected a step, found none, and in {self.near.root} parts of {lacking}, whose other "
-                "parts are on no disk of this job's hosts; bring those hosts back, or remove that directory on all "
-                "hosts to begin anew"
+                "parts are on no disk of this job's hosts, or which another job held when this one began; end that "
+                "job, or bring those hosts back, and try again; or, if they are gone for good, remove that directory "
+                "on all hosts to begin anew"
             )
         self.far.check_new()
         self.near.check_new()
