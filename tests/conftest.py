@@ -11,6 +11,7 @@ import importlib.metadata
 import pathlib
 import platform
 import secrets
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,9 @@ import s3
 from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
