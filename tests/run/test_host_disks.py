@@ -5,6 +5,7 @@ A host is a process, or two, with a `local=` of its own: what others have there 
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 from typing import Any
@@ -607,6 +608,39 @@ def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> Non
     body = "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, 2)\nreport([ckpts.steps, ckpts.pinned])"
     for result in _job(tmp_path, body, hosts="ab"):
         assert result.report == [[1, 2], []]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["ab", "ba", "cab"])
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_was_set_aside_on_one_disk_alone_is_kept_on_all(
+    tmp_path: pathlib.Path, hosts: str, restores: bool
+) -> None:
+    """The job is killed between the disks; the next one does not take the parts for those of deleted steps."""
+    body = """
+if INDEX == 0:
+    die_at("sync_dir", "near-a/rewound-1")
+ckpts = run(upload_limit=1)
+save(ckpts, 1, 2, 3, 4, 5)
+ckpts.rewind(3)
+"""
+    _broken_off(tmp_path, body, "ab")
+    saved = {name: [file for file in _arrays(tmp_path / f"near-{name}") if file[-3:] != "tmp"] for name in "ab"}
+    gone_back = {
+        name: {one.removeprefix("rewound-1/") for one in own if re.search("0[45]/", one)} for name, own in saved.items()
+    }
+    assert all(gone_back.values()) and any("rewound" in one for one in saved["a"])
+    body = """
+with run() as ckpts:
+    if RESTORES:
+        ckpts.restore(template)
+        assert ckpts.restored_step == 3
+    save(ckpts, 10, 11, 12)
+"""
+    _job(tmp_path, body, hosts=hosts, RESTORES=restores)
+    for name in "ab":
+        assert not list(tmp_path.glob(f"near-{name}/step-0000000[45]"))
+        assert set(_arrays(tmp_path / f"near-{name}/rewound-1")) == gone_back[name]
 
 
 @pytest.mark.long

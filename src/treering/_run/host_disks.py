@@ -37,12 +37,13 @@ class HostDisks:
 
     Steps are copied in rounds, which process 0 leads and the others `follow`; one process of each host, which `leads`
     there, copies what is on its disk, and takes away what no step needs any more. `lacking`: the steps of which parts
-    were on no disk when the job began. `stale`: what was on this disk then is of no use.
+    were on no disk when the job began. `stale`: what was on this disk then is of no use. `aside`: the steps that some
+    have set aside and others may not have.
     """
 
     def __init__(self, near: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
         self.lacking = lacking
-        self.aside: set[int] = set()  # steps that process 0 has set aside since
+        self.aside: set[int] = set()
         self.stale = stale
         self._near, self._index, self._leads = near, index, leads
         self._gave_up = not (leads and index)  # whether no manifests are left here that are not process 0's
@@ -235,6 +236,13 @@ def steps_in_part(near: Steps) -> dict[int, str]:
     """The committed steps of which this disk has a part, and another the manifest, and their paths."""
     found = {run.parse(name, near.prefix): posixpath.join(near.root, name) for name in folders(near)}
     return {step: path for step, path in found.items() if step is not None and parts.part_of(near.store, path)}
+
+
+def set_aside_of(near: Steps, names: Collection[str]) -> set[str]:
+    """The identities of the steps of these names that were set aside on this disk."""
+    places = run.aside(near.store, near.root) if names else ()
+    found = (parts.identities(near.store, posixpath.join(place, name)) for place in places for name in names)
+    return set().union(*found)
 
 
 def folders(near: Steps) -> list[str]:

@@ -21,7 +21,7 @@ from ..stores.store import Store
 from ..stores.temporary_names import place_of
 from ..stores.whole_files import make_empty
 from . import run
-from .host_disks import HostDisks, folders
+from .host_disks import HostDisks, folders, set_aside_of
 from .origin import Origin, Standing
 from .steps import Steps
 
@@ -47,11 +47,13 @@ def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[
     stock = _Stock(near, far, origin, locked)
     own = {name: posixpath.join(near.root, name) for name in (folders(near) if leads else ())}
     found = {name: parts.inventory(near.store, path) for name, path in own.items()}
-    asked = call.gather_and_decide([standing, found] if leads else None, stock.choose)
+    asked, alone = call.gather_and_decide([standing, found] if leads else None, stock.choose)
     names = [name for name, index in asked.items() if index == call.index]
-    answer = {name: notes for name in names if (notes := parts.notes(near.store, own[name]))}
-    lacking, stale, mark = call.gather_and_decide(answer or None, stock.take)
+    notes = {name: own_notes for name in names if (own_notes := parts.notes(near.store, own[name]))}
+    aside = set_aside_of(near, alone if leads else ())
+    lacking, stale, mark = call.gather_and_decide([notes, sorted(aside)] if notes or aside else None, stock.take)
     disks = HostDisks(near, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
+    disks.aside |= stock.aside
     if mark:  # from now on it is that of process 0's disk, and nothing is done before all others know it
         disks.take_part(origin, mark.encode(), ())
         call.gather_and_decide(None, lambda _: None)
@@ -114,9 +116,18 @@ class _Stock:
         self._counts = False  # and this one is of that job
         self._mark = ""  # of that disk
         self._parts: dict[str, set[str]] = {}  # of which there are parts, if that disk is missing
+        self._alone: dict[str, set[str]] = {}  # of which there are parts and no manifest that counts
+        self.aside: set[int] = set()  # steps that were set aside on some disks, and not on all
+        self._identities_aside: set[str] = set()
 
-    def choose(self, reports: Sequence[Any]) -> dict[str, int]:
-        """Which process is to send the manifest of which step."""
+    def choose(self, reports: Sequence[Any]) -> list[Any]:
+        """Which process is to send the manifest of which step, and of which steps there are parts and no manifest."""
+        asked = self._choose(reports)
+        for name in self._wanted:
+            self._alone.pop(name, None)
+        return [asked, sorted(self._alone)]
+
+    def _choose(self, reports: Sequence[Any]) -> dict[str, int]:
         known: dict[int, tuple[Standing | None, dict[str, parts.Inventory]]] = {}
         for index, report in enumerate(reports):
             if report:
@@ -124,6 +135,8 @@ class _Stock:
                 known[index] = Standing(*report[0]) if report[0] else None, found
                 for name, one in found.items():
                     self._sizes.setdefault(name, {}).update(one.sizes)
+                    if one.part_of:
+                        self._alone.setdefault(name, set()).update(one.part_of)
         newest = {index: (standing, found) for index, (standing, found) in known.items() if standing}
         self._stale = [index for index in known if index not in newest]
         if not newest:
@@ -150,12 +163,17 @@ class _Stock:
             self._elsewhere, self._counts = True, owner is not None and 0 in newest
         return asked
 
-    def take(self, answers: Sequence[dict[str, dict[str, str]] | None]) -> list[Any]:
+    def take(self, answers: Sequence[Any]) -> list[Any]:
         """Takes over the manifests that process 0 lacks, and what was added to their steps.
 
         Returns the steps of which parts are missing, the disks that do not count, and the mark, if it was taken over.
         """
-        notes = {name: own for answer in answers for name, own in (answer or {}).items()}
+        notes: dict[str, dict[str, str]] = {}
+        for own, identities in filter(None, answers):
+            notes.update(own)
+            self._identities_aside.update(identities)
+        aside = [name for name, own in self._alone.items() if own & self._identities_aside]
+        self.aside = {step for name in aside if (step := run.parse(name, self._near.prefix)) is not None}
         if self._elsewhere:
             try:
                 with self._locked():
@@ -175,8 +193,9 @@ class _Stock:
         store, root = self._near.store, self._near.root
         own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
-        if self._counts:  # then the owner has deleted what is only a part of it
-            for name in [one for one in stale if not parts.manifest_of(store, posixpath.join(root, one))]:
+        if self._counts:  # then the owner has deleted what is only a part of it, unless it has set it aside
+            lone = (one for one in stale if not own[one] & self._identities_aside)
+            for name in [one for one in lone if not parts.manifest_of(store, posixpath.join(root, one))]:
                 parts.forget(store, posixpath.join(root, name))
                 stale.remove(name)
         if stale:
