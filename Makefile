@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
+# Tests begin thousands of processes: each would compile the library anew where no bytecode is written.
+export PYTHONDONTWRITEBYTECODE :=
 
 comma := ,
 
@@ -21,7 +23,7 @@ demo: $(VENV)/demo
 	$(RUN) examples/minilm.py
 
 test: $(VENV)/test
-	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest -m "not slow" -n 3
 	$(RUN) -m pytest -m slow -n 4 --dist worksteal
 
 quick: $(VENV)/test
