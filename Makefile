@@ -74,8 +74,8 @@ elsewhere: .venv-lowest/done $(if $(PYTHON_NEWEST),.venv-newest/done)
 
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers and not long" -n 2
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 2 $(LONG_ELSEWHERE)
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and not long" -n 3
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 3 $(LONG_ELSEWHERE)
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
 # here; `make clean` forgets them.
@@ -85,8 +85,8 @@ newest:
 	with PYTHON_NEWEST=PATH"
 else
 newest: .venv-newest/done
-	.venv-newest/bin/python -m pytest -m "not slow and not long" -n 2
-	.venv-newest/bin/python -m pytest -m "long and not slow" -n 2 tests/processes
+	.venv-newest/bin/python -m pytest -m "not slow and not long" -n 3
+	.venv-newest/bin/python -m pytest -m "long and not slow" -n 3 tests/processes
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about ten minutes on two cores.

@@ -54,8 +54,11 @@ def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, 
 def test_ctrl_c_wherever_python_lets_one_in_hangs_nobody_and_comes_out_as_such(
     tmp_path: pathlib.Path, name: str
 ) -> None:
-    """Thread.start and Condition.wait are Python, too, and may be left with a lock that they hold, or without one."""
-    assert nothing_wrong("interrupts", str(tmp_path / "a"), "--only", name)["killed"] > 200
+    """Thread.start and Condition.wait are Python, too, and may be left with a lock that they hold, or without one.
+
+    At every third place; `make torture-kills` does it at all.
+    """
+    assert nothing_wrong("interrupts", str(tmp_path / "a"), "--only", name, "--every", "3")["killed"] > 66
 
 
 def assert_old_and_new(module: str, *options: object) -> None:

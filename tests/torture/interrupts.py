@@ -1,4 +1,4 @@
-"""`python -m torture.interrupts DIRECTORY [--only WHAT]`: ctrl-C wherever Python lets one in.
+"""`python -m torture.interrupts DIRECTORY [--only WHAT] [--every N]`: ctrl-C wherever Python lets one in.
 
 Python looks for signals when a function begins and when one of C returns. A save or a restore is interrupted at each
 such place of its caller's thread in turn, and the same process goes on, as in a notebook.
@@ -8,6 +8,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import itertools
 import json
 import shutil
 import sys
@@ -48,16 +49,15 @@ INTERRUPTED = {
 }
 
 
-def interrupted(scenario: Scenario, directory: Path) -> Outcome:
-    """Interrupts a scenario everywhere, always in this process: whatever hangs or crashes ends it."""
+def interrupted(scenario: Scenario, directory: Path, every: int) -> Outcome:
+    """Interrupts a scenario at every so many places, always in this process: whatever hangs or crashes ends it."""
     scenario.prepare(directory / "before")
     (directory / "before").mkdir(parents=True, exist_ok=True)
     place = directory / "place"
     found: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    at, where = 0, " "
-    while where:
-        at += 1
+    killed = 0
+    for at in itertools.count(1, every):
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(directory / "before", place)
         faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
@@ -72,8 +72,11 @@ def interrupted(scenario: Scenario, directory: Path) -> Outcome:
                 found[state] += 1
         except Exception:
             wrong.append(f"interrupt {at}:\n{where}\n{traceback.format_exc()}")
+        if not where:
+            break
+        killed += 1
     faulthandler.cancel_dump_traceback_later()
-    return Outcome(at - 1, dict(found), wrong)
+    return Outcome(killed, dict(found), wrong)
 
 
 def _act(scenario: Scenario, place: Path, at: int) -> tuple[BaseException | None, str]:
@@ -112,6 +115,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m torture.interrupts", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=list(INTERRUPTED), default="save")
+    parser.add_argument("--every", type=int, default=1, help="only every so many places")
     chosen = parser.parse_args()
     faulthandler.enable()
-    json.dump(interrupted(INTERRUPTED[chosen.only], chosen.directory)._asdict(), sys.stdout)
+    json.dump(interrupted(INTERRUPTED[chosen.only], chosen.directory, chosen.every)._asdict(), sys.stdout)
