@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import treering as tr
+from treering import stores
 from treering.errors import NotFoundError
+from treering.formats.treering import manifest
 
 from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
 from .scenarios_runs import check_run, end_run, nothing_left, report_far, save_near
@@ -78,9 +80,22 @@ def _last(disks: str) -> Callable[..., None]:
                 steps = {f"step-{begun:08}", f"step-{LAST:08}"}
                 left = [file for file in pathlib.Path(local, disk).glob("step-*/*") if file.parent.name not in steps]
                 assert not left, f"left over: {left}"
+            _aside_is_whole(place, local)
             job.report((begun, LAST))
 
     return job
+
+
+def _aside_is_whole(place: str, local: str) -> None:
+    """Of each step that was set aside where its manifest is, all files are among what was set aside, or far."""
+    near, far = pathlib.Path(local), stores.of(place)
+    for file in near.glob("*/rewound-*/*/treering.json"):
+        step = file.parent.name
+        folders = [f"{place}/{name}/{step}" for name in far.list(place) if name.startswith("rewound-")]
+        for name in manifest.file_names(file.read_bytes()):
+            there = [*near.glob(f"*/rewound-*/{step}/{name}")]
+            there += [folder for folder in (f"{place}/{step}", *folders) if far.stat(f"{folder}/{name}")]
+            assert there, f"{file}: expected {name} beside it on some disk, found it nowhere"
 
 
 def _end_near(place: str, reports: Reports) -> None:
