@@ -644,6 +644,39 @@ with run() as ckpts:
 
 
 @pytest.mark.long
+def test_a_rewind_that_fails_between_the_disks_deletes_nothing(tmp_path: pathlib.Path) -> None:
+    """The rounds of copies that follow do not take what other hosts are still to set aside for what was deleted."""
+    body = """
+class Refusing(stores.posix.Disk):
+    def create(self, path):
+        if "far/step-00000004" in path or "far/step-00000005" in path:
+            raise OSError(28, "no room")
+        return super().create(path)
+stores.register(stores.Filesystem(Refusing()))
+ckpts = run(on_error="log")
+save(ckpts, 1, 2, 3, 4, 5)
+until(lambda: not ckpts._directory.busy)  # rounds have seen what is there
+if INDEX == 0:
+    def refuse(step): raise OSError(5, "no answer")
+    ckpts._directory.far.set_aside_after = refuse
+failed = caught(ckpts.rewind, 3)
+sync("failed")
+ckpts.delete(1)
+until(lambda: not ckpts._directory.busy)
+closed = caught(ckpts.close)
+report([failed, closed])
+"""
+    for result in _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True):
+        assert result.report[0], result.output
+    parts = {name: _arrays(tmp_path / f"near-{name}") for name in "ab"}
+    gone_back = {name: {one[-41:] for one in own if re.search("0[45]/", one)} for name, own in parts.items()}
+    assert [len(own) for own in gone_back.values()] == [2, 2], parts
+    _job(tmp_path, "with run() as ckpts:\n  save(ckpts, 10, 11, 12)", hosts="ab")
+    for name, own in gone_back.items():
+        assert {one[-41:] for one in _arrays(tmp_path / f"near-{name}/rewound-1")} == own
+
+
+@pytest.mark.long
 def test_the_run_is_locked_while_the_job_begins_and_free_when_it_saves(tmp_path: pathlib.Path) -> None:
     """What it could not take over is set aside whole, on all disks."""
     body = "with run() as ckpts: save(ckpts, 1)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, 3)"

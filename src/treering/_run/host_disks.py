@@ -86,12 +86,14 @@ class HostDisks:
         return _Together(self._call, posixpath.basename(path), to)
 
     def _unneeded(self, there: Sequence[Any]) -> list[_Key]:
-        """What is on other disks and of no step near."""
+        """What is on other disks and of no step near, nor of one that was set aside here and is to be there as well."""
         found = {(name, key) for own in there for name, key in own or ()}
         for name in {name for name, _ in found}:
             needed = parts.needed(self._near.store, posixpath.join(self._near.root, name))
             found = {one for one in found if one[0] != name or (needed is not None and one[1] not in needed)}
-        return sorted(found)
+        aside = set_aside_of(self._near, {name for name, _ in found})
+        kept = {name for name, key in found if key in aside}
+        return sorted(one for one in found if one[0] not in kept)
 
     # In the others
 
