@@ -10,7 +10,7 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from .._processes.calls import Call
@@ -172,8 +172,7 @@ class _Stock:
         for own, identities in filter(None, answers):
             notes.update(own)
             self._identities_aside.update(identities)
-        aside = [name for name, own in self._alone.items() if own & self._identities_aside]
-        self.aside = {step for name in aside if (step := run.parse(name, self._near.prefix)) is not None}
+        self.aside = self._steps(name for name, own in self._alone.items() if own & self._identities_aside)
         if self._elsewhere:
             try:
                 with self._locked():
@@ -186,8 +185,10 @@ class _Stock:
         return [self._not_far(lacking), self._stale, self._mark]
 
     def _not_far(self, names: Collection[str]) -> list[int]:
-        steps = {name: step for name in names if (step := run.parse(name, self._near.prefix)) is not None}
-        return sorted(step for name, step in steps.items() if not self._is_far(name, step))
+        return sorted(self._steps(names) - self._steps(name for name in names if self._is_far(name)))
+
+    def _steps(self, names: Iterable[str]) -> set[int]:
+        return {step for name in names if (step := run.parse(name, self._near.prefix)) is not None}
 
     def _take_over(self, notes: dict[str, dict[str, str]]) -> None:
         store, root = self._near.store, self._near.root
@@ -200,6 +201,7 @@ class _Stock:
                 stale.remove(name)
         if stale:
             place = run.set_aside(store, root, [posixpath.join(root, name) for name in stale[::-1]])
+            self.aside |= self._steps(name for name in stale if name not in self._wanted)
             _log.warning(
                 "%s: a later job has saved on other disks; what does not count was set aside to %s", root, place
             )
@@ -211,7 +213,8 @@ class _Stock:
     def _is_whole(self, name: str) -> bool:
         return parts.is_whole(self._near.store, posixpath.join(self._near.root, name), self._sizes.get(name))
 
-    def _is_far(self, name: str, step: int) -> bool:
-        path = self._far.committed().get(step)
+    def _is_far(self, name: str) -> bool:
+        step = run.parse(name, self._near.prefix)
+        path = None if step is None else self._far.committed().get(step)
         identities = {*self._parts.get(name, ()), *filter(None, [self._wanted.get(name)])}
         return path is not None and identities <= parts.identities(self._far.store, path)
