@@ -164,10 +164,10 @@ class NearAndFar:
         return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
 
     def uncopied(self) -> list[int]:
-        unknown = self._not_known_to_be_far()
+        near = self._known_near()  # once: another job may set steps aside there meanwhile
+        unknown = [step for step, path in near.items() if not self._known_copied(step, path)]
         if not unknown:
             return []
-        near = self._known_near()
         try:
             far = self.far.steps.committed()
             return [step for step in unknown if not self.is_copied(step, near[step], far.get(step))]
