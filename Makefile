@@ -89,7 +89,7 @@ newest: .venv-newest/done
 	.venv-newest/bin/python -m pytest -m "long and not slow" -n 3 tests/processes
 endif
 
-# What jobs can leave in a bucket, and do to each other there: takes about ten minutes on two cores.
+# What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
 torture-buckets: $(VENV)/test
 	PYTHONPATH=tests $(RUN) -m buckets --write docs/evidence.md
 

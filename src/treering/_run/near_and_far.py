@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .._core.entries import step_number
 from .._core.leaf_paths import few
@@ -165,7 +165,7 @@ class NearAndFar:
 
     def uncopied(self) -> list[int]:
         near = self._known_near()  # once: another job may set steps aside there meanwhile
-        unknown = [step for step, path in near.items() if not self._known_copied(step, path)]
+        unknown = self._not_known_to_be_far(near)
         if not unknown:
             return []
         try:
@@ -176,8 +176,8 @@ class NearAndFar:
                 raise
             return unknown
 
-    def _not_known_to_be_far(self) -> list[int]:
-        return [step for step, path in self._known_near().items() if not self._known_copied(step, path)]
+    def _not_known_to_be_far(self, near: Mapping[int, str]) -> list[int]:
+        return [step for step, path in near.items() if not self._known_copied(step, path)]
 
     def _known_near(self) -> dict[int, str]:
         return self.near.steps.committed() if self._claimed else self.near_steps()

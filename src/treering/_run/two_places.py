@@ -152,7 +152,7 @@ class TwoPlaces(NearAndFar):
             both = {one.step: one for one in [*self._seen_far, *good]}
             wanted |= self._keep.kept([both[step] for step in sorted(both)])
         self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
-        return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far())}
+        return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far(self._known_near()))}
 
     def retain(self) -> None:
         """Deletes old steps near, as after a save."""
