@@ -104,15 +104,17 @@ class Explorer:
 
 
 class _Late:
-    """Whether a job takes back a manifest that it put when its lease had run out, and removes that of another instead.
+    """Whether a job whose lease has run out removes the manifest of another.
 
-    It has looked, but no store deletes what it saw and nothing else: the limit that `docs/object-stores.md` names.
+    It has looked, and then stood still before it asked, and no store deletes what it saw and nothing else: the limit
+    that `docs/object-stores.md` names.
     """
 
     def __init__(self) -> None:
-        self._renewed: dict[int, float] = {}  # by jobs: when a lease or mark of theirs was put
-        self._putters: dict[str, int] = {}  # by manifests: the job that put it
-        self._late: set[tuple[int, str]] = set()
+        self._renewed: dict[int, float] = {}  # by processes: when a lease or mark of theirs was put
+        self._went_on: dict[int, float] = {}  # when they had their last answer
+        self._putters: dict[str, int] = {}  # by manifests: the process that put it
+        self._late: set[tuple[int, str]] = set()  # manifests that were put when a lease had run out
 
     def put(self, who: int, key: str, clock: float) -> None:
         """Takes note of an object that was put."""
@@ -120,13 +122,22 @@ class _Late:
             self._renewed[who] = clock
         elif key.endswith("/treering.json"):
             self._putters[key] = who
-            if clock - self._renewed.get(who, clock) > EXPIRES_SECONDS:
+            if self._is_late(who, clock):
                 self._late.add((who, key))
 
-    def removes_others(self, who: int, keys: str | list[str]) -> bool:
+    def answered(self, who: int, clock: float) -> None:
+        """Takes note of an answer, after which a process goes on."""
+        self._went_on[who] = clock
+
+    def removes_others(self, who: int, keys: str | list[str], clock: float) -> bool:
         """Whether it is about to happen."""
         keys = [keys] if isinstance(keys, str) else keys
-        return any((who, key) in self._late and self._putters[key] != who for key in keys)
+        stood_still = self._is_late(who, clock) and not self._is_late(who, self._went_on.get(who, clock))
+        others = [key for key in keys if self._putters.get(key, who) != who]
+        return any(stood_still or (who, key) in self._late for key in others)
+
+    def _is_late(self, who: int, clock: float) -> bool:
+        return clock - self._renewed.get(who, clock) > EXPIRES_SECONDS
 
 
 class _Play:
@@ -241,6 +252,12 @@ class _Play:
         outcome = self._faults.get((who, self.numbers[who]), "")
         self.numbers[who] += 1
         self._server.clock += 0.01
+        try:
+            return self._answered(who, outcome, name, args, options)
+        finally:
+            self._late.answered(who, self._server.clock)
+
+    def _answered(self, who: int, outcome: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
         if outcome == "killed before" or (name in ("report", "disk") and "killed" in outcome):
             return _KILLED
         if name in ("report", "disk"):
@@ -251,7 +268,7 @@ class _Play:
         unanswered = Answer(None, ("GenericError", "no answer, max_retries: 0"), self._server.clock)
         if outcome == "lost":
             return unanswered
-        if name == "delete" and not self._wrong and self._late.removes_others(who, args[0]):
+        if name == "delete" and not self._wrong and self._late.removes_others(who, args[0], self._server.clock):
             self._limit = True
         answer = self._server.ask(name, args, options)
         if name == "put" and not answer.error:

@@ -18,6 +18,11 @@ def _prepare_run(place: str, local: str) -> None:
             ckpts.save(step, tree(100 + step))
 
 
+def _prepare_pinned(place: str, local: str) -> None:
+    _prepare_run(place, local)
+    tr.Checkpointer(place).pin(1)
+
+
 def _read_run(job: Any, place: str, local: str) -> None:
     """Reads the newest step, which is the one that it says; steps come and go meanwhile."""
     for _ in range(2):
@@ -84,6 +89,47 @@ def _change(job: Any, place: str, local: str) -> None:
         ckpts.save(3, tree(103))
         ckpts.wait()
         job.report((0, 3))
+
+
+def _go_on(job: Any, place: str, local: str) -> None:
+    """Saves five steps more than there are."""
+    with tr.Checkpointer(place, keep=KEPT) as ckpts:
+        begun = int(ckpts.restore()["w"][0])
+        job.report("after the other" if begun > 200 else "first")
+        for step in range(begun % 100 + 1, begun % 100 + 6):
+            ckpts.save(step, tree(100 + step))
+            ckpts.wait()
+            job.report((begun % 100, step))
+
+
+def _go_back(job: Any, place: str, local: str) -> None:
+    """Goes back to step 1, and saves others in the place of those that came after it; deletes none."""
+    with tr.Checkpointer(place) as ckpts:
+        ckpts.restore(step=1)
+        job.report("back")
+        for step in (2, 3, 4, 5):
+            ckpts.save(step, tree(200 + step))
+            ckpts.wait()
+            job.report((1, step))
+
+
+def _not_set_aside(reports: Reports) -> Reports:
+    """The reports of steps, without those of the first job once the second goes back, unless it went on from there."""
+    told = {what for _, what in reports if isinstance(what, str)}
+    gone = "back" in told and "after the other" not in told
+    return [(number, what) for number, what in reports if not isinstance(what, str) and not (gone and number == 1)]
+
+
+def _check_gone_back(place: str, reports: Reports) -> None:
+    """What the second job has saved is there, unless the first has gone on from it; step 1 is pinned."""
+    assert read_value(place, 1) == 101
+    check_run(place, told := _not_set_aside(reports))
+    for number, (_, step) in told if (1, "after the other") not in reports else ():
+        assert number == 1 or read_value(place, step) == 200 + step
+
+
+def _end_gone_back(place: str, reports: Reports) -> None:
+    end_run(place, _not_set_aside(reports))
 
 
 def check_run(place: str, reports: Reports) -> None:
@@ -175,5 +221,6 @@ RUNS = {
     "a run, changed": Scenario([_change, _last_step], _check_changed, nothing_left),
     "a run, copied": Scenario([_copy(1, 3), _last_copy], check_run, _end_copy),
     "a copied run, taken over": Scenario([_copy(1, 2), _copy(2, 2), _last_step], check_run, end_run),
+    "a run, gone back": Scenario([_go_on, _go_back, _last_step], _check_gone_back, _end_gone_back, _prepare_pinned),
     "a run, taken over": Scenario([_train(1, 3), _train(2, 3), _last_step], check_run, end_run),
 }

@@ -69,6 +69,18 @@ class TestObstoreMemory(_Buckets):
         return obstore.store.MemoryStore()
 
 
+class TestRootOfBucket(_Buckets):
+    """A store object that is passed as it is, or a URL without a path."""
+
+    @pytest.fixture
+    def client(self) -> Any:
+        return obstore.store.MemoryStore()
+
+    @pytest.fixture
+    def root(self) -> str:
+        return _BUCKET
+
+
 class TestUrlsOnWindows(TestObstoreMemory):
     """URLs have slashes where the paths of the system have others."""
 

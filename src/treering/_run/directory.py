@@ -110,11 +110,10 @@ class Directory:
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` for one pinned or linked, `UnsupportedError` for a later release's."""
         path = self._own(step)
-        if pins.pinned(self._store, path):
-            raise MismatchError(f"{path}: the step is pinned; unpin it first")
+        pins.check_unpinned(self._store, path)
         if self._store.is_link(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        removal.delete(self._store, path)
+        removal.unpublish(self._store, path, lambda: pins.check_unpinned(self._store, path))()
 
     def place_for(
         self, step: int, on_exists: str, under_way: Collection[int | None], elsewhere: Collection[int] = ()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, few
 from .._save.pending import PendingSave, SaveReport
-from ..errors import CorruptError, SaveError, UnsupportedError
+from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
 from ..stores.store import LOCK_NAME
@@ -32,9 +32,10 @@ class Retention:
         keep: Policy | None,
         on_save: Callable[[SaveReport], object] | None = None,
         committed: Callable[[SaveReport], None] = lambda report: None,
+        dropping: Callable[[str], None] = lambda path: None,
     ):
         self._directory, self._steps = directory, directory.steps
-        self._keep, self._on_save, self._committed = keep, on_save, committed
+        self._keep, self._on_save, self._committed, self._dropping = keep, on_save, committed, dropping
         self._problem: SaveError | None = None  # in leaving the run
         self._cleaned = False
         self._failed = False  # the last save, as far as it is not committed
@@ -145,14 +146,19 @@ class Retention:
             if path and one.step not in wanted:
                 try:
                     self._delete(path)
+                except MismatchError as error:
+                    _log.info("step %d stays: %s", one.step, error)
                 except UnsupportedError as error:
                     self._steps.mark_unsupported(one.step, path, error)
                 except (OSError, CorruptError) as error:  # the other steps are deleted all the same
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
     def _delete(self, path: str) -> None:
-        if not (pins.pinned(self._steps.store, path) or self._steps.store.is_link(path)):
-            self._deletions.add(f"deleting {path}", removal.unpublish(self._steps.store, path))
+        store = self._steps.store
+        if not (pins.pinned(store, path) or store.is_link(path)):
+            self._dropping(path)
+            delete = removal.unpublish(store, path, lambda: pins.check_unpinned(store, path))
+            self._deletions.add(f"deleting {path}", delete)
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # the metrics of the first step may be added later

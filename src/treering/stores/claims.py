@@ -1,10 +1,39 @@
-"""The errors of those who claim one run within a process."""
+"""Those who claim one run: their errors, and leases that run out without their owner's knowing."""
 
+from typing import Protocol
+
+from .._threads.alive import Alive
 from ..errors import ExistsError, MismatchError, SaveError
+
+
+class _Expiring(Protocol):
+    """A lease that counts no longer when it was not renewed. `check` raises `TakenOverError` then."""
+
+    run: str
+
+    def check(self) -> None: ...
+
+
+_expiring: "Alive[_Expiring]" = Alive()
 
 
 class TakenOverError(SaveError):
     """Another job may write here by now. What is in place stays as it is."""
+
+
+def add(lease: _Expiring) -> None:
+    """Has `check` ask a lease, until it is collected."""
+    _expiring.add(lease)
+
+
+def check(path: str) -> None:
+    """Raises `TakenOverError` for a path in a run whose lease this process had, and another may have by now.
+
+    To be called right before what would harm that one and cannot be tied to a condition.
+    """
+    for lease in _expiring.all():
+        if path.startswith(lease.run + "/"):
+            lease.check()
 
 
 def lost(run: str) -> MismatchError:

@@ -252,11 +252,12 @@ def test_a_writer_that_was_stopped_too_long_cannot_commit(
         between.url,
         """
 import os, signal, time
-from treering.stores.objects import heartbeat, sink
+from treering.stores import claims
+from treering.stores.objects import heartbeat
 heartbeat._RENEWAL_SECONDS, heartbeat.SAFE_SECONDS = 0.3, 1.0
-put = sink.check_leases
+put = claims.check
 def stop_before(path):
-    sink.check_leases = put
+    claims.check = put
     print("committing", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.2)  # or this thread goes on for a moment
@@ -264,7 +265,7 @@ def stop_before(path):
 ckpts = tr.Checkpointer(sys.argv[2])
 ckpts.save(1, {"w": np.zeros(10)})
 ckpts.wait()
-sink.check_leases = stop_before
+claims.check = stop_before
 try:
     ckpts.save(2, {"w": np.zeros(10)})
     ckpts.wait()
@@ -286,6 +287,82 @@ except SaveError as error:
         assert not any(r.method == "PUT" and r.path.endswith("2/treering.json") for r in between.requests)
         ckpts.save(4, {"w": np.ones(10)})
     assert tr.steps(place) == [1, 3, 4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("doing", ["delete", "rewind"])
+def test_a_writer_that_was_stopped_too_long_removes_nothing(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """The step that it was about to delete, or to set aside, is another job's by now."""
+    stopped = _start(
+        between.url,
+        """
+import os, signal, time
+from treering.formats.treering import removal
+from treering.stores.objects import heartbeat
+from treering.stores.objects.bucket import Bucket
+heartbeat._RENEWAL_SECONDS, heartbeat.SAFE_SECONDS = 0.3, 1.0
+def stop_after(owner, name):
+    call = getattr(owner, name)
+    def stop(*args):
+        setattr(owner, name, call)
+        result = call(*args)
+        print("stopped", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)  # or this thread goes on for a moment
+        return result
+    setattr(owner, name, stop)
+ckpts = tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2))
+for step in (1, 2):
+    ckpts.save(step, {"w": np.zeros(10)})
+ckpts.wait()
+if sys.argv[3] == "delete":
+    stop_after(removal, "consists_of")
+    ckpts.save(3, {"w": np.zeros(10)})
+    ckpts.wait()
+else:
+    stop_after(Bucket, "copy")
+    try:
+        ckpts.rewind(1)
+    except SaveError as error:
+        print("refused", error, flush=True)
+""",
+        place,
+        doing,
+    )
+    assert stopped.stdout is not None and stopped.stdout.readline() == "stopped\n"
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if it were another machine's
+    time.sleep(0.5)
+    with tr.Checkpointer(place) as ckpts:
+        ckpts.rewind(ckpts.steps[-1])  # takes the run over, and changes nothing
+        for step in ckpts.steps:
+            ckpts.delete(step)
+            ckpts.save(step, {"w": np.ones(10)})
+        ckpts.wait()
+        stopped.send_signal(signal.SIGCONT)
+        said = stopped.communicate(timeout=60)[0]
+        assert doing == "delete" or "another job has taken this run over" in said
+        for step in (1, 2):
+            assert np.array_equal(tr.restore(place, step=step)["w"], np.ones(10))
+
+
+def test_the_lease_of_a_whole_bucket_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = obstore.store.MemoryStore()
+    publish = sink.ObjectSink.publish
+
+    def late(one: sink.ObjectSink, *args: Any, **options: Any) -> None:
+        (lease,) = [beat for beat in heartbeat._alive.all() if beat.key == "writer.lock"]
+        lease.lost = True
+        publish(one, *args, **options)
+
+    with tr.Checkpointer(bucket) as ckpts:
+        ckpts.save(1, {"w": 1}).result()
+        monkeypatch.setattr(sink.ObjectSink, "publish", late)
+        with pytest.raises(SaveError, match="another job has taken this run over"):
+            ckpts.save(2, {"w": 1}).result()
+    assert tr.steps(bucket) == [1]
 
 
 @pytest.mark.long

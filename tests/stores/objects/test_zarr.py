@@ -12,13 +12,15 @@ import urllib.request
 from typing import Any
 
 import numpy as np
+import obstore
+import obstore.store
 import pytest
 
 import s3
 import treering as tr
 from fault_proxy import Proxy, proxy
 from treering import stores
-from treering.errors import CorruptError, NotFoundError, TreeringError
+from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
 from treering.formats._shared.pending_reads import errors
 from treering.stores.key_values import as_text, take_out
 from treering.stores.objects import loopback, store
@@ -201,3 +203,36 @@ def test_a_bucket_that_keeps_versions(s3_server: str, format: str) -> None:
             for step in (1, 2):
                 ckpts.save(step, tree)
         assert tr.steps("versions://b/run") == [2] and tr.verify("versions://b/run").ok
+
+
+def _as_a_bucket(folder: pathlib.Path) -> Any:
+    """A store that has the files of a folder at its root."""
+    bucket = obstore.store.MemoryStore()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            obstore.put(bucket, str(file.relative_to(folder)), file.read_bytes())
+    return bucket
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_whole_bucket_is_read_by_the_names_in_it(tmp_path: pathlib.Path, format: str) -> None:
+    """Of two names one is the other without its first letter."""
+    tree = {"a": np.full(3, 7.0, np.float32), "ba": np.full(3, 9.0, np.float32)}
+    tr.save(tmp_path / "c", tree, format=format)
+    bucket = _as_a_bucket(tmp_path / "c")
+    opened = tr.open(bucket)
+    for name, array in tree.items():
+        assert np.array_equal(opened[name][...], array)
+    assert tr.verify(bucket).ok
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_folder_is_not_put_in_the_place_of_a_whole_bucket(tmp_path: pathlib.Path, format: str) -> None:
+    (tmp_path / "nothing").mkdir()
+    tr.save(tmp_path / "c", _TREE, format=format)
+    for folder, overwrite in (("nothing", False), ("c", True)):
+        bucket = _as_a_bucket(tmp_path / folder)
+        before = [one["path"] for page in obstore.list(bucket) for one in page]
+        with pytest.raises(UnsupportedError, match="expected a name within a bucket"):
+            tr.save(bucket, _TREE, format=format, overwrite=overwrite)
+        assert [one["path"] for page in obstore.list(bucket) for one in page] == before

@@ -3,7 +3,7 @@
 import contextlib
 import posixpath
 
-from ...errors import NotFoundError
+from ...errors import MismatchError, NotFoundError
 from ...stores.read_errors import reading
 from ...stores.store import Store
 from ...stores.whole_files import make_empty
@@ -14,6 +14,12 @@ def pinned(store: Store, path: str) -> bool:
     """Whether a checkpoint is marked never to be deleted."""
     with reading(path):
         return store.stat(posixpath.join(path, PIN)) is not None
+
+
+def check_unpinned(store: Store, path: str) -> None:
+    """Raises `MismatchError` for a pinned checkpoint."""
+    if pinned(store, path):
+        raise MismatchError(f"{path}: the step is pinned; unpin it first")
 
 
 def pin(store: Store, path: str, wanted: bool) -> None:

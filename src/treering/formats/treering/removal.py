@@ -14,6 +14,7 @@ import xxhash
 from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores import claims
 from ...stores.nfs import warn_of_no_locks
 from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
@@ -164,21 +165,26 @@ def delete(store: Store, path: str) -> None:
     unpublish(store, path)()
 
 
-def unpublish(store: Store, path: str) -> Callable[[], None]:
+def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
     """Removes the manifest of a checkpoint, which is quick; returns a function that removes its files, which is not.
 
-    Raises `UnsupportedError` for a checkpoint of a later release.
+    `check` is called right before, and may raise. Raises `UnsupportedError` for a checkpoint of a later release, and
+    `TakenOverError` in a run that another job writes by now.
     """
     manifest = posixpath.join(path, MANIFEST)
     check_removable(store, path)
     names = consists_of(store, path)
+    check()
+    claims.check(path)  # or it may be another job's by now
     with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
         store.delete(manifest)
 
     def remove_files() -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has removed the directory as well
             store.settle(path)  # or after a power cut the manifest might be there without its files
-        store.delete_all(path, names)  # no writer can commit them any more, for the manifest is durably gone
+        # The manifest is durably gone, so no save commits them any more. But a copy may have put them there again.
+        again = set(consists_of(store, path))
+        store.delete_all(path, [name for name in names if name not in again])
         remove_leftovers(store, path, remove_empty=True)
 
     return remove_files

@@ -16,6 +16,7 @@ from ..store import LOCK_NAME
 from . import heartbeat
 from .bucket import Bucket, ChangedError, Version
 from .heartbeat import LEASE_SECONDS, About, Heartbeat
+from .keys import joined
 
 _POLL_SECONDS = 2.0
 _MOST_CHANGES = 10  # that others may make while the lease is being taken
@@ -32,10 +33,11 @@ class ObjectLease:
     """
 
     def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
-        self.run, self.lost = f"{bucket.url}/{key}", False
-        self._bucket, self._key, self._busy = bucket, f"{key}/{LOCK_NAME}", busy
+        self.run, self.lost = joined(bucket.url, key), False
+        self._bucket, self._key, self._busy = bucket, joined(key, LOCK_NAME), busy
         self._beat: Heartbeat | None = None
         _alive.add(self)
+        claims.add(self)
         weakref.finalize(self, _drop, held := [])
         self._held: list[Heartbeat] = held  # what is left when the `Checkpointer` was dropped without `close`
 
@@ -149,7 +151,7 @@ class ObjectLease:
                     _log.warning("%s: its lease was not given back, and runs out: %s", self.run, error)
 
     def check(self) -> None:
-        """Raises `SaveError` when another may write the run by now."""
+        """Raises `TakenOverError` when another may write the run by now."""
         beat = self._beat
         if beat is not None and not beat.holds():
             raise claims.TakenOverError(
@@ -181,10 +183,3 @@ def _forget_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-def check_leases(path: str) -> None:
-    """Raises `SaveError` for a path in a run whose lease this process had, and another may have by now."""
-    for lease in _alive.all():
-        if path.startswith(lease.run + "/"):
-            lease.check()

@@ -21,6 +21,7 @@ from ..buffers import aligned
 from ..key_values import as_text
 from ..read_errors import ReplacedError, RequestError
 from .bucket import Bucket, ChangedError, Found
+from .keys import below
 
 _HOST = "127.0.0.1"
 _PIECE_BYTES = 16 << 20  # bytes that are asked for at a time
@@ -48,7 +49,7 @@ def served(bucket: Bucket, key: str, found: Sequence[Found], context: Any) -> di
         if _server is None or _server.process != os.getpid():
             _server = _Server()
         server = _server
-        server.folders[token] = bucket, {one.key[len(key) + 1 :]: one for one in found}
+        server.folders[token] = bucket, {below(key, one.key): one for one in found}
     start(threading.Thread(target=server.serve, name="treering-loopback", daemon=True))
     weakref.finalize(context, server.folders.pop, token, None)
     return {"driver": "http", "base_url": f"http://{_HOST}:{server.server_address[1]}", "path": f"/{token}/"}

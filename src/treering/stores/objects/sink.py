@@ -7,13 +7,13 @@ from collections.abc import Hashable
 from typing import Any
 
 from ...errors import SaveError
+from .. import claims
 from ..buffers import copy
 from ..claims import TakenOverError
 from ..read_errors import RequestError
 from ..store import ABSENT
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
-from .lease import check_leases
 from .upload import Stream, Upload, Uploads
 
 _AT_ONCE = 256 << 10  # bytes; what is smaller is put before `finish` returns
@@ -87,7 +87,7 @@ class ObjectSink:
         key = path[len(self._bucket.url) + 1 :]
         replaces: Any = version if overwrite and version != ABSENT else None
         anything = overwrite and version is None
-        check_leases(path)
+        claims.check(path)
         self._check_alive()
         data = self._stream.contents()
         try:
@@ -99,7 +99,7 @@ class ObjectSink:
             published = found.version
         self._versions[key] = published
         try:
-            check_leases(path)
+            claims.check(path)
             self._check_alive()
         except TakenOverError as error:  # it took so long that another may have begun to write here
             if replaces is not None or anything or not retract:  # without it nothing might be there at all
@@ -138,7 +138,7 @@ class ObjectSink:
         if key not in self._versions:  # an answer that was lost may have been a good one
             if self.heartbeat is None or self._bucket.same(key, self._stream.contents()) is None:
                 return False
-            check_leases(path)
+            claims.check(path)
             self._check_alive()
             return True
         found = self._bucket.head(key)

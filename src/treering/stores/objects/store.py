@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from .. import claims
 from ..claims import TakenOverError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, take_out
@@ -24,6 +25,7 @@ from .blob import ObjectBlob
 from .bucket import Bucket, ChangedError, Found
 from .glance import Glance
 from .heartbeat import Heartbeat
+from .keys import below, joined
 from .lease import ObjectLease
 from .sink import ObjectSink
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
@@ -149,7 +151,7 @@ class ObjectStore:
                 "which TensorStore would read only what it needs",
                 path,
             )
-        return brought_in(path, context, ((one.key[len(key) + 1 :], self._read(bucket, one)) for one in found))
+        return brought_in(path, context, ((below(key, one.key), self._read(bucket, one)) for one in found))
 
     def _read(self, bucket: Bucket, one: Found) -> bytes:
         blob = ObjectBlob(bucket, one.key, one.nbytes)
@@ -158,7 +160,9 @@ class ObjectStore:
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         bucket, key = self._find(path)
-        take_out(path, context, which, lambda name, data: bucket.put(f"{key}/{name}", data, overwrite=True), IN_FLIGHT)
+        take_out(
+            path, context, which, lambda name, data: bucket.put(joined(key, name), data, overwrite=True), IN_FLIGHT
+        )
 
     # Writing
 
@@ -181,7 +185,7 @@ class ObjectStore:
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
         bucket, key = self._find(path)
-        bucket.delete([f"{key}/{name}" for name in names])
+        bucket.delete([joined(key, name) for name in names])
 
     def is_in_use(self, path: str) -> bool:
         bucket, key = self._find(path)
@@ -198,7 +202,7 @@ class ObjectStore:
         bucket, key = self._find(path)
         for mark in (_MARK, _FOLDER_MARK):  # before anything else goes, its writer loses it
             with contextlib.suppress(FileNotFoundError):
-                if not heartbeat.end(bucket, f"{key}/{mark}"):
+                if not heartbeat.end(bucket, joined(key, mark)):
                     return
         self._clear(bucket, key)
 
@@ -210,7 +214,7 @@ class ObjectStore:
 
     def _clear(self, bucket: Bucket, key: str) -> None:
         """Removes all below a key, the mark of its writer last."""
-        marks = {f"{key}/{_MARK}", f"{key}/{_FOLDER_MARK}"}
+        marks = {joined(key, _MARK), joined(key, _FOLDER_MARK)}
         found = [one.key for one in bucket.list_all(key)]
         bucket.delete([one for one in found if one not in marks])
         bucket.delete([one for one in found if one in marks])
@@ -233,15 +237,16 @@ class ObjectStore:
         other, target = self._find(new)
         if self.stat(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-        names = [one.key[len(key) + 1 :] for one in bucket.list_all(key)]
+        names = [below(key, one.key) for one in bucket.list_all(key)]
         if not names or other is not bucket:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
         names.sort(key=lambda name: name == last)
         for name in names:
-            bucket.copy(f"{key}/{name}", f"{target}/{name}")
+            bucket.copy(joined(key, name), joined(target, name))
+        claims.check(old)  # copying may have taken longer than a lease
         if names[-1] == last:
-            bucket.delete([f"{key}/{names.pop()}"])
-        bucket.delete([f"{key}/{name}" for name in names])
+            bucket.delete([joined(key, names.pop())])
+        bucket.delete([joined(key, name) for name in names])
 
     @contextlib.contextmanager
     def new_file(self, path: str, *, overwrite: bool) -> "Iterator[Writer]":
@@ -252,6 +257,7 @@ class ObjectStore:
         stream = Stream(bucket, key)
         try:
             yield stream
+            claims.check(path)
             stream.put(replaces=found and found.version, overwrite=False)
         except ChangedError:
             raise ExistsError(f"{path}: another writer put something there meanwhile; it is untouched") from None
@@ -268,6 +274,7 @@ class ObjectStore:
         names: Collection[str] = (),
         beside: Beside | None = None,
     ) -> "Iterator[str]":
+        self._check_beside(path)
         check_free(self, path, overwrite=overwrite, folder=True)
         check_replaceable(self, path, owned, names, beside)
         with self._temporary_folder(path, _FOLDER_MARK) as temporary:
@@ -289,15 +296,15 @@ class ObjectStore:
         """
         bucket, key = self._find(path)
         _, scratch = self._find(temporary.files)
-        made = [one.key[len(scratch) + 1 :] for one in bucket.list_all(scratch)]
+        made = [below(scratch, one.key) for one in bucket.list_all(scratch)]
         copied: list[str] = []
         old = "what was there may be gone" if replaced else "nothing was there before"
         try:
-            bucket.delete([f"{key}/{name}" for name in replaced if "/" not in name])
-            bucket.delete([f"{key}/{name}" for name in replaced if "/" in name])
+            bucket.delete([joined(key, name) for name in replaced if "/" not in name])
+            bucket.delete([joined(key, name) for name in replaced if "/" in name])
             for name in sorted(made, key=lambda name: ("/" not in name, name)):
-                copied.append(f"{key}/{name}")
-                bucket.copy(f"{scratch}/{name}", f"{key}/{name}")
+                copied.append(joined(key, name))
+                bucket.copy(joined(scratch, name), joined(key, name))
         except BaseException as error:
             temporary.keep = True
             with contextlib.suppress(OSError):  # parts of a checkpoint would be in the way of the next one
@@ -311,6 +318,15 @@ class ObjectStore:
                 raise SaveError(problem) from error
             _log.error("%s", problem)  # an interrupt goes on as such
             raise
+
+    def _check_beside(self, path: str) -> None:
+        """Raises `UnsupportedError` where nothing can be beside a path."""
+        _, key = self._find(path)
+        if not key:
+            raise UnsupportedError(
+                f"{path}: expected a name within a bucket or prefix, found all of it; what is saved as a folder of "
+                f"this format is first filled beside its place: save it to {path}/checkpoint, or any other name"
+            )
 
     def _is_filled_by_others(self, path: str, own: "_Temporary") -> bool:
         """Whether another writer is about to put a folder at a path: of two that meet, at most one goes on."""
@@ -329,6 +345,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
+        self._check_beside(path)
         with self._temporary_folder(path, _MARK) as temporary:
             yield temporary.files
             temporary.check()
