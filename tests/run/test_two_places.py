@@ -26,6 +26,7 @@ from jobs import run_job
 from treering import stores
 from treering._run import copies
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
+from treering.formats.treering import removal
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
 
@@ -704,3 +705,61 @@ def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib
         ckpts.save(5, _state(5))
         ckpts.wait()
     assert tr.steps(far) == [1, 2, 3, 5]
+
+
+def test_what_keep_has_dropped_far_is_not_copied_again(near: str, far: str) -> None:
+    """What was recorded there made it drop it, and what is near does not have that."""
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3))
+    places: Any = ckpts._directory
+    for step, loss in ((5, 1.0), (6, 2.0)):
+        ckpts.save(step, _state(step), metrics={"loss": loss})
+        ckpts.wait()
+        _until(lambda: not places.busy)
+    tr.record(far, 5, {"loss": 3.0})
+    ckpts.save(7, _state(7), metrics={"loss": 4.0})
+    ckpts.close()
+    assert tr.steps(far) == [6, 7] and tr.steps(near) == [5, 6, 7] and tr.open(near, step=5).metrics == {"loss": 3.0}
+    with tr.Checkpointer(far, local=near, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3)) as ckpts:
+        ckpts.restore()  # from 7, which stays
+        ckpts.save(8, _state(8), metrics={"loss": 5.0})
+    assert tr.steps(far) == [6, 7, 8]
+
+
+def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: str) -> None:
+    keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
+    ckpts = tr.Checkpointer(far, local=near, keep=keep)
+    places: Any = ckpts._directory
+    for step in range(1, 7):
+        _save(ckpts, step)
+        _until(lambda: not places.busy)
+        tr.record(far, step, {"val": abs(step - 2.0)})
+    ckpts.close()
+    assert tr.steps(far) == [2, 6]
+
+
+def test_a_deletion_far_takes_nothing_of_a_new_copy(near: str, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of both have the same names."""
+    with tr.Checkpointer(far, local=near) as ckpts:
+        _save(ckpts, 1)
+    remove = removal.unpublish(stores.of(far), f"{far}/step-00000001")
+    with tr.Checkpointer(far, local=near) as ckpts:
+        ckpts.restore()
+    assert tr.steps(far) == [1]
+    remove()
+    assert tr.verify(far).ok
+
+
+def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tr.Checkpointer(near, keep=tr.keep.last(1)) as ckpts:
+        _save(ckpts, 1)
+        check = removal.check_removable
+
+        def pin(store: Any, path: str) -> None:
+            check(store, path)
+            if path.endswith("1"):
+                tr.Checkpointer(near).pin(1)
+
+        monkeypatch.setattr(removal, "check_removable", pin)
+        _save(ckpts, 2, 3)
+        assert ckpts.pinned == [1]
+    assert tr.steps(near) == [1, 3]

@@ -182,6 +182,7 @@ class Copies:
         self._check()
         self._far.remove_leftovers()
         if only is not None:
+            self._far.wait()  # it may have been dropped there, and its files be on their way out
             self._copy(only, at_once=True)
             return
         while todo := [step for step in self._lacking() if step not in tried]:

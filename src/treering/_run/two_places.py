@@ -2,11 +2,12 @@
 
 import logging
 import os
+import posixpath
 from collections.abc import Callable, Collection
 
 from .._core.entries import step_number
 from .._processes.calls import Call
-from ..errors import CorruptError, ExistsError, MismatchError, SaveError
+from ..errors import CorruptError, ExistsError, SaveError
 from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
 from ..keep import Policy, Saved
 from . import run
@@ -39,7 +40,7 @@ class TwoPlaces(NearAndFar):
         self._ended = False
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell, timeout)
+        self._copies = Copies(self, Retention(far, keep, dropping=self._keep_metrics), bytes_per_second, tell, timeout)
         self.together: Together | None = None
 
     @property
@@ -183,8 +184,8 @@ class TwoPlaces(NearAndFar):
         with self._copies.paused():
             self._seen_far = []
             places = self.candidates(step)
-            if any(pins.pinned(self._side(place.path).steps.store, place.path) for place in places):
-                raise MismatchError(f"{places[0].path}: the step is pinned; unpin it first")
+            for place in places:
+                pins.check_unpinned(self._side(place.path).steps.store, place.path)
             for place in places:  # near first: what is only near would be copied
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
@@ -272,7 +273,13 @@ class TwoPlaces(NearAndFar):
         self._seen_far = self.far.good()
         whole = {one.step for one in self._seen_far}
         good = [one.step for one in self.near.good() if one.step in near]
-        lacking = [step for step in good if step not in whole or not self.is_copied(step, near[step], far.get(step))]
+
+        def lacks(step: int) -> bool:
+            if step not in far:
+                return not self._known_copied(step, near[step])  # or it was dropped there
+            return step not in whole or not self.is_copied(step, near[step], far[step])
+
+        lacking = [step for step in good if lacks(step)]
         if lacking and self._keep:
             both = self.good()
             wanted = self._keep.kept(both) | {both[-1].step}
@@ -306,6 +313,13 @@ class TwoPlaces(NearAndFar):
         if seen:
             self._note_copied(step, seen.version, identity)
         return True
+
+    def _keep_metrics(self, path: str) -> None:
+        """Takes the metrics of a step that is about to be dropped far, or what is near would be judged without them."""
+        step = run.parse(posixpath.basename(path), self.far.steps.prefix)
+        near = self.near.steps.committed().get(step) if step is not None else None
+        if step is not None and near and self.is_copied(step, near, path):
+            metrics.copy(self.far.steps.store, path, self.near.steps.store, near, self._copied[step][1])
 
     def copy_metrics(self) -> None:
         """Copies the metrics that steps got since they were copied."""
