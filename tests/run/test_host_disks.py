@@ -8,50 +8,12 @@ import pathlib
 import re
 import shutil
 import signal
-from typing import Any
 
 import numpy as np
 import pytest
 
 import treering as tr
-from jobs import Result, run_job
-
-ANY = dict.fromkeys(range(4))  # ends: JAX ends a process when it misses another
-SIZE = 96
-
-STATE = """
-import logging
-class Lines(logging.Handler):
-    text = []
-    def emit(self, record): self.text.append(record.getMessage())
-logging.getLogger("treering").addHandler(Lines())
-logging.getLogger("treering").setLevel(logging.INFO)
-HOST = HOSTS[INDEX]
-near, far = tmp / HOST, FAR or tmp / "far"
-template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "n": 0}
-def state(step):
-    w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
-    return {"w": put(w, P("x")), "b": put(b), "n": step}
-def is_state(tree, step):
-    w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
-    return tree["n"] == step and same(tree["w"], w) and same(tree["b"], b)
-def run(**options):
-    return tr.Checkpointer(far, local=near, **{"timeout": 15, **options})
-def save(ckpts, *steps, **options):
-    for step in steps:
-        ckpts.save(step, state(step), **options)
-        ckpts.wait()
-def until(check):
-    end = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-"""
-
-
-def _job(tmp: pathlib.Path, body: str, hosts: str = "aabb", far: str = "", **options: Any) -> list[Result]:
-    names = [f"near-{host}" for host in hosts]
-    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, FAR=far, **options)
+from host_jobs import ANY, SIZE, job
 
 
 def _arrays(path: pathlib.Path) -> list[str]:
@@ -89,7 +51,7 @@ report([ckpts.restored_step, begun is None or is_state(begun, ckpts.restored_ste
     hosts = {name: tmp_path / f"near-{name}" for name in "ab"}
     for again in (False, True):
         last = 6 if again else 3
-        results = _job(tmp_path, body, far=bucket, AGAIN=again)
+        results = job(tmp_path, body, far=bucket, AGAIN=again)
         for n, result in enumerate(results):
             restored, good, read, steps, lines = result.report
             assert (
@@ -135,8 +97,8 @@ report([step, good, after, tr.steps(far), Lines.text])
 @pytest.mark.parametrize("hosts", ["bbaa", "abab"])
 def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_path: pathlib.Path, hosts: str) -> None:
     """Whichever of its processes run on which host."""
-    _job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
-    for result in _job(tmp_path, GOES_ON, hosts=hosts):
+    job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
+    for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
         assert step == 3 and good and 3 in after and last == [1, 2, 3, 4]
     assert tr.verify(tmp_path / "far").ok
@@ -148,9 +110,9 @@ def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_pat
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None:
     """What was copied is taken, what was not is set aside on the other disk, and the log says so."""
-    _job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
+    job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
     shutil.rmtree(tmp_path / f"near-{lost}")
-    results = _job(tmp_path, GOES_ON)
+    results = job(tmp_path, GOES_ON)
     for result in results:
         step, good, after, last, _ = result.report
         assert step == 1 and good and after == [1] and last == [1, 2]
@@ -191,10 +153,10 @@ def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: t
 
     By SIGKILL, where the run stays on a disk; all other moments are in `buckets.scenarios_hosts`, with a double.
     """
-    results = _job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
+    results = job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
     assert results[victim].code == -signal.SIGKILL, results[victim].output
     committed = [int(file.read_text()) for file in tmp_path.glob("committed-*")]
-    results = _job(tmp_path, GOES_ON, hosts=hosts)
+    results = job(tmp_path, GOES_ON, hosts=hosts)
     for result in results:
         step, good, after, last, _ = result.report
         assert good and step >= max(committed, default=1) and after[-1] == step and last[-1] == step + 1
@@ -234,7 +196,7 @@ report([undeletable, deleted, exists, good, ckpts.steps])
 @pytest.mark.long
 def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
     """Deleted steps go on all disks, and what is set aside is set aside on all."""
-    for result in _job(tmp_path, MANAGED, hosts="ab"):
+    for result in job(tmp_path, MANAGED, hosts="ab"):
         undeletable, deleted, exists, good, steps = result.report
         assert undeletable[0] == "MismatchError" and deleted == [1, 3] and exists[0] == "ExistsError"
         assert good and steps == [1, 3, 4, 6, 8]
@@ -254,24 +216,24 @@ def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
     """Of a step that was copied the copy is taken; one that was not is not copied, and an earlier one is taken."""
-    _job(tmp_path, KILLED_EARLY, hosts="ab", expect={0: None, 1: None}, recoverable=True)
+    job(tmp_path, KILLED_EARLY, hosts="ab", expect={0: None, 1: None}, recoverable=True)
     _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
-    for result in _job(tmp_path, GOES_ON, hosts="ab"):
+    for result in job(tmp_path, GOES_ON, hosts="ab"):
         step, good, after, last, _ = result.report
         assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
     body = "ckpts = run()\nreport([is_state(ckpts.restore(template), 3), Lines.text])\nckpts.close()"
     _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
-    results = _job(tmp_path, body, hosts="ab")
+    results = job(tmp_path, body, hosts="ab")
     assert all(result.report[0] for result in results)
     assert any("taking the copy of step 3 at" in line for result in results for line in result.report[1])
 
 
 @pytest.mark.long
 def test_a_part_that_is_gone_where_the_run_stays_is_copied_anew(tmp_path: pathlib.Path) -> None:
-    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
     for file in tmp_path.glob("far/step-00000002/arrays-*-00000-*"):
         file.unlink()
-    for result in _job(tmp_path, GOES_ON, hosts="ab"):
+    for result in job(tmp_path, GOES_ON, hosts="ab"):
         step, good, after, last, _ = result.report
         assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
     assert tr.verify(tmp_path / "far").ok
@@ -301,7 +263,7 @@ ckpts.close()
 other = caught(tr.Checkpointer(tmp / "another", local=near, timeout=15).save, 1, state(1))
 report([took, across, again, other, tr.steps(far)])
 """
-    for result in _job(tmp_path, body, hosts="ab"):
+    for result in job(tmp_path, body, hosts="ab"):
         took, across, again, other, steps = result.report
         assert took < 10 and steps[-2:] == [2, 4]
         assert other[0] == "MismatchError" and "expected a directory for" in other[1]
@@ -320,8 +282,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("hosts", ["ba", "cab"])
 def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> None:
     """Before anything was copied; process 0 of the next one is on another host, or on one that is new."""
-    _job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
-    for result in _job(tmp_path, GOES_ON, hosts=hosts):
+    job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
+    for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
         assert step == 2 and good and 2 in after and last == [1, 2, 3]
     assert tr.verify(tmp_path / "far").ok
@@ -331,7 +293,7 @@ def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> N
 @pytest.mark.parametrize("hosts", ["cb", "bc", "ca", "b"])
 def test_nothing_was_copied_and_a_host_is_gone(tmp_path: pathlib.Path, hosts: str) -> None:
     """No run begins anew for it, and the parts that are left stay until the host is back."""
-    _job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
+    job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
     body = """
 if COUNT == 1:  # to whom the place is like any other
     save(run(), 7)
@@ -339,12 +301,12 @@ if COUNT == 1:  # to whom the place is like any other
 error = caught(run().restore_or_init, lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0})
 report([error, Lines.text])
 """
-    results = _job(tmp_path, body, hosts=hosts)
+    results = job(tmp_path, body, hosts=hosts)
     if hosts != "b":
         assert all(result.report[0][0] == "CorruptError" for result in results), results[0].report
         assert all("bring those hosts back" in result.report[0][1] for result in results)
         assert any("parts of steps 1, 2 are on no disk of this job's hosts" in line for line in results[0].report[1])
-        for result in _job(tmp_path, GOES_ON, hosts="ab"):
+        for result in job(tmp_path, GOES_ON, hosts="ab"):
             assert result.report[:2] == [2, True]
     assert list(tmp_path.glob("near-b/**/step-00000002/arrays-*"))
 
@@ -361,11 +323,11 @@ if LOSE:
     os.kill(os.getpid(), signal.SIGKILL)
 report(0)
 """
-    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True, STEPS=[1, 2, 3], LOSE=[4, 5, 6])
+    job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True, STEPS=[1, 2, 3], LOSE=[4, 5, 6])
     again = "ckpts = run()\nckpts.restore(template)\nsave(ckpts, 4)\nckpts.close()\nreport([ckpts.steps, Lines.text])"
-    for result in _job(tmp_path, again, hosts="cd"):
+    for result in job(tmp_path, again, hosts="cd"):
         assert result.report[0] == [1, 2, 3, 4]
-    results = _job(tmp_path, GOES_ON, hosts="dcab")
+    results = job(tmp_path, GOES_ON, hosts="dcab")
     for result in results:
         step, good, after, last, _ = result.report
         assert step == 4 and good and after == [1, 2, 3, 4] and last == [1, 2, 3, 4, 5]
@@ -388,7 +350,7 @@ with run(keep=tr.keep.last(1), keep_local=None, upload_limit=1) as ckpts:
     newest = is_state(ckpts.restore(template), 3)
 report([told, opened, good, newest, Lines.text])
 """
-    for result in _job(tmp_path, body, hosts="ab"):
+    for result in job(tmp_path, body, hosts="ab"):
         told, opened, good, newest, lines = result.report
         assert told == [[1, 2, 3], 3, [1, 3]] and opened == 2 and good and newest
         assert not any("damaged" in line for line in lines)
@@ -397,7 +359,7 @@ report([told, opened, good, newest, Lines.text])
 @pytest.mark.long
 def test_what_cannot_be_copied_is_not_passed_over(tmp_path: pathlib.Path) -> None:
     """When a restore needs it, its failure is raised in all processes, and no older step taken."""
-    _job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
+    job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
     body = """
 class Full(stores.posix.Disk):
     def write(self, fd, data, offset):
@@ -412,7 +374,7 @@ with run() as ckpts:
     good = is_state(ckpts.restore(template), 3)
 report([error, good])
 """
-    for result in _job(tmp_path, body, hosts="ab"):
+    for result in job(tmp_path, body, hosts="ab"):
         error, good = result.report
         assert error[0] == "SaveError" and "step 3" in error[1] and "No space left" in error[1] and good
 
@@ -425,24 +387,24 @@ template = {"w": put(np.zeros(8, np.float32)), "n": 0}
 def state(step): return {"w": put(np.full(8, step, np.float32)), "n": step}
 """
     body = small + "with run() as ckpts: save(ckpts, 1, 2, 3)"
-    _job(tmp_path, body, hosts="ab")
+    job(tmp_path, body, hosts="ab")
     body = small + "with run() as ckpts:\n  ckpts.restore(template)\n  ckpts.delete(3)\nreport(ckpts.steps)"
-    assert [result.report for result in _job(tmp_path, body, hosts="ba")] == [[1, 2]] * 2
+    assert [result.report for result in job(tmp_path, body, hosts="ba")] == [[1, 2]] * 2
     body = small + "with run() as ckpts:\n  report([ckpts.restore(template)['n'], ckpts.steps, ckpts.uncopied])"
-    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[2, [1, 2], []]] * 2
+    assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[2, [1, 2], []]] * 2
     body = small + (
         "ckpts = run(upload_limit=1)\nckpts.restore(template, step=1)\n"
         "ckpts.save(2, {**state(2), 'n': 1002}).result()\nos.kill(os.getpid(), signal.SIGKILL)"
     )
-    _job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
+    job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
     body = small + "with run() as ckpts:\n  n = ckpts.restore(template)['n']\n  report([n, ckpts.steps])"
-    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
+    assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("between", ["a", "b"])
 def test_a_job_of_one_host_comes_between(tmp_path: pathlib.Path, between: str) -> None:
-    _job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
+    job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
     body = """
 ckpts = run()
 ckpts.restore(template)
@@ -450,11 +412,11 @@ ckpts.save(2, {**state(2), "n": 1002})
 ckpts.close()
 report(Lines.text)
 """
-    _job(tmp_path, body, hosts=between)
+    job(tmp_path, body, hosts=between)
     for step in (2, 3):  # aside or where it was, but not gone
         assert list(tmp_path.glob(f"near-{between}/**/step-{step:08}/arrays-*"))
     body = "with run() as ckpts:\n  report([ckpts.restore(template)['n'], ckpts.steps])"
-    assert [result.report for result in _job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
+    assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
 
 
 @pytest.mark.long
@@ -470,7 +432,7 @@ with run(timeout=4, keep=tr.keep.last(2)) as ckpts:
     ckpts.save(5, {"n": 5}).result()
 report([tr.steps(far), tr.restore(far), [line for line in Lines.text if "failed" in line]])
 """
-    for result in _job(tmp_path, body, hosts="ab"):
+    for result in job(tmp_path, body, hosts="ab"):
         assert result.report == [[4, 5], {"n": 5}, []]
 
 
@@ -487,16 +449,16 @@ if INDEX == 0:
 sync("saved")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
+    job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
     if unpinned:
         body = "ckpts = run(upload_limit=1)\nckpts.unpin(1)\nsync('unpinned')\nos.kill(os.getpid(), signal.SIGKILL)"
-        _job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
+        job(tmp_path, body, hosts="ba", expect=ANY, recoverable=True)
     body = """
 with run(keep=tr.keep.last(1)) as ckpts:
     back = ckpts.restore(template)
 report([ckpts.restored_step, is_state(back, 3), tr.steps(far), tr.open(far, step=3).metrics])
 """
-    for result in _job(tmp_path, body, hosts="ab" if unpinned else "ba"):
+    for result in job(tmp_path, body, hosts="ab" if unpinned else "ba"):
         assert result.report == [3, True, [3] if unpinned else [1, 3], {"loss": 0.5}]
 
 
@@ -515,7 +477,7 @@ if INDEX == 0:
 ckpts.save(3, state(3))
 ckpts.wait()
 """
-    _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
+    job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
     assert list(tmp_path.glob("near-a/step-00000003/*.tmp"))
     body = """
 with run() as ckpts:
@@ -526,7 +488,7 @@ with run() as ckpts:
     save(ckpts, 5)
 report(ckpts.steps)
 """
-    for result in _job(tmp_path, body, hosts="ba"):
+    for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [2, 4, 5]
     assert {file.name for name in "ab" for file in tmp_path.glob(f"near-{name}/step-*")} == {
         "step-00000002",  # which was restored
@@ -540,7 +502,7 @@ SAVES_ON = "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, ckpts
 
 
 def _broken_off(tmp: pathlib.Path, body: str, hosts: str) -> None:
-    _job(tmp, body, hosts=hosts, expect=ANY, recoverable=True)
+    job(tmp, body, hosts=hosts, expect=ANY, recoverable=True)
 
 
 @pytest.mark.long
@@ -550,7 +512,7 @@ def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib
     _broken_off(tmp_path, UNCOPIED, "ab")
     body = f"if INDEX: die_at(*{at})\nelse: __import__('threading').Timer(5, os.kill, (os.getpid(), 9)).start()\n"
     _broken_off(tmp_path, body + "run().unpin(1)", "ba")
-    for result in _job(tmp_path, SAVES_ON + "report(tr.steps(far))", hosts="ab"):
+    for result in job(tmp_path, SAVES_ON + "report(tr.steps(far))", hosts="ab"):
         assert result.report == [1, 2, 3, 13]
 
 
@@ -563,7 +525,7 @@ def test_of_two_disks_that_think_they_are_that_of_process_0_one_decides(tmp_path
     body = (
         "with run(keep=tr.keep.last(1)) as ckpts: ckpts.restore(template)\nreport([ckpts.restored_step, tr.steps(far)])"
     )
-    for result in _job(tmp_path, body, hosts="ba"):
+    for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [3, [1, 3]]
 
 
@@ -575,7 +537,7 @@ def test_the_disk_is_lost_to_which_a_pin_went(tmp_path: pathlib.Path) -> None:
     _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.unpin(2)" + KILL, "bca")
     shutil.rmtree(tmp_path / "near-b")
     body = "with run(keep=tr.keep.last(1)) as ckpts:\n  ckpts.restore(template)\nreport(tr.steps(far))"
-    for result in _job(tmp_path, body, hosts="ca"):
+    for result in job(tmp_path, body, hosts="ca"):
         assert result.report == [1, 3]
 
 
@@ -585,28 +547,28 @@ def test_a_part_of_what_overwrites_a_copied_step_is_set_aside(tmp_path: pathlib.
     """Where the other host is gone with its part."""
     body = "with run() as ckpts: save(ckpts, 1, 2)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, on_exists='overwrite')"
     _broken_off(tmp_path, body + KILL, "ab")
-    results = _job(tmp_path, SAVES_ON + "report(Lines.text)", hosts=hosts)
+    results = job(tmp_path, SAVES_ON + "report(Lines.text)", hosts=hosts)
     assert any("was set aside to" in line for line in results[0].report)
     assert len(list(tmp_path.glob("near-b/rewound-1/step-00000002/arrays-*"))) == 2
 
 
 @pytest.mark.long
 def test_a_part_stays_while_the_copy_is_damaged(tmp_path: pathlib.Path) -> None:
-    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
     file = next(tmp_path.glob("far/step-00000002/arrays-*-00001-*"))
     file.chmod(0o600)
     file.write_bytes(b"cut short")
-    _job(tmp_path, SAVES_ON, hosts="b")
+    job(tmp_path, SAVES_ON, hosts="b")
     assert list(tmp_path.glob("near-b/step-00000002/arrays-*"))
 
 
 @pytest.mark.long
 def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> None:
-    _job(tmp_path, "with run() as ckpts:\n  save(ckpts, 1, 2)\n  ckpts.pin(2)", hosts="ab")
+    job(tmp_path, "with run() as ckpts:\n  save(ckpts, 1, 2)\n  ckpts.pin(2)", hosts="ab")
     body = "with run() as ckpts:\n  ckpts.restore(template)\n  ckpts.unpin(2)\n  ckpts.delete(2)"
-    _job(tmp_path, body, hosts="ba")
+    job(tmp_path, body, hosts="ba")
     body = "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, 2)\nreport([ckpts.steps, ckpts.pinned])"
-    for result in _job(tmp_path, body, hosts="ab"):
+    for result in job(tmp_path, body, hosts="ab"):
         assert result.report == [[1, 2], []]
 
 
@@ -637,7 +599,7 @@ with run() as ckpts:
         assert ckpts.restored_step == 3
     save(ckpts, 10, 11, 12)
 """
-    _job(tmp_path, body, hosts=hosts, RESTORES=restores)
+    job(tmp_path, body, hosts=hosts, RESTORES=restores)
     for name in "ab":
         assert not list(tmp_path.glob(f"near-{name}/step-0000000[45]"))
         assert set(_arrays(tmp_path / f"near-{name}/rewound-1")) == gone_back[name]
@@ -666,14 +628,14 @@ until(lambda: not ckpts._directory.busy)
 closed = caught(ckpts.close)
 report([failed, closed])
 """
-    for result in _job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True):
+    for result in job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True):
         assert result.report[0], result.output
     parts = {name: _arrays(tmp_path / f"near-{name}") for name in "ab"}
     gone_back = {
         name: {os.path.basename(one) for one in own if re.search("0[45]/", one)} for name, own in parts.items()
     }
     assert [len(own) for own in gone_back.values()] == [2, 2], parts
-    _job(tmp_path, "with run() as ckpts:\n  save(ckpts, 10, 11, 12)", hosts="ab")
+    job(tmp_path, "with run() as ckpts:\n  save(ckpts, 10, 11, 12)", hosts="ab")
     for name, own in gone_back.items():
         assert {os.path.basename(one) for one in _arrays(tmp_path / f"near-{name}/rewound-1")} == own
 
@@ -701,7 +663,7 @@ save(ckpts, 11, 12)
 ckpts.close()
 report([ckpts.restored_step, tr.steps(far)])
 """
-    for result in _job(tmp_path, body, hosts="ba"):
+    for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [1, [1, 11, 12]]
     for name in "ab":
         assert len(list(tmp_path.glob(f"near-{name}/rewound-1/step-*/arrays-*"))) == 2
@@ -710,7 +672,7 @@ report([ckpts.restored_step, tr.steps(far)])
 @pytest.mark.long
 def test_what_is_not_known_to_be_copied_is_not_copied_onto_itself(tmp_path: pathlib.Path, bucket: str) -> None:
     """A look at the copy failed for a moment; the files of a second one would have the names of the first."""
-    _job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", far=bucket)
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", far=bucket)
     body = """
 from treering._run import near_and_far
 looks, identity = [], near_and_far.summary.identity
@@ -724,7 +686,7 @@ with run() as ckpts:
     back = ckpts.restore(template)
 report([ckpts.restored_step, is_state(back, 2), bool(looks)])
 """
-    results = _job(tmp_path, body, hosts="ba", far=bucket)
+    results = job(tmp_path, body, hosts="ba", far=bucket)
     assert [result.report[:2] for result in results] == [[2, True]] * 2 and results[0].report[2]
     assert tr.verify(bucket).ok
     _check(bucket, 2)

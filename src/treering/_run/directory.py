@@ -22,13 +22,14 @@ class Directory:
 
     With several processes only process 0 changes anything. With `back_to`, the steps behind that one do not count: the
     next save sets them aside. `restored` is the step that the job went on from, and may go back to. `busy` says whether
-    the lock of the run's one writer is needed.
+    the lock of the run's one writer is needed. `reading` is a step that is about to be restored.
     """
 
     def __init__(self, steps: Steps, busy: Callable[[], bool]):
         self.steps, self.root = steps, steps.root
         self.back_to: int | None = None
         self.restored: int | None = None
+        self.reading: int | None = None
         self._taken = self._told_of_later = False
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
@@ -52,6 +53,9 @@ class Directory:
 
     def copy_all(self) -> None:
         """Waits until there are none."""
+
+    def about_to_delete(self, path: str) -> None:
+        """Called before a step is deleted."""
 
     def meet(self, call: Call) -> None:
         """Before all else, in all processes: finds out whether they see the same directory."""
@@ -208,7 +212,7 @@ class Directory:
 
     def needed(self) -> set[int]:
         """The steps that are not to be deleted, whatever the policy says."""
-        return set() if self.restored is None else {self.restored}
+        return {step for step in (self.restored, self.reading) if step is not None}
 
     def leave(self) -> SaveError | None:
         """Ends the writing, when all jobs are done. Returns what of it failed."""

@@ -6,9 +6,11 @@ while every file of its manifest is on some disk.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import posixpath
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +22,10 @@ from .._processes import coordinator
 from .._processes.calls import Call, watching
 from ..errors import CorruptError, SaveError, TreeringError
 from ..formats.treering import host_parts as parts
-from ..formats.treering import manifest
+from ..formats.treering import manifest, removal
 from ..formats.treering.copy import copy_part
 from ..formats.treering.new_files import Files
-from . import run
+from . import deleted, run
 from .origin import Origin
 from .steps import Steps
 
@@ -36,18 +38,25 @@ class HostDisks:
     """The disk of this host among those of the job.
 
     Steps are copied in rounds, which process 0 leads and the others `follow`; one process of each host, which `leads`
-    there, copies what is on its disk, and takes away what no step needs any more. `lacking`: the steps of which parts
-    were on no disk when the job began. `stale`: what was on this disk then is of no use. `aside`: the steps that some
-    have set aside and others may not have.
+    there, copies what is on its disk, and takes away what no step needs any more: what process 0 has replaced or
+    deleted, or what is far. Of what process 0 knows nothing about nothing is taken away, but it is set aside.
+
+    `lacking`: the steps of which parts were on no disk when the job began, or that process 0 knows nothing about.
+    `stale`: what was on this disk then counts only as far as process 0 knows it. `aside`: the identities of steps that
+    are set aside wherever they are. `known`: those of steps that were deleted, as the disks said when the job began, or
+    have been far.
     """
 
-    def __init__(self, near: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
+    def __init__(self, near: Steps, far: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
         self.lacking = lacking
-        self.aside: set[int] = set()
+        self.aside: set[str] = set()
+        self.known: set[str] = set()
         self.stale = stale
-        self._near, self._index, self._leads = near, index, leads
+        self._near, self._far, self._index, self._leads = near, far, index, leads
         self._gave_up = not (leads and index)  # whether no manifests are left here that are not process 0's
+        self._set_aside: set[str] = set()  # identities of which no step is here any more
         self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
+        self._moving = threading.Lock()
         self._call: Call | None = None  # the round that process 0 leads
 
     # In process 0
@@ -59,6 +68,7 @@ class HostDisks:
         with coordinator.ending(call):
             call.doing("copying steps")
             there: list[Any] = []
+            marks = deleted.noted(self._near.store, self._near.root)
             call.gather_and_decide(None, there.extend)
             self._call = call
             try:
@@ -66,7 +76,7 @@ class HostDisks:
             finally:
                 self._call = None
             call.broadcast(lambda: None)
-            call.broadcast(lambda: self._unneeded(there))
+            call.broadcast(lambda: self._unneeded(there, marks))
             call.gather_and_decide(None, lambda _: None)  # all have tidied up, however long that takes
             call.close()
 
@@ -85,15 +95,52 @@ class HostDisks:
         assert self._call is not None
         return _Together(self._call, posixpath.basename(path), to)
 
-    def _unneeded(self, there: Sequence[Any]) -> list[_Key]:
-        """What is on other disks and of no step near, nor of one that was set aside here and is to be there as well."""
-        found = {(name, key) for own in there for name, key in own or ()}
-        for name in {name for name, _ in found}:
-            needed = parts.needed(self._near.store, posixpath.join(self._near.root, name))
-            found = {one for one in found if one[0] != name or (needed is not None and one[1] not in needed)}
-        aside = set_aside_of(self._near, {name for name, _ in found})
-        kept = {name for name, key in found if key in aside}
-        return sorted(one for one in found if one[0] not in kept)
+    def _unneeded(self, there: Sequence[Any], old_marks: set[str]) -> tuple[list[_Key], list[str]]:
+        """What no step of process 0 needs on other disks, and the identities of what is to be set aside there.
+
+        Of the marks of deleted steps those go that were there before the others said what is there, which they are not.
+        """
+        store, root = self._near.store, self._near.root
+        keys: dict[str, set[str]] = {}
+        identities: dict[str, set[str]] = {}
+        for name, of_all, of_steps in itertools.chain(*filter(None, there)):
+            keys.setdefault(name, set()).update(of_all)
+            identities.setdefault(name, set()).update(of_steps)
+        needed = {name: parts.needed(store, posixpath.join(root, name)) for name in keys}
+        marks = deleted.noted(store, root)  # after that: they are there before a manifest goes
+        self.aside |= set_aside_of(self._near, keys)
+        found: list[_Key] = []
+        for name, of_all in keys.items():
+            own = needed[name]
+            if own is None or of_all & self.aside:
+                continue
+            if own or not (rest := identities[name] - marks - self.known) or self._is_copied(name, rest):
+                found += [(name, key) for key in of_all - own]
+        deleted.drop(store, root, old_marks.difference(*identities.values()))
+        return sorted(found), sorted(self.aside & set().union(*identities.values()))
+
+    def _is_copied(self, name: str, identities: set[str]) -> bool:
+        """Whether what other disks have parts of, and process 0's has nothing, is far, whole; what is not is set aside.
+
+        False as well where that cannot be known now, and while what is far is damaged.
+        """
+        step = run.parse(name, self._near.prefix)
+        try:
+            path = self._far.committed().get(step) if step is not None else None
+            if step is not None and path is not None:
+                if self._far.is_damaged(step, path):
+                    return False
+                self.known |= parts.identities(self._far.store, path)
+        except OSError:
+            return False
+        if not (rest := identities - self.known):
+            return True
+        self.aside |= rest
+        _log.warning(
+            "%s: other hosts' disks have parts of %s that this one knows nothing about: it does not count, and is "
+            "set aside", self._near.root, name,
+        )  # fmt: skip
+        return False
 
     # In the others
 
@@ -110,10 +157,11 @@ class HostDisks:
                 call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
                     self._take_part(call, *job, moved=moved)
-                unneeded = call.broadcast(_not_here)
+                unneeded, aside = call.broadcast(_not_here)
                 if self._leads:
+                    self._move_aside(aside)
                     self._take_away({(name, key) for name, key in unneeded} & self._seen)
-                    self._seen = set(mine or ())
+                    self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
                 call.close()
         except (TreeringError, OSError) as error:  # process 0 tells the user
@@ -145,27 +193,46 @@ class HostDisks:
             elif files:
                 files.abort()
 
-    def _there(self) -> list[_Key]:
-        """What is on this disk and of no living save."""
-        store, root = self._near.store, self._near.root
-        return sorted(
-            (name, key) for name in folders(self._near) for key in parts.there(store, posixpath.join(root, name))
-        )
+    def _there(self) -> list[tuple[str, list[str], list[str]]]:
+        """What is on this disk and of no living save: names of steps, keys, and identities of those that are here.
 
-    def take_part(self, origin: Origin, mark: bytes, aside: Collection[int]) -> None:
+        What killed processes have left of single files goes.
+        """
+        store, root = self._near.store, self._near.root
+        paths = {name: posixpath.join(root, name) for name in folders(self._near)}
+        for path in paths.values():
+            removal.remove_temporaries(store, path)
+            with contextlib.suppress(OSError):
+                store.remove_folder(path)  # if it is empty
+        found = {name: (parts.there(store, path), parts.identities(store, path)) for name, path in paths.items()}
+        return [(name, sorted(keys), sorted(identities)) for name, (keys, identities) in found.items() if keys]
+
+    def take_part(self, origin: Origin, mark: bytes, aside: Collection[str]) -> None:
         """Before a save: puts the mark of process 0's disk on this one, and sets aside what does not count.
 
-        From now on the manifests on this disk are those of process 0's.
+        From now on the manifests on this disk are those of process 0's, as is what was deleted.
         """
-        own = origin.part_mark(mark) if self._leads and self._index else None
-        names = folders(self._near) if own or not self._gave_up else []
-        if own:
-            steps = {run.parse(name, self._near.prefix): posixpath.join(self._near.root, name) for name in names}
-            self.set_aside([path for step, path in steps.items() if self.stale or step in aside])
+        if not (self._leads and self._index):
+            self.stale = False
+            return
+        store, root = self._near.store, self._near.root
+        if new := set(aside) - self._set_aside:
+            self._move_aside(aside)
+            self._set_aside |= new
+        if own := origin.part_mark(mark):
             origin.take_over(own, part=True)  # first: a disk that has given up some manifests must not decide any more
-        for name in names:
-            parts.give_up_manifest(self._near.store, posixpath.join(self._near.root, name))
+        if own or not self._gave_up:
+            for name in folders(self._near):
+                parts.give_up_manifest(store, posixpath.join(root, name))
+            deleted.drop(store, root, deleted.noted(store, root))
         self.stale, self._gave_up = False, True
+
+    def _move_aside(self, identities: Collection[str]) -> None:
+        """Sets aside the steps with these identities, of which no other step lies in their folder."""
+        store, paths = self._near.store, [posixpath.join(self._near.root, name) for name in folders(self._near)]
+        with self._moving:  # or another thread moves one, and what a save has put in its place is moved here
+            found = {path: parts.identities(store, path) for path in paths} if identities else {}
+            self.set_aside([path for path, own in found.items() if own and own.issubset(identities)])
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Sets aside what is on this disk of steps that process 0 sets aside on its own."""

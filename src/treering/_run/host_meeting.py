@@ -10,7 +10,7 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._processes.calls import Call
@@ -20,7 +20,7 @@ from ..stores.nfs import look_anew, wait_until
 from ..stores.store import Store
 from ..stores.temporary_names import place_of
 from ..stores.whole_files import make_empty
-from . import run
+from . import deleted, run
 from .host_disks import HostDisks, folders, set_aside_of
 from .origin import Origin, Standing
 from .steps import Steps
@@ -44,19 +44,22 @@ def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[
     leads = call.index in leaders
     standing = origin.standing() if leads else None
     near.hold_parts()
-    stock = _Stock(near, far, origin, locked)
     own = {name: posixpath.join(near.root, name) for name in (folders(near) if leads else ())}
     found = {name: parts.inventory(near.store, path) for name, path in own.items()}
-    asked, alone = call.gather_and_decide([standing, found] if leads else None, stock.choose)
-    names = [name for name, index in asked.items() if index == call.index]
-    notes = {name: own_notes for name in names if (own_notes := parts.notes(near.store, own[name]))}
-    aside = set_aside_of(near, alone if leads else ())
-    lacking, stale, mark = call.gather_and_decide([notes, sorted(aside)] if notes or aside else None, stock.take)
-    disks = HostDisks(near, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
-    disks.aside |= stock.aside
-    if mark:  # from now on it is that of process 0's disk, and nothing is done before all others know it
-        disks.take_part(origin, mark.encode(), ())
-        call.gather_and_decide(None, lambda _: None)
+    marks = sorted(deleted.noted(near.store, near.root)) if leads else []
+    with contextlib.ExitStack() as locks:
+        stock = _Stock(near, far, origin, lambda: locks.enter_context(locked()))
+        asked, unknown = call.gather_and_decide([standing, found, marks] if leads else None, stock.choose)
+        names = [name for name, index in asked.items() if index == call.index]
+        notes = {name: own_notes for name in names if (own_notes := parts.notes(near.store, own[name]))}
+        aside = set_aside_of(near, unknown if leads else ())
+        lacking, stale, mark = call.gather_and_decide([notes, sorted(aside)] if notes or aside else None, stock.take)
+        disks = HostDisks(near, far, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
+        disks.aside |= stock.aside
+        disks.known |= stock.deleted | stock.copied
+        if mark:  # from now on it is that of process 0's disk, and nothing is done before all others know it
+            disks.take_part(origin, mark.encode(), ())
+            call.gather_and_decide(None, lambda _: None)
     return disks
 
 
@@ -105,40 +108,45 @@ def _remove_old_marks(store: Store, root: str) -> None:
 
 
 class _Stock:
-    """What all disks have, as process 0 sees it."""
+    """What all disks have, as process 0 sees it.
 
-    def __init__(self, near: Steps, far: Steps, origin: Origin, locked: Callable[[], Any]):
-        self._near, self._far, self._origin, self._locked = near, far, origin, locked
+    `aside`: the identities of what is to be set aside on all disks. `deleted`: those of steps that were deleted.
+    `copied`: those of what is far, as far as this disk does not know them.
+    """
+
+    def __init__(self, near: Steps, far: Steps, origin: Origin, lock: Callable[[], Any]):
+        self._near, self._far, self._origin, self._lock = near, far, origin, lock
         self._sizes: dict[str, dict[str, int]] = {}  # of the array files on all disks, by the names of steps
         self._wanted: dict[str, str] = {}  # the identities of the manifests that count, by the names of steps
+        self._unknown: dict[str, set[str]] = {}  # those of which there are parts, and no manifest that counts
         self._stale: list[int] = []  # the first processes of disks that do not count
-        self._elsewhere = False  # another disk than this one has them
-        self._counts = False  # and this one is of that job
-        self._mark = ""  # of that disk
-        self._parts: dict[str, set[str]] = {}  # of which there are parts, if that disk is missing
-        self._alone: dict[str, set[str]] = {}  # of which there are parts and no manifest that counts
-        self.aside: set[int] = set()  # steps that were set aside on some disks, and not on all
-        self._identities_aside: set[str] = set()
+        self._elsewhere = False  # another disk than this one has the manifests
+        self._owned = True  # there is the disk of the process 0 of the job before
+        self._mark = ""  # of that disk, or of another of that job
+        self.aside: set[str] = set()
+        self.deleted: set[str] = set()
+        self.copied: set[str] = set()
+        self._there: set[str] = set()  # the identities of which any disk has a part
 
     def choose(self, reports: Sequence[Any]) -> list[Any]:
         """Which process is to send the manifest of which step, and of which steps there are parts and no manifest."""
-        asked = self._choose(reports)
-        for name in self._wanted:
-            self._alone.pop(name, None)
-        return [asked, sorted(self._alone)]
-
-    def _choose(self, reports: Sequence[Any]) -> dict[str, int]:
         known: dict[int, tuple[Standing | None, dict[str, parts.Inventory]]] = {}
         for index, report in enumerate(reports):
             if report:
                 found = {name: parts.Inventory(*one) for name, one in report[1].items()}
                 known[index] = Standing(*report[0]) if report[0] else None, found
+                self.deleted.update(report[2])
                 for name, one in found.items():
                     self._sizes.setdefault(name, {}).update(one.sizes)
-                    if one.part_of:
-                        self._alone.setdefault(name, set()).update(one.part_of)
-        newest = {index: (standing, found) for index, (standing, found) in known.items() if standing}
-        self._stale = [index for index in known if index not in newest]
+                    self._there.update(one.part_of, [one.manifest])
+        asked = self._choose({index: (one, found) for index, (one, found) in known.items() if one})
+        self._stale = [index for index, (standing, _) in known.items() if not standing]
+        for index, (_, found) in known.items():
+            self._find_unknown(index, found)
+        asked = {name: index for name, index in asked.items() if name not in self._unknown or self._owned}
+        return [asked, sorted(self._unknown)]
+
+    def _choose(self, newest: dict[int, tuple[Standing, dict[str, parts.Inventory]]]) -> dict[str, int]:
         if not newest:
             return {}
         best = max(standing[:2] for standing, _ in newest.values())
@@ -150,71 +158,96 @@ class _Stock:
             if len(owners) > 1:  # the job before was killed when another disk had just taken the place of this one
                 self._mark = newest[0][0].text
             return {}
+        self._owned = owner is not None
         asked: dict[str, int] = {}
         for index, (_, found) in newest.items():
             for name, one in found.items():
                 identity = one.manifest if owner is not None else one.manifest or one.kept
                 if identity and (owner is None or index == owner):
                     self._wanted[name], asked[name] = identity, index
-                if owner is None:
-                    self._parts.setdefault(name, set()).update(filter(None, [one.manifest, *one.part_of]))
         if owner is not None or asked:
             self._mark = last.text if owner is None else newest[owner][0].text
-            self._elsewhere, self._counts = True, owner is not None and 0 in newest
+            self._elsewhere = True
         return asked
+
+    def _find_unknown(self, index: int, found: dict[str, parts.Inventory]) -> None:
+        """Finds what no manifest that counts knows: what the disk that decides has neither deleted nor replaced.
+
+        Where that disk is missing, one of two identities may have replaced the other; which one is not known.
+        """
+        if index == 0 and self._owned:
+            return  # is looked at when it is taken over, or when the run is claimed
+        for name, one in found.items():
+            rest = {*one.part_of, *filter(None, [one.manifest])} - self.deleted - {self._wanted.get(name)}
+            if rest and (name not in self._wanted or index in self._stale or not self._owned):
+                self._unknown.setdefault(name, set()).update(rest)
 
     def take(self, answers: Sequence[Any]) -> list[Any]:
         """Takes over the manifests that process 0 lacks, and what was added to their steps.
 
-        Returns the steps of which parts are missing, the disks that do not count, and the mark, if it was taken over.
+        Returns the steps of which parts are missing, or nothing is known, the disks that do not count, and the mark, if
+        it was taken over.
         """
         notes: dict[str, dict[str, str]] = {}
+        known_aside: set[str] = set()
         for own, identities in filter(None, answers):
             notes.update(own)
-            self._identities_aside.update(identities)
-        self.aside = self._steps(name for name, own in self._alone.items() if own & self._identities_aside)
+            known_aside.update(identities)
+        was_aside = {name for name, own in self._unknown.items() if own & known_aside}
+        self.aside.update(*(self._unknown[name] for name in was_aside))
+        lacking = {
+            name for name in self._unknown if name not in was_aside and not (self._owned and name in self._wanted)
+        }
+        far = {name for name, own in self._unknown.items() if self._is_far(name, own)}
+        self.copied.update(*(self._unknown[name] for name in far))
+        self.aside.update(*(own for name, own in self._unknown.items() if name not in far))
         if self._elsewhere:
             try:
-                with self._locked():
-                    self._take_over(notes)
+                self._lock()
+                lacking |= self._take_over(notes)
             except ExistsError as error:
                 _log.warning("%s: what other hosts' disks have of the run does not count: %s", self._near.root, error)
-                return [self._not_far(self._wanted.keys() | self._parts.keys()), self._stale, ""]
-        lacking = {name for name in self._wanted if not self._is_whole(name)}
-        lacking |= self._parts.keys() - self._wanted.keys()
+                return [self._not_far(self._wanted.keys() | self._unknown.keys()), self._stale, ""]
+        lacking |= {name for name in self._wanted if not self._is_whole(name)}
         return [self._not_far(lacking), self._stale, self._mark]
 
     def _not_far(self, names: Collection[str]) -> list[int]:
-        return sorted(self._steps(names) - self._steps(name for name in names if self._is_far(name)))
+        """The steps of these names that are not where the run stays; they are set aside on all disks."""
+        found: set[int] = set()
+        for name in names:
+            own = {*self._unknown.get(name, ()), *filter(None, [self._wanted.get(name)])}
+            if not self._is_far(name, own) and (step := run.parse(name, self._near.prefix)) is not None:
+                found.add(step)
+                self.aside |= own
+        return sorted(found)
 
-    def _steps(self, names: Iterable[str]) -> set[int]:
-        return {step for name in names if (step := run.parse(name, self._near.prefix)) is not None}
-
-    def _take_over(self, notes: dict[str, dict[str, str]]) -> None:
+    def _take_over(self, notes: dict[str, dict[str, str]]) -> set[str]:
+        """Returns the names of the steps here that do not count, and are set aside when the run is claimed."""
         store, root = self._near.store, self._near.root
         own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
-        if self._counts:  # then the owner has deleted what is only a part of it, unless it has set it aside
-            lone = (one for one in stale if not own[one] & self._identities_aside)
-            for name in [one for one in lone if not parts.manifest_of(store, posixpath.join(root, one))]:
-                parts.forget(store, posixpath.join(root, name))
-                stale.remove(name)
-        if stale:
-            place = run.set_aside(store, root, [posixpath.join(root, name) for name in stale[::-1]])
-            self.aside |= self._steps(name for name in stale if name not in self._wanted)
+        for name in [one for one in stale if own[one] <= self.deleted]:
+            parts.forget(store, posixpath.join(root, name))
+            stale.remove(name)
+        later = {name for name in stale if not parts.manifest_of(store, posixpath.join(root, name))}
+        at_once = [name for name in stale if name not in later or name in notes]
+        self.aside.update(*(own[name] for name in stale))
+        if at_once:
+            place = run.set_aside(store, root, [posixpath.join(root, name) for name in at_once[::-1]])
             _log.warning(
                 "%s: a later job has saved on other disks; what does not count was set aside to %s", root, place
             )
-        for name, own in notes.items():
-            parts.take_over(store, posixpath.join(root, name), own, unpin=not self._parts)
-        if self._mark:
-            self._origin.take_over(self._mark.encode(), part=False)
+        for name, one in notes.items():
+            parts.take_over(store, posixpath.join(root, name), one, unpin=self._owned)
+        deleted.note_all(store, root, self.deleted & self._there - deleted.noted(store, root))
+        if self._mark:  # without the disk that has decided this one is only a part, too, until the run is claimed
+            self._origin.take_over(self._mark.encode(), part=not self._owned)
+        return later.difference(at_once)
 
     def _is_whole(self, name: str) -> bool:
         return parts.is_whole(self._near.store, posixpath.join(self._near.root, name), self._sizes.get(name))
 
-    def _is_far(self, name: str) -> bool:
+    def _is_far(self, name: str, identities: Collection[str]) -> bool:
         step = run.parse(name, self._near.prefix)
         path = None if step is None else self._far.committed().get(step)
-        identities = {*self._parts.get(name, ()), *filter(None, [self._wanted.get(name)])}
-        return path is not None and identities <= parts.identities(self._far.store, path)
+        return path is not None and set(identities) <= parts.identities(self._far.store, path)

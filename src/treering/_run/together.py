@@ -98,6 +98,7 @@ class Together:
         chosen = newest if step is None else step
         if chosen not in wanted or not places.claim_if_free():
             return None, None
+        places.far.reading = chosen  # or the policy, which may not want it, takes it away while it is read
         return chosen, self.word()
 
     def _check_copied(self, step: int) -> bool:

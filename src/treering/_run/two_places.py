@@ -10,7 +10,7 @@ from .._processes.calls import Call
 from ..errors import CorruptError, ExistsError, SaveError
 from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
 from ..keep import Policy, Saved
-from . import run
+from . import deleted, run
 from .copies import Copies
 from .directory import Directory
 from .host_disks import steps_in_part
@@ -108,10 +108,12 @@ class TwoPlaces(NearAndFar):
     def _set_aside(self, others: dict[int, str]) -> None:
         if others:
             newest_first = [others[step] for step in sorted(others, reverse=True)]
+            if self.disks:
+                near = self.near.steps.store
+                self.disks.aside.update(*(host_parts.identities(near, path) for path in newest_first))
             place = run.set_aside(self.near.steps.store, self.near.root, newest_first)
             _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
         if self.disks:
-            self.disks.aside |= {*others, *self.disks.lacking}
             self.disks.lacking.clear()
 
     def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
@@ -187,6 +189,7 @@ class TwoPlaces(NearAndFar):
             for place in places:
                 pins.check_unpinned(self._side(place.path).steps.store, place.path)
             for place in places:  # near first: what is only near would be copied
+                self.about_to_delete(place.path)
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
             self._ever_far.discard(step_number(step))
@@ -313,6 +316,10 @@ class TwoPlaces(NearAndFar):
         if seen:
             self._note_copied(step, seen.version, identity)
         return True
+
+    def about_to_delete(self, path: str) -> None:
+        if self.disks and not self.index and self._side(path) is self.near:
+            deleted.note(self.near.steps.store, self.near.root, path)
 
     def _keep_metrics(self, path: str) -> None:
         """Takes the metrics of a step that is about to be dropped far, or what is near would be judged without them."""

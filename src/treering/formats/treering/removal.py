@@ -18,6 +18,7 @@ from ...stores import claims
 from ...stores.nfs import warn_of_no_locks
 from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
+from ...stores.temporary_names import place_of
 from ...stores.whole_files import read_file
 from . import manifest, metrics
 from .manifest import file_names
@@ -63,6 +64,7 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
         return found is not None and time.time() - found.modified > _STOPPED_SECONDS
 
     with logged(path):
+        remove_temporaries(store, path)
         names = store.list(path)
         if any(OWN_FILES.fullmatch(name) for name in names):
             at_once = store.has_locks or MANIFEST not in names
@@ -73,6 +75,15 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
                 store.delete(posixpath.join(path, PIN))
             if left in ([], [PIN]):
                 store.remove_folder(path)
+
+
+def remove_temporaries(store: Store, path: str) -> None:
+    """Removes what killed writers of single files have left in a directory."""
+    for name in store.list(path):
+        place = place_of(name)
+        if place in (MANIFEST, PIN) or (place and identity_of(place)):
+            with contextlib.suppress(FileNotFoundError):
+                store.remove_leftover(posixpath.join(path, name))
 
 
 def disown(store: Store, path: str) -> list[str]:

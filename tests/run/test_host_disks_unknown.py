@@ -1,0 +1,198 @@
+"""Disks of hosts that have what process 0 does not know, or no longer: it is kept, set aside, or said to be missing.
+
+A step that is not on the disk of process 0 may have been deleted, or be one of a job that went on without that disk.
+"""
+
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+
+import treering as tr
+from host_jobs import ANY, job
+
+KILL = "\nsync('over')\nos.kill(os.getpid(), signal.SIGKILL)"
+RESTORE = "ckpts = run()\nckpts.restore(template)\n"
+LINES = "[line for line in Lines.text if 'do not count' in line or 'does not count' in line]"
+
+pytestmark = pytest.mark.long
+
+
+def _killed(tmp: pathlib.Path, body: str, hosts: str) -> None:
+    job(tmp, body + KILL, hosts, expect=ANY, recoverable=True)
+
+
+def _report(tmp: pathlib.Path, body: str, hosts: str) -> Any:
+    """What process 0 of a job reports, which ends as it likes."""
+    first, *_ = job(tmp, body, hosts, expect=ANY, recoverable=True)
+    assert first.report is not None, first.output
+    return first.report
+
+
+def _two_uncopied(tmp: pathlib.Path) -> None:
+    """Steps 1 and 2 are on the disks alone, 3 is copied."""
+    _killed(tmp, "ckpts = run(upload_limit=1)\nsave(ckpts, 1, 2, 3)", "ab")
+    _killed(tmp, "ckpts = run(upload_limit=1)\nckpts.restore(template)", "ab")
+    assert tr.steps(tmp / "far") == [3]
+
+
+def _files(tmp: pathlib.Path, host: str, *steps: int) -> list[str]:
+    """The array files of steps on a disk, wherever they are there."""
+    folders = [f"step-{step:08}" for step in steps]
+    return sorted(file.name for file in (tmp / f"near-{host}").rglob("arrays-*") if file.parent.name in folders)
+
+
+def test_a_job_that_only_restores_and_fails_to_copy(tmp_path: pathlib.Path) -> None:
+    """Process 0 has claimed the run, and the others have not heard of it when the job ends."""
+    _two_uncopied(tmp_path)
+    body = """
+class Full(stores.posix.Disk):
+    def write(self, fd, data, offset):
+        if "/far/" in os.readlink(f"/proc/self/fd/{fd}"): raise OSError(28, "No space left on device")
+        super().write(fd, data, offset)
+if INDEX == 1: stores.register(stores.Filesystem(Full()))
+report(caught(ckpts.close))
+"""
+    assert "steps 1, 2 are in" in _report(tmp_path, RESTORE + body, "ab")[1]
+    body = "save(ckpts, 4)\nreport([caught(ckpts.close)])"
+    assert _report(tmp_path, RESTORE + body, "ab") == [None]
+    assert tr.steps(tmp_path / "far") == [1, 2, 3, 4] and tr.verify(tmp_path / "far").ok
+    assert not list(tmp_path.glob("near-*/rewound-*"))
+
+
+def test_a_job_that_only_goes_back(tmp_path: pathlib.Path) -> None:
+    _two_uncopied(tmp_path)
+    _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.rewind(2)", "ab")
+    body = "report([ckpts.restored_step, caught(ckpts.close)])"
+    assert _report(tmp_path, RESTORE + body, "ab") == [2, None]
+    assert tr.steps(tmp_path / "far") == [1, 2] and tr.verify(tmp_path / "far").ok
+
+
+def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pathlib.Path) -> None:
+    """The copy of the old one is taken with a word about it, and no part of the new one is deleted."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", "cb")
+    body = "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2, on_exists='overwrite')"
+    _killed(tmp_path, body, "acb")
+    before = {host: _files(tmp_path, host, 2) for host in "abc"}
+    body = f"save(ckpts, 3, 4, 5)\nreport([ckpts.restored_step, caught(ckpts.close), {LINES}])"
+    restored, error, lines = _report(tmp_path, RESTORE + body, "cb")
+    assert restored == 2 and error is None and "parts of steps 2" in lines[0]
+    assert {host: _files(tmp_path, host, 2) for host in "abc"} == before
+
+
+def test_a_job_that_goes_on_elsewhere_does_not_know_of_what_was_not_copied(tmp_path: pathlib.Path) -> None:
+    _two_uncopied(tmp_path)
+    before = {host: _files(tmp_path, host, 1, 2) for host in "ab"}
+    unreachable = """
+from treering._run.origin import Origin
+def down(self): raise TimeoutError(110, "no answer", "origin")
+Origin.set_far = down
+save(ckpts, 4)
+"""
+    _killed(tmp_path, RESTORE + unreachable, "cd")
+    body = f"save(ckpts, 5, 6, 7)\nreport([ckpts.restored_step, caught(ckpts.close), {LINES}])"
+    restored, error, lines = _report(tmp_path, RESTORE + body, "cdab")
+    assert restored == 4 and error is None and "parts of steps 1, 2" in lines[0]
+    assert {host: _files(tmp_path, host, 1, 2) for host in "ab"} == before
+    assert len(list(tmp_path.glob("near-[ab]/rewound-1/*"))) == 4
+
+
+def test_what_appears_on_a_disk_while_a_job_runs(tmp_path: pathlib.Path) -> None:
+    """Of a job that has run beside it: that of the disk was going on, and ended, while this one began."""
+    (tmp_path / "other").mkdir()
+    _killed(tmp_path / "other", "save(run(upload_limit=1), 9)", "ab")
+    step = "near-b/step-00000009"
+    shutil.copytree(tmp_path / "other" / step, tmp_path / "strange")
+    body = f"""
+ckpts = run()
+save(ckpts, 1, 2)
+sync("saved")
+if INDEX == 1: os.rename(tmp / "strange", tmp / "{step}")
+sync("there")
+save(ckpts, 3, 4, 5)
+until(lambda: not ckpts._directory.busy)
+sync("known")
+save(ckpts, 6)
+report([caught(ckpts.close), {LINES}])
+"""
+    error, lines = _report(tmp_path, body, "ab")
+    assert error is None and "parts of step-00000009" in lines[0]
+    assert len(_files(tmp_path, "b", 9)) == 1 and (tmp_path / "near-b/rewound-1/step-00000009").is_dir()
+
+
+@pytest.mark.parametrize("hosts", ["xab", "abx"])
+def test_a_job_without_the_disk_that_decides_changes_nothing_by_restoring(tmp_path: pathlib.Path, hosts: str) -> None:
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
+    _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "xab")
+    body = f"report([ckpts.restored_step, caught(ckpts.close), {LINES}])"
+    restored, error, lines = _report(tmp_path, RESTORE + body, "ab")
+    assert restored == 1 and error is None and "parts of steps 2" in lines[0]
+    assert _report(tmp_path, RESTORE + "report(ckpts.restored_step)", hosts) == 2
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_one_that_was_deleted(tmp_path: pathlib.Path) -> None:
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
+    _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "ba")
+    before = {host: _files(tmp_path, host, 2) for host in "ab"}
+    body = f"""
+once = []
+class Bad(stores.posix.Disk):
+    def open(self, path, *args, **options):
+        if "near-b/step-00000002/treering.json" in str(path) and not once:
+            once.append(path)
+            raise OSError(5, "Input/output error", path)
+        return super().open(path, *args, **options)
+if INDEX == 1: stores.register(stores.Filesystem(Bad()))
+{RESTORE}
+save(ckpts, 11, 12, 13)
+report([ckpts.restored_step, caught(ckpts.close), {LINES}])
+"""
+    restored, error, lines = _report(tmp_path, body, "ab")
+    assert restored == 1 and error is None and "parts of steps 2" in lines[0]
+    assert {host: _files(tmp_path, host, 2) for host in "ab"} == before
+
+
+def test_what_the_policy_does_not_want_stays_while_it_is_read(tmp_path: pathlib.Path) -> None:
+    options = "keep=tr.keep.last(1), keep_local=None"
+    job(tmp_path, f"with run({options}) as ckpts: save(ckpts, 1, 2, 3)", "ab")
+    body = f"""
+class Slow(stores.posix.Disk):
+    def open(self, path, *args, **options):
+        if "far/step-00000001/arrays" in str(path): time.sleep(2)
+        return super().open(path, *args, **options)
+if INDEX == 1: stores.register(stores.Filesystem(Slow()))
+ckpts = run({options})
+report([caught(ckpts.restore, template, step=1), ckpts.restored_step])
+"""
+    assert _report(tmp_path, body, "ab") == [None, 1]
+
+
+def test_what_is_left_of_a_manifest_that_was_about_to_be_given_up(tmp_path: pathlib.Path) -> None:
+    job(tmp_path, "with run(keep_local=None) as ckpts: save(ckpts, 1, 2)", "ab")
+    body = """
+if INDEX: die_at('rename', 'near-a/step-00000002/')
+else: __import__('threading').Timer(6, os.kill, (os.getpid(), 9)).start()
+run(timeout=4).restore(template)
+"""
+    job(tmp_path, body, "ba", expect=ANY, recoverable=True)
+    assert list(tmp_path.glob("near-a/step-00000002/.part-of-*"))
+    job(tmp_path, "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, 3, 4)", "ab")
+    assert not list(tmp_path.glob("near-*/step-*/.*"))
+
+
+def test_marks_of_what_was_deleted_go_with_it(tmp_path: pathlib.Path) -> None:
+    """They stay while another disk has a part of it, also one that has taken the place of the first."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2, 3)", "ab")
+    first = {file.name for file in tmp_path.glob("near-a/deleted-*")}
+    assert first
+    job(tmp_path, RESTORE + "save(ckpts, 4)\nckpts.close()", "ba")
+    assert not list(tmp_path.glob("near-a/deleted-*"))
+    job(tmp_path, RESTORE + "save(ckpts, 5, 6)\nckpts.close()", "ba")
+    for host in "ab":
+        assert {file.parent.name for file in (tmp_path / f"near-{host}").glob("step-*/*")} <= {
+            "step-00000004",
+            "step-00000006",
+        }
+    assert not {file.name for file in tmp_path.glob("near-*/deleted-*")} & first
+    assert not list(tmp_path.glob("near-*/rewound-*"))
