@@ -130,7 +130,7 @@ class Checkpointer:
         if local is None and upload_limit is not None:
             raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are copied")
         coordinator.check_timeout(timeout)
-        self._root = stores.absolute(run)
+        self._root = stores.absolute_run(run)
         _save.describe(None, None, metadata)  # raises now what every save would
         self._metadata, self._when_busy = metadata, when_busy
         self._failures = Failures(on_error)

@@ -39,7 +39,7 @@ def follow(
     afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
     that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
     """
-    place, first = stores.absolute(run), -1 if after is None else step_number(after)
+    place, first = stores.absolute_run(run), -1 if after is None else step_number(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds from 0, or None")
     return _follow(place, first, timeout)

@@ -123,7 +123,7 @@ def steps(run: str | os.PathLike[str]) -> list[int]:
     >>> tr.steps("runs/gpt")
     [1000, 2000]
     """
-    place = stores.absolute(run)
+    place = stores.absolute_run(run)
     store = stores.of(place)
     with store.glance(place):
         own = directories(store, place)

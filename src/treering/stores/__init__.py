@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .._core import leaf_paths
+from ..errors import UnsupportedError
 from .filesystem import Filesystem
 from .objects import clients
 from .posix import Disk
@@ -51,6 +52,17 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if isinstance(path, str) and path.startswith("file:///"):
         path = urllib.parse.unquote(path.removeprefix("file://"))
     return leaf_paths.absolute(path, {*_stores, *clients.EXTRAS})
+
+
+def absolute_run(path: str | os.PathLike[str]) -> str:
+    """The same for a run. Raises `UnsupportedError` for one on a web server, which cannot say what there is."""
+    found = absolute(path)
+    if found.startswith(clients.WEB):
+        raise UnsupportedError(
+            f"{found}: expected a path or the URL of a bucket, found that of a web server, where a run can neither be "
+            "listed nor written; open a checkpoint there by its own URL"
+        )
+    return found
 
 
 def of(path: str) -> Store:

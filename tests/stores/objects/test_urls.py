@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -329,7 +330,7 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        path = pathlib.Path(self.directory, os.path.basename(self.path))
+        path = pathlib.Path(self.directory, os.path.basename(urllib.parse.unquote(self.path)))
         if not path.is_file():
             self.send_error(404)
             return
@@ -343,8 +344,9 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Content-Length", str(end - begin))
-        self.send_header("ETag", '"one"')
-        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        if "untagged" not in self.path:
+            self.send_header("ETag", '"one"')
+            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data[begin:end])
@@ -381,8 +383,25 @@ def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path)
         tr.save(f"{hub.url}/new", {"a": 1})
     with pytest.raises(NotFoundError):
         tr.open(f"{hub.url}/nothing.safetensors")
-    with pytest.raises(UnsupportedError, match="without a query"):
-        tr.open(f"{url}?download=true")
+    for end in ("?download=true", "#weights"):
+        with pytest.raises(UnsupportedError, match="without a query and a fragment"):
+            tr.open(url + end)
+    tr.save(tmp_path / "my model.safetensors", weights)
+    np.testing.assert_array_equal(tr.restore(f"{hub.url}/resolve/my%20model.safetensors")["small"], weights["small"])
+
+
+def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
+    hub: Proxy, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tr.save(tmp_path / "untagged.safetensors", {"w": np.ones(4, np.float32)})
+    assert tr.restore(f"{hub.url}/files/untagged.safetensors")["w"].sum() == 4
+    assert "neither an ETag nor Last-Modified" in caplog.text
+
+
+@pytest.mark.parametrize("call", [tr.steps, tr.follow, tr.Checkpointer])
+def test_a_run_on_a_web_server_is_refused_and_not_taken_for_an_empty_one(call: Any) -> None:
+    with pytest.raises(UnsupportedError, match="can neither be listed nor written"):
+        call("https://example.org/run")
 
 
 def _length(headers: dict[str, str]) -> int:

@@ -1,5 +1,6 @@
 """An object that is open for reading. See `stores.store.Blob`."""
 
+import logging
 import mmap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from .glance import Glance
 from .upload import OBJECT_BYTES
 
 _MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well
+_log = logging.getLogger("treering")
 _HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
 
 
@@ -47,6 +49,12 @@ class ObjectBlob:
             into = None
             head, found = (glance or bucket).beginning(key, nbytes)
         self.size, self._found = found.nbytes, found
+        if found.version[0] is None and found.modified <= 0:
+            _log.warning(
+                "%s: the server sends neither an ETag nor Last-Modified, so that the file is replaced while it is open "
+                "cannot be seen",
+                self.path,
+            )
         came = [_Came(0, memoryview(head))]
         if into is not None and nbytes <= found.nbytes:
             came.append(_Came(nbytes - len(into), into))

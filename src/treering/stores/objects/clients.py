@@ -12,6 +12,7 @@ EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "adl": "azure",
     "abfs": "azure", "abfss": "azure", "http": "http", "https": "http", "memory": "http",
 }  # fmt: skip
+WEB = ("http://", "https://")
 _SECONDS = 300  # for one request with data: five objects at a time need half a megabyte a second
 QUICK_SECONDS = 20  # for one without, and for what says that a writer lives
 _RETRIES = {

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import urllib.parse
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -375,11 +376,13 @@ class ObjectStore:
 
     def _find(self, path: str) -> tuple[Bucket, str]:
         """The bucket of a path and the key in it."""
-        if path.startswith(("http://", "https://")) and "?" in path:
-            raise UnsupportedError(
-                f"{path}: expected a URL without a query, found one; pass one that leads there by itself or by "
-                "redirects, or download the file"
-            )
+        if path.startswith(clients.WEB):
+            if "?" in path or "#" in path:
+                raise UnsupportedError(
+                    f"{path}: expected a URL without a query and a fragment, found one; pass one that leads there by "
+                    "itself or by redirects, or download the file"
+                )
+            path = urllib.parse.unquote(path)  # the client quotes it
         known = [url for url in list(self._buckets) if path == url or path.startswith(url + "/")]
         if known:
             url = max(known, key=len)
@@ -413,4 +416,4 @@ class _Temporary:
 
 def _is_web(bucket: Bucket) -> bool:
     """Whether it is a web server, which has files that can be read and nothing else."""
-    return bucket.url.startswith(("http://", "https://"))
+    return bucket.url.startswith(clients.WEB)
