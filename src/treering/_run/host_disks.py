@@ -95,8 +95,10 @@ class HostDisks:
         assert self._call is not None
         return _Together(self._call, posixpath.basename(path), to)
 
-    def _unneeded(self, there: Sequence[Any], old_marks: set[str]) -> tuple[list[_Key], list[str]]:
+    def _unneeded(self, there: Sequence[Any], old_marks: set[str]) -> tuple[list[_Key], list[str], list[str]]:
         """What no step of process 0 needs on other disks, and the identities of what is to be set aside there.
+
+        And those of what may go with it, where it lies in the same folder.
 
         Of the marks of deleted steps those go that were there before the others said what is there, which they are not.
         """
@@ -117,7 +119,8 @@ class HostDisks:
             if own or not (rest := identities[name] - marks - self.known) or self._is_copied(name, rest):
                 found += [(name, key) for key in of_all - own]
         deleted.drop(store, root, old_marks.difference(*identities.values()))
-        return sorted(found), sorted(self.aside & set().union(*identities.values()))
+        there_are = set().union(*identities.values())
+        return sorted(found), sorted(self.aside & there_are), sorted((marks | self.known) & there_are)
 
     def _is_copied(self, name: str, identities: set[str]) -> bool:
         """Whether what other disks have parts of, and process 0's has nothing, is far, whole; what is not is set aside.
@@ -157,9 +160,9 @@ class HostDisks:
                 call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
                     self._take_part(call, *job, moved=moved)
-                unneeded, aside = call.broadcast(_not_here)
+                unneeded, aside, free = call.broadcast(_not_here)
                 if self._leads:
-                    self._move_aside(aside)
+                    self._move_aside(aside, free)
                     self._take_away({(name, key) for name, key in unneeded} & self._seen)
                     self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
@@ -227,12 +230,13 @@ class HostDisks:
             deleted.drop(store, root, deleted.noted(store, root))
         self.stale, self._gave_up = False, True
 
-    def _move_aside(self, identities: Collection[str]) -> None:
-        """Sets aside the steps with these identities, of which no other step lies in their folder."""
+    def _move_aside(self, identities: Collection[str], free: Collection[str] = ()) -> None:
+        """Sets aside the steps with these identities, unless another step lies in their folder that is not `free`."""
         store, paths = self._near.store, [posixpath.join(self._near.root, name) for name in folders(self._near)]
         with self._moving:  # or another thread moves one, and what a save has put in its place is moved here
             found = {path: parts.identities(store, path) for path in paths} if identities else {}
-            self.set_aside([path for path, own in found.items() if own and own.issubset(identities)])
+            aside = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
+            self.set_aside(aside)
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Sets aside what is on this disk of steps that process 0 sets aside on its own."""

@@ -226,9 +226,15 @@ class _Stock:
         store, root = self._near.store, self._near.root
         own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
-        for name in [one for one in stale if own[one] <= self.deleted]:
-            parts.forget(store, posixpath.join(root, name))
-            stale.remove(name)
+        for name in list(stale):
+            path = posixpath.join(root, name)
+            if name in notes and parts.has_files_of(store, path, notes[name]):
+                stale.remove(
+                    name
+                )  # the process here was killed before it could say that it has a part of what replaces it
+            elif own[name] <= self.deleted:
+                parts.forget(store, path)
+                stale.remove(name)
         later = {name for name in stale if not parts.manifest_of(store, posixpath.join(root, name))}
         at_once = [name for name in stale if name not in later or name in notes]
         self.aside.update(*(own[name] for name in stale))

@@ -82,6 +82,14 @@ def notes(store: Store, path: str) -> dict[str, str]:
     return {name: text.decode("latin-1") for name, text in {**found, MANIFEST: data}.items()}
 
 
+def has_files_of(store: Store, path: str, notes: Mapping[str, str]) -> bool:
+    """Whether array files are here of the manifest in what `notes` has returned on another disk."""
+    try:
+        return not set(manifest.file_names(notes[MANIFEST].encode("latin-1"))).isdisjoint(store.list(path))
+    except (CorruptError, UnsupportedError):
+        return False
+
+
 def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool) -> None:
     """Puts here what another disk has had, and makes this the disk that has the manifest.
 
