@@ -763,3 +763,20 @@ def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(near: str, monkeypa
         _save(ckpts, 2, 3)
         assert ckpts.pinned == [1]
     assert tr.steps(near) == [1, 3]
+
+
+def test_a_pinned_step_and_one_that_was_lost_far_are_copied_again(near: str, tmp_path: pathlib.Path) -> None:
+    """Only what the policy has dropped there stays away."""
+    far = tmp_path / "far"
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(2), keep_local=None)
+    places: Any = ckpts._directory
+    _save(ckpts, 1, 2, 3, 4)
+    _until(lambda: not places.busy and tr.steps(far) == [3, 4])
+    ckpts.pin(1)
+    shutil.rmtree(far / "step-00000003")
+    _save(ckpts, 5)
+    _until(lambda: not places.busy)
+    assert tr.steps(far) == [1, 4, 5]
+    shutil.rmtree(far / "step-00000004")
+    ckpts.close()
+    assert tr.steps(far) == [1, 4, 5]

@@ -158,7 +158,6 @@ class Checkpointer:
             keep if local is None else keep_local,
             on_save,
             self._schedule.committed,
-            dropping=self._directory.about_to_delete,
         )
         self._collective = Collective(self._root, timeout, self._directory.meet)
         self._restored: int | None = None

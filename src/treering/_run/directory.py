@@ -22,7 +22,8 @@ class Directory:
 
     With several processes only process 0 changes anything. With `back_to`, the steps behind that one do not count: the
     next save sets them aside. `restored` is the step that the job went on from, and may go back to. `busy` says whether
-    the lock of the run's one writer is needed. `reading` is a step that is about to be restored.
+    the lock of the run's one writer is needed. `reading` is a step that is about to be restored. `before_delete` is
+    called with the path of a step that goes.
     """
 
     def __init__(self, steps: Steps, busy: Callable[[], bool]):
@@ -30,6 +31,7 @@ class Directory:
         self.back_to: int | None = None
         self.restored: int | None = None
         self.reading: int | None = None
+        self.before_delete: Callable[[str], None] = lambda path: None
         self._taken = self._told_of_later = False
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
@@ -53,9 +55,6 @@ class Directory:
 
     def copy_all(self) -> None:
         """Waits until there are none."""
-
-    def about_to_delete(self, path: str) -> None:
-        """Called before a step is deleted."""
 
     def meet(self, call: Call) -> None:
         """Before all else, in all processes: finds out whether they see the same directory."""
@@ -117,7 +116,12 @@ class Directory:
         pins.check_unpinned(self._store, path)
         if self._store.is_link(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        removal.unpublish(self._store, path, lambda: pins.check_unpinned(self._store, path))()
+        removal.unpublish(self._store, path, lambda: self.check_deletable(path))()
+
+    def check_deletable(self, path: str) -> None:
+        """Called right before a step is deleted. Raises `MismatchError` for one that was pinned meanwhile."""
+        pins.check_unpinned(self._store, path)
+        self.before_delete(path)
 
     def place_for(
         self, step: int, on_exists: str, under_way: Collection[int | None], elsewhere: Collection[int] = ()

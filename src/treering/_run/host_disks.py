@@ -56,7 +56,7 @@ class HostDisks:
         self._gave_up = not (leads and index)  # whether no manifests are left here that are not process 0's
         self._set_aside: set[str] = set()  # identities of which no step is here any more
         self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
-        self._moving = threading.Lock()
+        self._moving = threading.RLock()
         self._call: Call | None = None  # the round that process 0 leads
 
     # In process 0
@@ -116,9 +116,12 @@ class HostDisks:
             own = needed[name]
             if own is None or of_all & self.aside:
                 continue
+            if own:
+                self.known |= identities[name] - own  # they are replaced
             if own or not (rest := identities[name] - marks - self.known) or self._is_copied(name, rest):
                 found += [(name, key) for key in of_all - own]
-        deleted.drop(store, root, old_marks.difference(*identities.values()))
+        alive = old_marks & set().union(*filter(None, needed.values()))  # their deletion was broken off
+        deleted.drop(store, root, old_marks.difference(*identities.values()) | alive)
         there_are = set().union(*identities.values())
         return sorted(found), sorted(self.aside & there_are), sorted((marks | self.known) & there_are)
 
@@ -162,7 +165,8 @@ class HostDisks:
                     self._take_part(call, *job, moved=moved)
                 unneeded, aside, free = call.broadcast(_not_here)
                 if self._leads:
-                    self._move_aside(aside, free)
+                    with removal.logged(self._near.root):
+                        self._move_aside(aside, free)
                     self._take_away({(name, key) for name, key in unneeded} & self._seen)
                     self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
@@ -204,9 +208,8 @@ class HostDisks:
         store, root = self._near.store, self._near.root
         paths = {name: posixpath.join(root, name) for name in folders(self._near)}
         for path in paths.values():
-            removal.remove_temporaries(store, path)
-            with contextlib.suppress(OSError):
-                store.remove_folder(path)  # if it is empty
+            with removal.logged(path):
+                removal.remove_temporaries(store, path, store.list(path))
         found = {name: (parts.there(store, path), parts.identities(store, path)) for name, path in paths.items()}
         return [(name, sorted(keys), sorted(identities)) for name, (keys, identities) in found.items() if keys]
 
@@ -236,12 +239,13 @@ class HostDisks:
         with self._moving:  # or another thread moves one, and what a save has put in its place is moved here
             found = {path: parts.identities(store, path) for path in paths} if identities else {}
             aside = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
-            self.set_aside(aside)
+            self.set_aside([path for path in aside if not parts.is_in_use(store, path)])
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Sets aside what is on this disk of steps that process 0 sets aside on its own."""
         if paths and self._leads and self._index:
-            place = run.set_aside(self._near.store, self._near.root, sorted(paths, reverse=True))
+            with self._moving:
+                place = run.set_aside(self._near.store, self._near.root, sorted(paths, reverse=True))
             _log.warning("%s: %d steps were set aside to %s", self._near.root, len(paths), place)
 
     def forget(self, paths: Sequence[str]) -> None:

@@ -122,6 +122,8 @@ class _Stock:
         self._stale: list[int] = []  # the first processes of disks that do not count
         self._elsewhere = False  # another disk than this one has the manifests
         self._owned = True  # there is the disk of the process 0 of the job before
+        self._committed: dict[int, str] | None = None  # the steps far, once they are asked for
+        self._far_identities: dict[str, set[str]] = {}  # of these, by names
         self._mark = ""  # of that disk, or of another of that job
         self.aside: set[str] = set()
         self.deleted: set[str] = set()
@@ -131,6 +133,7 @@ class _Stock:
     def choose(self, reports: Sequence[Any]) -> list[Any]:
         """Which process is to send the manifest of which step, and of which steps there are parts and no manifest."""
         known: dict[int, tuple[Standing | None, dict[str, parts.Inventory]]] = {}
+        alive: set[str] = set()
         for index, report in enumerate(reports):
             if report:
                 found = {name: parts.Inventory(*one) for name, one in report[1].items()}
@@ -139,6 +142,8 @@ class _Stock:
                 for name, one in found.items():
                     self._sizes.setdefault(name, {}).update(one.sizes)
                     self._there.update(one.part_of, [one.manifest])
+                    alive.add(one.manifest)
+        self.deleted -= alive  # their deletion was broken off
         asked = self._choose({index: (one, found) for index, (one, found) in known.items() if one})
         self._stale = [index for index, (standing, _) in known.items() if not standing]
         for index, (_, found) in known.items():
@@ -199,7 +204,7 @@ class _Stock:
             name for name in self._unknown if name not in was_aside and not (self._owned and name in self._wanted)
         }
         far = {name for name, own in self._unknown.items() if self._is_far(name, own)}
-        self.copied.update(*(self._unknown[name] for name in far))
+        self.copied.update(*(self._unknown[name] for name in far if not self._is_damaged_far(name)))
         self.aside.update(*(own for name, own in self._unknown.items() if name not in far))
         if self._elsewhere:
             try:
@@ -248,12 +253,25 @@ class _Stock:
         deleted.note_all(store, root, self.deleted & self._there - deleted.noted(store, root))
         if self._mark:  # without the disk that has decided this one is only a part, too, until the run is claimed
             self._origin.take_over(self._mark.encode(), part=not self._owned)
+        for name in later.difference(at_once):
+            self._unknown.setdefault(name, set()).update(own[name])
         return later.difference(at_once)
 
     def _is_whole(self, name: str) -> bool:
         return parts.is_whole(self._near.store, posixpath.join(self._near.root, name), self._sizes.get(name))
 
     def _is_far(self, name: str, identities: Collection[str]) -> bool:
+        path = self._path_far(name)
+        if path and name not in self._far_identities:
+            self._far_identities[name] = parts.identities(self._far.store, path)
+        return path is not None and set(identities) <= self._far_identities[name]
+
+    def _is_damaged_far(self, name: str) -> bool:
+        step, path = run.parse(name, self._near.prefix), self._path_far(name)
+        return step is not None and path is not None and self._far.is_damaged(step, path)
+
+    def _path_far(self, name: str) -> str | None:
+        if self._committed is None:
+            self._committed = self._far.committed()
         step = run.parse(name, self._near.prefix)
-        path = None if step is None else self._far.committed().get(step)
-        return path is not None and set(identities) <= parts.identities(self._far.store, path)
+        return None if step is None else self._committed.get(step)

@@ -60,6 +60,7 @@ class NearAndFar:
     @restored.setter
     def restored(self, step: int | None) -> None:
         self.near.restored = self.far.restored = step
+        self.far.reading = None
 
     @property
     def lost(self) -> bool:

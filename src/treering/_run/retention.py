@@ -11,6 +11,7 @@ from .._save.pending import PendingSave, SaveReport
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
+from ..stores.claims import TakenOverError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_of, place_of
 from . import run
@@ -32,10 +33,9 @@ class Retention:
         keep: Policy | None,
         on_save: Callable[[SaveReport], object] | None = None,
         committed: Callable[[SaveReport], None] = lambda report: None,
-        dropping: Callable[[str], None] = lambda path: None,
     ):
         self._directory, self._steps = directory, directory.steps
-        self._keep, self._on_save, self._committed, self._dropping = keep, on_save, committed, dropping
+        self._keep, self._on_save, self._committed = keep, on_save, committed
         self._problem: SaveError | None = None  # in leaving the run
         self._cleaned = False
         self._failed = False  # the last save, as far as it is not committed
@@ -131,6 +131,8 @@ class Retention:
         """Deletes the steps that the policy does not keep, but for one that was just saved. Errors are logged."""
         try:
             self._retain(step)
+        except TakenOverError as error:
+            _log.error("%s: old steps are not deleted: %s", self._steps.root, error)
         except Exception:  # a policy may be the user's code, and the checkpoint is committed
             _log.exception("deleting old steps failed; it is tried again after the next save")
 
@@ -156,8 +158,7 @@ class Retention:
     def _delete(self, path: str) -> None:
         store = self._steps.store
         if not (pins.pinned(store, path) or store.is_link(path)):
-            self._dropping(path)
-            delete = removal.unpublish(store, path, lambda: pins.check_unpinned(store, path))
+            delete = removal.unpublish(store, path, lambda: self._directory.check_deletable(path))
             self._deletions.add(f"deleting {path}", delete)
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:

@@ -38,9 +38,11 @@ class TwoPlaces(NearAndFar):
         self._process = os.getpid()
         self._seen_far: list[Saved] = []  # when it was last looked
         self._ended = False
+        self._dropped: dict[int, str] = {}  # steps that the policy has deleted far, and their identities
+        near.before_delete, far.before_delete = self._note_deleted, self._drop
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep, dropping=self._keep_metrics), bytes_per_second, tell, timeout)
+        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell, timeout)
         self.together: Together | None = None
 
     @property
@@ -124,7 +126,10 @@ class TwoPlaces(NearAndFar):
             return None
         far = () if self.back_to is not None else self._ever_far
         whole = [one for one in far if not (one > step and self.far.steps.is_damaged(one, self.far.own_path(one)))]
-        return self.near.place_for(step, on_exists, under_way, whole)
+        found = self.near.place_for(step, on_exists, under_way, whole)
+        if self.disks and found and found[1]:  # other hosts may still have parts of what is replaced when that is gone
+            self.disks.known |= host_parts.identities(self.near.steps.store, found[0])
+        return found
 
     def enter(self) -> None:
         self._claim()
@@ -189,7 +194,6 @@ class TwoPlaces(NearAndFar):
             for place in places:
                 pins.check_unpinned(self._side(place.path).steps.store, place.path)
             for place in places:  # near first: what is only near would be copied
-                self.about_to_delete(place.path)
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
             self._ever_far.discard(step_number(step))
@@ -278,9 +282,9 @@ class TwoPlaces(NearAndFar):
         good = [one.step for one in self.near.good() if one.step in near]
 
         def lacks(step: int) -> bool:
-            if step not in far:
-                return not self._known_copied(step, near[step])  # or it was dropped there
-            return step not in whole or not self.is_copied(step, near[step], far[step])
+            if step not in far and step in self._dropped and self._known_copied(step, near[step]):
+                return self._dropped[step] != self._copied[step][1] or pins.pinned(self.near.steps.store, near[step])
+            return step not in whole or not self.is_copied(step, near[step], far.get(step))
 
         lacking = [step for step in good if lacks(step)]
         if lacking and self._keep:
@@ -317,16 +321,21 @@ class TwoPlaces(NearAndFar):
             self._note_copied(step, seen.version, identity)
         return True
 
-    def about_to_delete(self, path: str) -> None:
-        if self.disks and not self.index and self._side(path) is self.near:
+    def check_deletable(self, path: str) -> None:
+        self._side(path).check_deletable(path)
+
+    def _note_deleted(self, path: str) -> None:
+        """Notes what is about to be deleted near, for the other hosts' disks."""
+        if self.disks and not self.index:
             deleted.note(self.near.steps.store, self.near.root, path)
 
-    def _keep_metrics(self, path: str) -> None:
-        """Takes the metrics of a step that is about to be dropped far, or what is near would be judged without them."""
+    def _drop(self, path: str) -> None:
+        """Notes that a step is about to be dropped far, and takes its metrics: what is near is judged by them, too."""
         step = run.parse(posixpath.basename(path), self.far.steps.prefix)
         near = self.near.steps.committed().get(step) if step is not None else None
         if step is not None and near and self.is_copied(step, near, path):
             metrics.copy(self.far.steps.store, path, self.near.steps.store, near, self._copied[step][1])
+            self._dropped[step] = self._copied[step][1]
 
     def copy_metrics(self) -> None:
         """Copies the metrics that steps got since they were copied."""

@@ -169,6 +169,15 @@ def there(store: Store, path: str) -> set[str]:
     return found - used
 
 
+def is_in_use(store: Store, path: str) -> bool:
+    """Whether a living save writes there."""
+    for name in filter(is_of_save, store.list(path)):
+        with contextlib.suppress(FileNotFoundError):
+            if store.is_in_use(posixpath.join(path, name)):
+                return True
+    return False
+
+
 def take_away(store: Store, path: str, keys: Collection[str]) -> None:
     """Removes what has one of these keys, and then the folder if it is empty."""
     try:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import posixpath
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
@@ -64,8 +64,8 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
         return found is not None and time.time() - found.modified > _STOPPED_SECONDS
 
     with logged(path):
-        remove_temporaries(store, path)
         names = store.list(path)
+        remove_temporaries(store, path, names)
         if any(OWN_FILES.fullmatch(name) for name in names):
             at_once = store.has_locks or MANIFEST not in names
             _remove_leftovers(store, path, (lambda name: True) if at_once else are_old)
@@ -77,9 +77,9 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
                 store.remove_folder(path)
 
 
-def remove_temporaries(store: Store, path: str) -> None:
-    """Removes what killed writers of single files have left in a directory."""
-    for name in store.list(path):
+def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
+    """Removes what killed writers of single files have left in a directory, of what is there."""
+    for name in names:
         place = place_of(name)
         if place in (MANIFEST, PIN) or (place and identity_of(place)):
             with contextlib.suppress(FileNotFoundError):
