@@ -154,10 +154,7 @@ class Checkpointer:
             self._directory = TwoPlaces(near, far, keep, upload_limit, self._failures.tell, timeout)
         places.append(self._directory)
         self._retention = Retention(
-            self._directory,
-            keep if local is None else keep_local,
-            on_save,
-            self._schedule.committed,
+            self._directory, keep if local is None else keep_local, on_save, self._schedule.committed
         )
         self._collective = Collective(self._root, timeout, self._directory.meet)
         self._restored: int | None = None

@@ -43,8 +43,8 @@ class HostDisks:
 
     `lacking`: the steps of which parts were on no disk when the job began, or that process 0 knows nothing about.
     `stale`: what was on this disk then counts only as far as process 0 knows it. `aside`: the identities of steps that
-    are set aside wherever they are. `known`: those of steps that were deleted, as the disks said when the job began, or
-    have been far.
+    are set aside wherever they are. `known`: those of steps that need not be there, for they were deleted, as the disks
+    said when the job began, or replaced, or have been far.
     """
 
     def __init__(self, near: Steps, far: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
@@ -96,11 +96,11 @@ class HostDisks:
         return _Together(self._call, posixpath.basename(path), to)
 
     def _unneeded(self, there: Sequence[Any], old_marks: set[str]) -> tuple[list[_Key], list[str], list[str]]:
-        """What no step of process 0 needs on other disks, and the identities of what is to be set aside there.
+        """What other disks have and process 0 needs no more, the identities of what is to be set aside there, and of
+        what may go with it where it lies in the same folder.
 
-        And those of what may go with it, where it lies in the same folder.
-
-        Of the marks of deleted steps those go that were there before the others said what is there, which they are not.
+        there: what those disks have, as they have said. old_marks: the marks of deleted steps when the round began, of
+        which those go that no disk has a part of, or whose step is still here.
         """
         store, root = self._near.store, self._near.root
         keys: dict[str, set[str]] = {}

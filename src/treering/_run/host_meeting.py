@@ -234,9 +234,7 @@ class _Stock:
         for name in list(stale):
             path = posixpath.join(root, name)
             if name in notes and parts.has_files_of(store, path, notes[name]):
-                stale.remove(
-                    name
-                )  # the process here was killed before it could say that it has a part of what replaces it
+                stale.remove(name)  # killed before it could say that here is a part of what replaces it
             elif own[name] <= self.deleted:
                 parts.forget(store, path)
                 stale.remove(name)

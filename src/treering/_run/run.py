@@ -120,6 +120,8 @@ def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, st
 def steps(run: str | os.PathLike[str]) -> list[int]:
     """The steps of a run that are committed, ascending, whichever library wrote them; none when there is no such run.
 
+    Raises `UnsupportedError` for a run on a web server, which cannot be listed.
+
     >>> tr.steps("runs/gpt")
     [1000, 2000]
     """

@@ -33,3 +33,25 @@ def test_a_copy_that_comes_when_another_job_has_the_run(tmp_path: pathlib.Path) 
         count = explorer.explore(name, late)
     assert not count.failures, count.failures[0]
     assert count.ends["SaveError, good"] > 3
+
+
+@pytest.mark.slow
+def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path) -> None:
+    """Meanwhile another one takes the run, goes back, and saves other steps of the same numbers."""
+    name = "a run, gone back"
+    with Explorer(str(tmp_path)) as explorer:
+        first = sum(explorer.requests(name)[0])
+        late = (Plan(((0, number), (1, ALL), (0, ALL)), stopped=100.0) for number in range(first // 2, first))
+        count = explorer.explore(name, late)
+    assert not count.failures, count.failures[0]
+    assert count.ends["TakenOverError, good"] > 20 and count.limits < 5
+
+
+@pytest.mark.slow
+def test_a_part_of_what_replaces_a_step_is_not_set_aside_with_it(tmp_path: pathlib.Path) -> None:
+    """Its process was killed before it could say that it has one."""
+    plan = Plan(turns=((0, 42), (1, 39), (0, 10)), faults=((2, 50, "killed after"),), stopped=65.0)
+    with Explorer(str(tmp_path)) as explorer:
+        count = explorer.explore("hosts' disks, other ranks", iter([plan]))
+    assert not count.failures, count.failures[0]
+    assert list(count.ends) == ["SaveError, killed"]
