@@ -196,3 +196,22 @@ def test_marks_of_what_was_deleted_go_with_it(tmp_path: pathlib.Path) -> None:
         }
     assert not {file.name for file in tmp_path.glob("near-*/deleted-*")} & first
     assert not list(tmp_path.glob("near-*/rewound-*"))
+
+
+def test_the_run_is_locked_until_all_disks_have_been_told_who_decides(tmp_path: pathlib.Path) -> None:
+    """Another job that saved meanwhile would have its manifests taken away."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ab")
+    body = """
+from treering._run.host_disks import HostDisks
+take_part, seen = HostDisks.take_part, []
+def slow(self, *args):
+    if INDEX == 1 and not seen:
+        seen.append(caught(stores.of(str(far)).lease(str(far), lambda: True).acquire))
+    take_part(self, *args)
+HostDisks.take_part = slow
+ckpts = run()
+ckpts.restore(template)
+report([ckpts.restored_step, seen])
+"""
+    _, second = job(tmp_path, body, "ba")
+    assert second.report[0] == 1 and second.report[1][0][0] == "ExistsError", second.report
