@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,11 @@ def _ended(process: "subprocess.Popen[str]") -> int:
 
 def _names(path: str) -> list[str]:
     return stores.of(path).list(path)
+
+
+def _is_free(run: str) -> bool:
+    """Whether the lease of a run was given back."""
+    return stores.of(run).open(f"{run}/writer.lock").read_up_to(100) == b'{"version":1}'
 
 
 _SAVING = """
@@ -212,8 +218,8 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
         assert np.array_equal(ckpts.restore()["w"], np.full(1000, step))
         ckpts.save(step + 1, {"w": np.full(1000, step + 1)})
     assert tr.steps(place)[-1] == step + 1
-    assert "writer.lock" not in _names(place)
-    for name in _names(place):
+    assert _is_free(place)
+    for name in set(_names(place)) - {"writer.lock"}:
         assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
 
 
@@ -221,7 +227,43 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
 def test_a_program_that_ends_gives_its_lease_back(between: Proxy, place: str) -> None:
     code = "ckpts = tr.Checkpointer(sys.argv[2])\nckpts.save(1, {'w': 1})\n"  # and is never closed
     assert _ended(_start(between.url, code, place)) == 0
-    assert tr.steps(place) == [1] and "writer.lock" not in _names(place)
+    assert tr.steps(place) == [1] and _is_free(place)
+
+
+@pytest.mark.long
+def test_giving_a_lease_back_again_takes_it_from_nobody(between: Proxy, place: str) -> None:
+    """The answer to that was lost, and when it is asked for once more, another job has the run."""
+    code = """
+ckpts = tr.Checkpointer(sys.argv[2])
+ckpts.save(1, {"w": 1})
+ckpts.wait()
+print("saved", flush=True)
+ckpts.close()
+"""
+    repeated, taken = threading.Event(), threading.Event()
+    which = itertools.count()
+
+    def fault(request: Request) -> str | None:
+        if request.method == "GET" or repeated.is_set():  # closing asks for nothing else
+            return None
+        if next(which) == 0:
+            return "lose"
+        repeated.set()
+        taken.wait(30)
+        return None
+
+    job = _start(between.url, code, place)
+    assert job.stdout is not None and job.stdout.readline() == "saved\n"
+    between.fault = fault
+    assert repeated.wait(30)
+    with tr.Checkpointer(place) as ckpts:
+        ckpts.save(2, {"w": 2})
+        ckpts.wait()
+        taken.set()
+        assert _ended(job) == 0
+        (lease,) = [one for one in heartbeat._alive.all() if one.key.endswith("writer.lock") and not one.stopped]
+        assert lease.confirm()
+    assert tr.steps(place) == [1, 2]
 
 
 @pytest.mark.long
@@ -240,7 +282,7 @@ ckpts.close()
 """
     child = _start(between.url, code, place)
     assert child.communicate(timeout=60)[0] == "0\n" and child.returncode == 0
-    assert tr.steps(place) == [1, 2] and "writer.lock" not in _names(place)
+    assert tr.steps(place) == [1, 2] and _is_free(place)
 
 
 @pytest.mark.long

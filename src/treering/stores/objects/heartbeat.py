@@ -120,8 +120,21 @@ class Heartbeat:
             if delete and not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm()):
                 self._bucket.delete([self.key])
 
+    def give_back(self) -> None:
+        """Renews it no longer, and leaves the object as nobody's, unless it is another's.
+
+        A delete cannot be tied to what was seen: one that is repeated because its answer was lost would hit whatever
+        another writer has put there meanwhile.
+        """
+        with self._lock:
+            self.stopped = True
+            self._ending.set()
+            if not self.lost:
+                with contextlib.suppress(ChangedError, FileNotFoundError):
+                    self._bucket.put(self.key, _ENDED, replaces=self._version)
+
     def end(self) -> None:
-        """Stops it and removes the object, in the thread that renews it."""
+        """Gives it back in the thread that renews it."""
         self._ending.set()
 
     def beat(self) -> None:
@@ -133,7 +146,7 @@ class Heartbeat:
                 _log.exception("%s/%s: not renewed", self._bucket.url, self.key)
         if not self.stopped:
             with contextlib.suppress(OSError):
-                self.stop(delete=True)
+                self.give_back()
 
     def _data(self) -> bytes:
         return msgspec.json.encode(self._about)

@@ -104,9 +104,10 @@ class ObjectLease:
                 )
             if not heartbeat.lives(self._bucket, holder, found):
                 if self._taken(found.version):
-                    _log.warning(
-                        "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
-                    )
+                    if holder.token:  # or it was given back
+                        _log.warning(
+                            "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
+                        )
                     return
                 gone += 1  # another one was faster, or what is read here is not what is there
                 if gone == _MOST_CHANGES:
@@ -146,7 +147,7 @@ class ObjectLease:
                 beat, self._beat = self._beat, None
                 self._held.clear()
                 try:
-                    beat.stop(delete=True)
+                    beat.give_back()
                 except OSError as error:
                     _log.warning("%s: its lease was not given back, and runs out: %s", self.run, error)
 
