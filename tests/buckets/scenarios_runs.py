@@ -203,10 +203,11 @@ def end_run(place: str, reports: Reports) -> None:
 
 
 def nothing_left(place: str, reports: Reports) -> None:
-    """Nothing is left over."""
+    """Nothing is left over, and the lease is given back."""
     steps = tr.steps(place)
     assert steps[-1] == LAST and read_value(place, LAST) == LAST, steps
-    names = stores.of(place).list(place)
+    assert read_file(stores.of(place), f"{place}/writer.lock") == b'{"version":1}'
+    names = set(stores.of(place).list(place)) - {"writer.lock"}
     assert all(name.startswith(("step-", "rewound-", "origin")) for name in names), names
     for name in names:
         if name.startswith("step-"):

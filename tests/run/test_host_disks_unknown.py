@@ -215,3 +215,21 @@ report([ckpts.restored_step, seen])
 """
     _, second = job(tmp_path, body, "ba")
     assert second.report[0] == 1 and second.report[1][0][0] == "ExistsError", second.report
+
+
+def test_a_deleted_step_goes_with_the_mark_of_a_part(tmp_path: pathlib.Path) -> None:
+    """A process of another job, which had the run before, has put it there when the manifest had come."""
+    body = """
+from treering.formats.treering import host_parts
+ckpts = run()
+save(ckpts, 1, 2)
+if INDEX == 0:
+    path = f"{near}/step-00000001"
+    for identity in host_parts.identities(stores.of(path), path): open(f"{path}/part-of-{identity}", "x").close()
+sync("marked")
+ckpts.delete(1)
+ckpts.close()
+"""
+    job(tmp_path, body, "ab")
+    assert not (tmp_path / "near-a" / "step-00000001").exists()
+    assert tr.steps(tmp_path / "far") == [2]

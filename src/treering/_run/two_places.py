@@ -328,6 +328,8 @@ class TwoPlaces(NearAndFar):
         """Notes what is about to be deleted near, for the other hosts' disks."""
         if self.disks and not self.index:
             deleted.note(self.near.steps.store, self.near.root, path)
+            # Another job on this disk, which the run was taken from, may have marked a part beside the manifest.
+            host_parts.forget(self.near.steps.store, path)
 
     def _drop(self, path: str) -> None:
         """Notes that a step is about to be dropped far, and takes its metrics: what is near is judged by them, too."""
