@@ -332,7 +332,8 @@ class Store(Protocol):
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
         """Yields a file to write within a `with` block; at its end it is in place, after an error it never was.
 
-        Raises `ExistsError` for what is there, unless it is a file that is to be overwritten.
+        Raises `ExistsError` for what is there, unless it is a file that is to be overwritten, and `TakenOverError` in a
+        run that another job may have taken over by now.
         """
         ...
 

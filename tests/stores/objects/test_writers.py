@@ -486,7 +486,11 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
         lease.renew()
         assert not lease.lost and lease.confirm()
         ckpts.save(2, {"w": 2})
-    assert tr.steps(place) == [1, 2]
+        ckpts.wait()
+        between.fault = lambda request: "lose" if request.method == "PUT" else "503 SlowDown"
+        lease.renew()  # and it is not known any more as what
+        between.fault = lambda request: None
+    assert tr.steps(place) == [1, 2] and _is_free(place)
 
 
 @pytest.mark.long

@@ -129,9 +129,14 @@ class Heartbeat:
         with self._lock:
             self.stopped = True
             self._ending.set()
-            if not self.lost:
-                with contextlib.suppress(ChangedError, FileNotFoundError):
-                    self._bucket.put(self.key, _ENDED, replaces=self._version)
+            for _ in range(2):  # the version is another than known where the answer to a renewal was lost
+                if self.lost:
+                    return
+                try:
+                    self._version = self._bucket.put(self.key, _ENDED, replaces=self._version)
+                    return
+                except (ChangedError, FileNotFoundError):
+                    self._look()
 
     def end(self) -> None:
         """Gives it back in the thread that renews it."""
