@@ -152,7 +152,7 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
             assert last == max(tr.steps(near), default=None)
             ckpts.save(9, {"w": np.full(70_000, 9)})
         assert tr.steps(far) == [*([last] if last else []), 9]
-        assert set(_names(far)) == {"origin", *(f"step-{step:08}" for step in tr.steps(far))}
+        assert set(_names(far)) == {"origin", "writer.lock", *(f"step-{step:08}" for step in tr.steps(far))}
         for step in tr.steps(far):
             assert tr.verify(tr.Checkpointer(far).path(step)).ok and len(_names(f"{far}/step-{step:08}")) == 2
 
@@ -189,7 +189,7 @@ def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, plac
             ckpts.save(9, {"w": np.full(70_000, 9)})
         assert {9} <= set(tr.steps(run)) <= {steps[-1], 9}  # what was restored is not deleted by this job
         assert all(len(_names(f"{run}/step-{step:08}")) == 2 for step in tr.steps(run))
-        assert set(_names(run)) == {f"step-{step:08}" for step in tr.steps(run)}
+        assert set(_names(run)) == {"writer.lock", *(f"step-{step:08}" for step in tr.steps(run))} and _is_free(run)
 
 
 _RUN = """
