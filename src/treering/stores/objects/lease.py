@@ -87,7 +87,7 @@ class ObjectLease:
         while not self._taken(None):
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
-            except FileNotFoundError:  # it was given back
+            except FileNotFoundError:  # it was removed meanwhile
                 gone += 1
                 if gone == _MOST_CHANGES:
                     raise RequestError(
