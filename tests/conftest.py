@@ -6,6 +6,7 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import collections
 import gc
 import importlib.metadata
 import pathlib
@@ -21,6 +22,7 @@ import pytest
 import azurite
 import gcs
 import s3
+import samples
 from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
@@ -33,11 +35,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow.
 
+    What uses JAX the most, and several processes of it, is run on other releases even where it takes long.
+
     Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
     """
-    for item in items:
+    cases = collections.Counter[str]()
+    for item in [*items]:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
             item.add_marker(pytest.mark.slow)
+        if item.path.parent.name in ("processes", "pytree"):
+            item.add_marker(pytest.mark.elsewhere)
+        test = item.nodeid.partition("[")[0]
+        if cases[test] % samples.CASES:
+            items.remove(item)
+        cases[test] += 1
     items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
 
 

@@ -1,4 +1,4 @@
-"""Every attack of the corpus, in processes of their own, ended when they hang. `python -m attacks` measures them."""
+"""Attacks of the corpus, in processes of their own, ended when they hang. `make damage` tries and measures them all."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from attacks import load
 from attacks.runner import run
+from samples import some
 
 FORMATS = sorted({name.split("/")[0] for name in load()})
 QUICK = 16  # one of so many is tried in `make quick`
@@ -21,7 +22,7 @@ def check(names: list[str], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_attack_succeeds(format: str, tmp_path: Path) -> None:
-    check([name for name in load() if name.split("/")[0] == format], tmp_path / "x")
+    check(some(name for name in load() if name.split("/")[0] == format), tmp_path / "x")
 
 
 @pytest.mark.slow

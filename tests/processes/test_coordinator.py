@@ -1,5 +1,6 @@
 """Several processes: what one job saves together, any other restores; and nobody waits for the dead."""
 
+import itertools
 import os
 import pathlib
 import signal
@@ -10,6 +11,7 @@ from jax._src import distributed
 
 import treering as tr
 from jobs import run_job
+from samples import some
 from treering._processes import coordinator
 
 KILLED = -signal.SIGKILL
@@ -352,7 +354,7 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [*POINTS, "before the commit"])
+@pytest.mark.parametrize("point", some([*POINTS, "before the commit"]))
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
     module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcess.gather_and_decide", ""))
     body = """
@@ -400,7 +402,7 @@ tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"])
+@pytest.mark.parametrize("point", some(["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"]))
 def test_when_process_0_dies_there_is_no_half_checkpoint(tmp_path: pathlib.Path, point: str) -> None:
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
@@ -521,9 +523,10 @@ sync("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["Checkpointer", "save"])
-@pytest.mark.parametrize("where", ["between the calls", "while it writes"])
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize(
+    ("stopped", "where", "call"),
+    some(itertools.product([0, 1], ["between the calls", "while it writes"], ["Checkpointer", "save"])),
+)
 def test_after_one_stood_still_for_longer_than_the_timeout_all_find_together_again(
     tmp_path: pathlib.Path, stopped: int, where: str, call: str
 ) -> None:

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import treering as tr
+from samples import some
 from treering.errors import MismatchError
 
 
@@ -246,7 +247,7 @@ Pair, Other = collections.namedtuple("Pair", "a b"), collections.namedtuple("Oth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_no_suggestion_is_wrong_whatever_the_trees(tmp_path: pathlib.Path, seed: int) -> None:
     draw, followed = random.Random(seed), 0
     for _ in range(400):

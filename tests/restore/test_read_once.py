@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import Result, run_job
+from samples import some
 from treering._processes.read_shares import deal
 from treering._restore.read_once import circle
 from treering._threads.ahead import ahead
@@ -185,7 +186,7 @@ def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", some([4, 8]))
 def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> None:
     body = """
     rows, everywhere = NamedSharding(mesh(COUNT), P("x")), NamedSharding(mesh(COUNT), P())

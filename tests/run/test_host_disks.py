@@ -14,6 +14,7 @@ import pytest
 
 import treering as tr
 from host_jobs import ANY, SIZE, job
+from samples import some
 
 
 def _arrays(path: pathlib.Path) -> list[str]:
@@ -139,14 +140,16 @@ ckpts.close()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "at", "hosts"),
-    [
-        (1, ("sync", "near-b/step-00000003"), "ba"),
-        (0, ("link", "near-a/step-00000003/treering.json"), "ab"),
-        (1, ("write", "far/step-00000002"), "ba"),
-        (0, ("link", "far/step-00000003/treering.json"), "ba"),
-        (0, ("rename", "near-a/copied-to.json"), "ba"),
-        (1, ("unlink", "near-b/step-00000002"), "ba"),
-    ],
+    some(
+        [
+            (1, ("sync", "near-b/step-00000003"), "ba"),
+            (0, ("link", "near-a/step-00000003/treering.json"), "ab"),
+            (1, ("write", "far/step-00000002"), "ba"),
+            (0, ("link", "far/step-00000003/treering.json"), "ba"),
+            (0, ("rename", "near-a/copied-to.json"), "ba"),
+            (1, ("unlink", "near-b/step-00000002"), "ba"),
+        ]
+    ),
 )
 def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
     """What was committed for anybody is restored, and all that is far is whole.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treering as tr
+from samples import some
 from treering._run import schedule
 from treering._run.interval import Interval, optimum
 from treering._run.schedule import Schedule
@@ -71,13 +72,16 @@ class Fixed:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf", "stall", "write", "slower"),
-    [
-        (20_000, 5, 20, 0.0),
-        (5_000, 2, 60, 0.0),
-        (40_000, 0.1, 30, 0.3),
-        (3_000, 20, 20, 0.0),
-        (100_000, 60, 120, 0.1),
-    ],
+    some(
+        [
+            (20_000, 5, 20, 0.0),
+            (5_000, 2, 60, 0.0),
+            (40_000, 0.1, 30, 0.3),
+            (3_000, 20, 20, 0.0),
+            (100_000, 60, 120, 0.1),
+        ],
+        first=1,
+    ),
 )
 def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
     monkeypatch: pytest.MonkeyPatch, mtbf: float, stall: float, write: float, slower: float

@@ -19,6 +19,7 @@ import pytest
 
 import refusing
 import treering as tr
+from samples import some
 from torture.scenarios import SCENARIOS, Scenario, assert_is, tree
 from treering.testing._doubles import FailingDisk, QuickDisk, SteppedDisk
 
@@ -62,21 +63,15 @@ def each_operation(
             return
 
 
-QUICK = {"save": False, "overwrite_async": True, "first step": False, "delete": True}  # and whether it lasts
+# And whether it lasts.
+QUICK = [("save", False), ("overwrite_async", True), ("first step", False), ("delete", True)]
+SLOW = [pair for pair in itertools.product(SCENARIOS, (False, True)) if pair not in QUICK]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lasting"),
-    [
-        pytest.param(
-            *(name, lasting),
-            id=f"{name}-{'lasting' if lasting else 'once'}",
-            marks=[pytest.mark.slow] * (QUICK.get(name) != lasting),
-        )
-        for name in SCENARIOS
-        for lasting in (False, True)
-    ],
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in some(SLOW, first=1))],
 )
 def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
     tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool
@@ -110,8 +105,7 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", ["save_async", "overwrite"])
+@pytest.mark.parametrize(("name", "code"), some(itertools.product(["save_async", "overwrite"], CODES)))
 def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, name: str, code: int) -> None:
     scenario = SCENARIOS[name]
     for place, disk, error in each_operation(scenario, tmp_path, use_disk, lambda at: code, False):

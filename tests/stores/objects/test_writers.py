@@ -22,6 +22,7 @@ import pytest
 import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
+from samples import some
 from treering import stores
 from treering._tools import copy as copying
 from treering._tools.copy import copy_all
@@ -108,7 +109,7 @@ def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: 
             tr.save(f"{place}/counted", {"w": old})
         assert _ended(_start(counted.url, _SAVING, f"{place}/counted", mode)) == 0
         count = len(counted.requests)
-    for number in range(count + 1):
+    for number in some(range(count + 1), first=mode == "overwrite"):
         path = f"{place}/{number}"
         if mode == "overwrite":
             tr.save(path, {"w": old})
@@ -138,7 +139,7 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
     with proxy(s3_server) as counted:
         assert _ended(_start(counted.url, _COPYING, f"{place}/counted", str(tmp_path / "counted"))) == 0
         count = len(counted.requests)
-    for number in range(0, count + 1, 7):
+    for number in some(range(0, count + 1, 7)):
         far, near = f"{place}/{number}", str(tmp_path / str(number))
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
@@ -173,7 +174,7 @@ def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, plac
         requests = counted.requests
     commits = [one.number for one in requests if one.method == "PUT" and one.path.endswith("treering.json")]
     assert len(commits) == 2 and sum("delete" in one.path for one in requests[commits[1] :]) >= 2
-    for number in range(commits[1], len(requests) + 1):
+    for number in some(range(commits[1], len(requests) + 1)):
         run = f"{place}/{number}"
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
