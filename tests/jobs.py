@@ -4,10 +4,10 @@ import json
 import os
 import pathlib
 import socket
-import subprocess
-import sys
 import textwrap
 from typing import Any, NamedTuple
+
+import zygote
 
 # What each process begins with. The body of a job uses these names.
 PRELUDE = """
@@ -100,7 +100,7 @@ def run_job(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    running: list[subprocess.Popen[str]] = []
+    running: list[zygote.Process] = []
     for index in range(processes):
         (tmp / f"report-{index}.json").unlink(missing_ok=True)
         known = {
@@ -111,20 +111,12 @@ def run_job(
         end = "sys.stdout.flush(); os._exit(0)" if recoverable else "faulthandler.cancel_dump_traceback_later()"
         script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-        )
+        running.append(zygote.Process(script, environment))
     results: list[Result] = []
     for index, process in enumerate(running):
-        output, _ = process.communicate(timeout=timeout + 30)
+        code, output = process.communicate(timeout=timeout + 30)
         file = tmp / f"report-{index}.json"
-        results.append(Result(process.returncode, json.loads(file.read_text()) if file.exists() else None, output))
+        results.append(Result(code, json.loads(file.read_text()) if file.exists() else None, output))
     for index, result in enumerate(results):
         wanted = (expect or {}).get(index, 0)
         assert wanted is None or result.code == wanted, (

@@ -1,0 +1,135 @@
+"""Processes that have imported JAX already: forks of one that did, and has done nothing else.
+
+To import it takes most of what a process of a small job costs. `python zygote.py FD` is the one that is forked: it
+takes a line of JSON for each process from its standard input, and says at `FD` which ones have ended, and how.
+"""
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+
+class Process:
+    """A process that runs a script as `python -c` would, with these variables of the environment."""
+
+    def __init__(self, script: str, environment: Mapping[str, str]) -> None:
+        fd, self._output = tempfile.mkstemp(prefix="output-")
+        os.close(fd)
+        self._one = _zygote()
+        self.pid = self._one.fork(script, environment, self._output)
+
+    def communicate(self, timeout: float) -> tuple[int, str]:
+        """The exit code, -N for signal N, and what was printed.
+
+        Raises TimeoutError after so many seconds, having killed the process.
+        """
+        try:
+            code = self._one.wait(self.pid, timeout)
+            with open(self._output, errors="replace") as file:
+                return code, file.read()
+        finally:
+            os.unlink(self._output)
+
+
+class _Zygote:
+    def __init__(self) -> None:
+        self._ended: dict[int, int] = {}
+        reader, writer = os.pipe()
+        command = [sys.executable, __file__, str(writer)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer], text=True)
+        os.close(writer)
+        self._words = os.fdopen(reader, "rb", buffering=0)  # what waits in no buffer is what `select` sees
+
+    def fork(self, script: str, environment: Mapping[str, str], output: str) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([script, dict(environment), output]) + "\n")
+        self._process.stdin.flush()
+        while (word := self._word(60))[0] != "forked":
+            pass
+        return word[1]
+
+    def wait(self, pid: int, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        try:
+            while pid not in self._ended:
+                self._word(end - time.monotonic())
+        except TimeoutError:
+            os.kill(pid, 9)
+            raise
+        return self._ended.pop(pid)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._words.close()
+
+    def _word(self, timeout: float) -> Any:
+        if not select.select([self._words], [], [], max(timeout, 0))[0]:
+            raise TimeoutError
+        what, pid, code = json.loads(self._words.readline())
+        if what == "ended":
+            self._ended[pid] = code
+        return what, pid
+
+
+@functools.cache
+def _zygote() -> _Zygote:
+    one = _Zygote()
+    atexit.register(one.close)
+    return one
+
+
+def _serve(words: int) -> str:
+    """Forks and waits until nobody asks any more; returns in each fork, with what that one is to run."""
+    import jax.numpy  # noqa: F401
+
+    gc.freeze()  # or each fork copies what its collector looks at
+    running = set[int]()
+
+    def say(*word: Any) -> None:
+        os.write(words, (json.dumps(word) + "\n").encode())
+
+    while True:
+        asked, _, _ = select.select([sys.stdin], [], [], 0.02 if running else None)
+        for pid in [*running]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                say("ended", pid, os.waitstatus_to_exitcode(status))
+        if not asked:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)
+        script, environment, output = json.loads(line)
+        with warnings.catch_warnings(action="ignore"):  # of JAX, which has no threads yet
+            pid = os.fork()
+        if not pid:
+            os.close(words)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 1)
+            os.dup2(1, 2)
+            return script
+        running.add(pid)
+        say("forked", pid, None)
+
+
+if __name__ == "__main__":
+    script = _serve(int(sys.argv[1]))
+    sys.argv, sys.path[0] = ["-c"], ""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(script, "<string>", "exec"), main.__dict__)
