@@ -29,7 +29,7 @@ test: $(VENV)/test
 	$(RUN) -m pytest -m "not slow" -n 3
 	$(RUN) -m pytest -m slow -n 4 --dist worksteal
 
-# What `make test` takes every third point of (tests/samples.py), at all of them: three quarters of an hour on two cores.
+# What `make test` takes every fifth point of (tests/samples.py), at all of them: three quarters of an hour on two cores.
 thorough: $(VENV)/test
 	TEST_EVERY=1 $(RUN) -m pytest -m slow -n 4 --dist worksteal
 
@@ -81,14 +81,14 @@ lowest: .venv-lowest/done
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
 # here; `make clean` forgets them. `make test` has the same releases: here it is Python that counts, so of the cases of a
-# test every third is enough.
+# test every fifth is enough.
 ifeq ($(PYTHON_NEWEST),)
 newest:
 	@echo "make newest: SKIPPED: expected python3.13 on the PATH or among pyenv's versions, found none; say where one is \
 	with PYTHON_NEWEST=PATH"
 else
 newest: .venv-newest/done
-	TEST_CASES=3 .venv-newest/bin/python -m pytest -m "not slow and (not long or elsewhere)" -n 3
+	TEST_CASES=5 .venv-newest/bin/python -m pytest -m "not slow and (not long or elsewhere)" -n 3
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.

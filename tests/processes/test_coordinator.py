@@ -354,7 +354,7 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", some([*POINTS, "before the commit"]))
+@pytest.mark.parametrize("point", some([*POINTS, "before the commit"], first=1))
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
     module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcess.gather_and_decide", ""))
     body = """
@@ -402,7 +402,9 @@ tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", some(["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"]))
+@pytest.mark.parametrize(
+    "point", some(["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"], first=3)
+)
 def test_when_process_0_dies_there_is_no_half_checkpoint(tmp_path: pathlib.Path, point: str) -> None:
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
@@ -525,7 +527,7 @@ sync("done")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stopped", "where", "call"),
-    some(itertools.product([0, 1], ["between the calls", "while it writes"], ["Checkpointer", "save"])),
+    some(itertools.product([0, 1], ["between the calls", "while it writes"], ["Checkpointer", "save"]), first=1),
 )
 def test_after_one_stood_still_for_longer_than_the_timeout_all_find_together_again(
     tmp_path: pathlib.Path, stopped: int, where: str, call: str

@@ -71,7 +71,7 @@ SLOW = [pair for pair in itertools.product(SCENARIOS, (False, True)) if pair not
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lasting"),
-    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in some(SLOW, first=1))],
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in some(SLOW, first=2))],
 )
 def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
     tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool
