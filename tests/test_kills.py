@@ -21,11 +21,7 @@ SLOW = [name for name in SCENARIOS if name not in QUICK]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in some(SLOW, first=1)),
-    ],
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in some(SLOW, first=1))]
 )
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str) -> None:
     assert_old_and_new("points", name, tmp_path)
@@ -52,10 +48,7 @@ def test_a_job_of_which_a_process_is_killed_leaves_the_old_or_the_new(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "number"),
-    some(itertools.product(SIGNALLED, ["SIGINT", "SIGTERM"])),
-)
+@pytest.mark.parametrize(("name", "number"), some(itertools.product(SIGNALLED, ["SIGINT", "SIGTERM"])))
 def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str, number: str) -> None:
     outcome = nothing_wrong("signals", number, "10", str(tmp_path / "a"), "--only", name)
     assert sum(outcome["found"].values()) == 10

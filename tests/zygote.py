@@ -57,6 +57,7 @@ class _Zygote:
         self._process.stdin.flush()
         while (word := self._word(60))[0] != "forked":
             pass
+        self._ended.pop(word[1], None)  # of an earlier one with that number, which nobody waited for to its end
         return word[1]
 
     def wait(self, pid: int, timeout: float) -> int:
