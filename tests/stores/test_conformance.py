@@ -218,8 +218,9 @@ class _Racing(MemoryStore):
         if self.stat(path):
             raise FileExistsError(path)
         time.sleep(0.001)
-        self.objects.pop(path, None)
-        return super().create(path, visible=visible)
+        with self.lock:
+            self.objects.pop(path, None)
+            return super().create(path, visible=visible)
 
 
 class _Hidden(MemoryStore):
@@ -263,3 +264,17 @@ def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
     run(store=MemoryStore(), root="memory://bucket/folder")
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run(store=store(), root="memory://bucket/folder")
+
+
+class _Broken(MemoryStore):
+    """Fails in one thread of those that write at once."""
+
+    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
+        if path.endswith("temporary-3-1"):
+            raise RuntimeError("no more names")
+        return super().create(path, visible=visible)
+
+
+def test_what_a_thread_meets_is_what_the_test_raises() -> None:
+    with pytest.raises(RuntimeError, match="no more names"):  # not that the others waited for it
+        TestMemory().test_of_many_writers_one_wins(store=_Broken(), root="memory://bucket/folder")

@@ -4,7 +4,8 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -232,7 +233,8 @@ class StoreConformance:
         pages = 64
         room = sink.preallocate(pages * _PAGE)
 
-        def write(first: int) -> None:
+        def write(first: int, meet: Callable[[], Any]) -> None:
+            meet()
             for n in range(first, pages, 4):
                 page = bytes([n]) * _PAGE
                 if room is not None and n % 2:
@@ -242,11 +244,7 @@ class StoreConformance:
                 buffer[:_PAGE] = page
                 sink.write(buffer[:_PAGE], n * _PAGE)
 
-        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _at_once(4, write)
         sink.finish(pages * _PAGE - 5, read_only=True)
         sink.close()
         expected = b"".join(bytes([n]) * _PAGE for n in range(pages))[:-5]
@@ -279,28 +277,23 @@ class StoreConformance:
     def test_of_many_writers_one_wins(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
         won: list[int] = []
-        barrier = threading.Barrier(4, timeout=60)  # one that fails must not let the others wait for ever
 
-        def write(n: int) -> None:
+        def write(n: int, meet: Callable[[], Any]) -> None:
             for turn in range(25):
-                barrier.wait()
+                meet()
                 with contextlib.suppress(FileExistsError):
                     sink = store.create(f"{root}/created-{turn}", visible=True)
                     won.append(turn)
                     sink.close()
                 sink = store.create(f"{root}/temporary-{turn}-{n}", visible=True)
                 sink.finish(0)
-                barrier.wait()
+                meet()
                 with contextlib.suppress(FileExistsError):
                     sink.publish(f"{root}/published-{turn}", overwrite=False)
                     won.append(100 + turn)
                 sink.close()
 
-        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _at_once(4, write)
         assert sorted(won) == [*range(25), *range(100, 125)]
 
     def test_a_name_is_given_to_another_in_one_step(self, store: Store, root: str) -> None:
@@ -314,19 +307,24 @@ class StoreConformance:
                 if data[:3] * (len(data) // 3) != data or len(data) < 3000:
                     wrong.append(data)
 
-        reader = threading.Thread(target=look)
-        reader.start()
-        for n in range(20):
-            sink = store.create(f"{root}/temporary-{n}", visible=True)
-            text = f"{n:03}".encode() * (1000 + n)
-            buffer = aligned(len(text))
-            buffer[: len(text)] = text
-            sink.write(buffer, 0)
-            sink.finish(len(text))
-            sink.publish(f"{root}/x", overwrite=True)
-            sink.close()
-        over.set()
-        reader.join()
+        def replace() -> None:
+            for n in range(20):
+                sink = store.create(f"{root}/temporary-{n}", visible=True)
+                text = f"{n:03}".encode() * (1000 + n)
+                buffer = aligned(len(text))
+                buffer[: len(text)] = text
+                sink.write(buffer, 0)
+                sink.finish(len(text))
+                sink.publish(f"{root}/x", overwrite=True)
+                sink.close()
+
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(look)
+            try:
+                replace()
+            finally:
+                over.set()
+            reader.result()
         assert store.list(root) == ["x"] and not wrong and read_file(store, f"{root}/x")[:3] == b"019"
 
     def test_what_a_living_writer_has_is_not_removed(self, store: Store, root: str) -> None:
@@ -482,6 +480,25 @@ class StoreConformance:
         with pytest.raises(CorruptError):
             restore(f"{registered}/c")
         assert not verify(f"{registered}/c").ok
+
+
+def _at_once(count: int, work: Callable[[int, Callable[[], Any]], None]) -> None:
+    """Calls `work(0, meet)`, `work(1, meet)`, … in threads, which wait for each other where they call `meet`. The first
+    error that any of them met is raised, and the others do not wait for that one."""
+    barrier, errors = threading.Barrier(count, timeout=60), list[BaseException]()
+
+    def run(n: int) -> None:
+        try:
+            work(n, barrier.wait)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    with ThreadPoolExecutor(count) as pool:
+        for n in range(count):
+            pool.submit(run, n)
+    if errors:
+        raise errors[0]
 
 
 def _put(store: Store, path: str, data: bytes) -> None:
