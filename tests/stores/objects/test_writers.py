@@ -27,7 +27,7 @@ from treering import stores
 from treering._tools import copy as copying
 from treering._tools.copy import copy_all
 from treering.errors import ExistsError, SaveError, TreeringError
-from treering.stores.objects import heartbeat, sink
+from treering.stores.objects import heartbeat, sink, temporary_folder
 from treering.stores.objects.store import ObjectStore
 
 _SCRIPT = """
@@ -529,7 +529,7 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
         buckets.remove_leftover(folder)
         assert buckets.list(files) == ["x"] and writer.confirm()  # renewed between the look at it and its removal
         monkeypatch.setattr(heartbeat, "lives", lambda *_: False)
-        monkeypatch.setattr(buckets, "_clear", lambda *_: None)
+        monkeypatch.setattr(temporary_folder, "_clear", lambda *_: None)
         buckets.remove_leftover(folder)
         assert buckets.list(files) == ["x"] and not writer.confirm()
         writer.renew()

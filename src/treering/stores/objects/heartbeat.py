@@ -167,6 +167,12 @@ def read(bucket: Bucket, key: str) -> tuple[About | None, Found]:
     return None, found
 
 
+def has_writer(bucket: Bucket, key: str) -> bool:
+    """Whether such an object names a writer that lives. Raises `FileNotFoundError`."""
+    about, found = read(bucket, key)
+    return about is not None and lives(bucket, about, found)
+
+
 def lives(bucket: Bucket, about: About, found: Found) -> bool:
     """Whether the writer that an object names may still write; that of a later release may."""
     if not about.is_known:

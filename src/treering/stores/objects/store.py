@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import errno
 import logging
 import os
@@ -12,16 +11,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .. import claims
-from ..claims import TakenOverError
 from ..flat_folders import check_replaceable
 from ..key_values import brought_in, take_out
 from ..read_errors import ReplacedError
 from ..store import Beside, Owned, Stat, Writer
-from ..temporary_names import place_of, temporary_beside
 from ..whole_files import check_free
-from . import clients, heartbeat, loopback
+from . import clients, heartbeat, loopback, temporary_folder
 from .blob import ObjectBlob
 from .bucket import Bucket, ChangedError, Found
 from .glance import Glance
@@ -29,12 +26,11 @@ from .heartbeat import Heartbeat
 from .keys import below, joined
 from .lease import ObjectLease
 from .sink import ObjectSink
+from .temporary_folder import TemporaryFolder
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
 
 _log = logging.getLogger("treering")
 _GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
-_MARK = ".writer"  # the object in a temporary folder that names its writer
-_FOLDER_MARK = ".folder"  # the same, where that folder is to take a place
 # Those within which this runs, of whatever store; threads that help have them, too.
 _glances: "contextvars.ContextVar[tuple[Glance, ...]]" = contextvars.ContextVar("glances", default=())
 
@@ -189,9 +185,7 @@ class ObjectStore:
         bucket.delete([joined(key, name) for name in names])
 
     def is_in_use(self, path: str) -> bool:
-        bucket, key = self._find(path)
-        about, found = heartbeat.read(bucket, key)
-        return about is not None and heartbeat.lives(bucket, about, found)
+        return heartbeat.has_writer(*self._find(path))
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         bucket, key = self._find(path)
@@ -200,25 +194,7 @@ class ObjectStore:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        bucket, key = self._find(path)
-        for mark in (_MARK, _FOLDER_MARK):  # before anything else goes, its writer loses it
-            with contextlib.suppress(FileNotFoundError):
-                if not heartbeat.end(bucket, joined(key, mark)):
-                    return
-        self._clear(bucket, key)
-
-    def _is_filled(self, folder: str, mark: str) -> bool:
-        """Whether a living writer fills a temporary folder; the mark is the first in it, and the last to go."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.is_in_use(f"{folder}/{mark}")
-        return False
-
-    def _clear(self, bucket: Bucket, key: str) -> None:
-        """Removes all below a key, the mark of its writer last."""
-        marks = {joined(key, _MARK), joined(key, _FOLDER_MARK)}
-        found = [one.key for one in bucket.list_all(key)]
-        bucket.delete([one for one in found if one not in marks])
-        bucket.delete([one for one in found if one in marks])
+        temporary_folder.remove_unless_filled(*self._find(path))
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -275,100 +251,40 @@ class ObjectStore:
         names: Collection[str] = (),
         beside: Beside | None = None,
     ) -> "Iterator[str]":
-        self._check_beside(path)
+        temporary_folder.check_has_beside(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)
         check_replaceable(self, path, owned, names, beside)
-        with self._temporary_folder(path, _FOLDER_MARK) as temporary:
-            yield temporary.files
-            self._uploads.settle(temporary.files)
-            if self._is_filled_by_others(path, temporary):
-                raise ExistsError(f"{path}: another job is writing there, too; what is there is untouched")
-            temporary.check()
+        with self._temporary_folder(path, takes_place=True) as folder:
+            yield folder.path
+            self._uploads.settle(folder.path)
+            folder.check_alone(self._beside(path))
+            folder.check()
             check_free(self, path, overwrite=overwrite, folder=True)
-            replaced = check_replaceable(self, path, owned, names, beside)
-            self._put_in_place(path, replaced, temporary)
+            folder.put_in_place(check_replaceable(self, path, owned, names, beside))
         self._clear_dead(path)
-
-    def _put_in_place(self, path: str, replaced: Collection[str], temporary: "_Temporary") -> None:
-        """Replaces the files of a folder.
-
-        What readers look for lies in the folder itself, not in those below: it is the first to go and the last to come,
-        so that no reader ever gets parts of both. From the first step on, only the temporary folder is whole.
-        """
-        bucket, key = self._find(path)
-        _, scratch = self._find(temporary.files)
-        made = [below(scratch, one.key) for one in bucket.list_all(scratch)]
-        copied: list[str] = []
-        old = "what was there may be gone" if replaced else "nothing was there before"
-        try:
-            bucket.delete([joined(key, name) for name in replaced if "/" not in name])
-            bucket.delete([joined(key, name) for name in replaced if "/" in name])
-            for name in sorted(made, key=lambda name: ("/" not in name, name)):
-                copied.append(joined(key, name))
-                bucket.copy(joined(scratch, name), joined(key, name))
-        except BaseException as error:
-            temporary.keep = True
-            with contextlib.suppress(OSError):  # parts of a checkpoint would be in the way of the next one
-                bucket.delete(copied)
-            problem = (
-                f"{path}: the new checkpoint was written, and putting it in place failed: {error}; it is not whole "
-                f"there, and {old}; all files of the new one are in {temporary.files}: copy them, or save again, which "
-                "removes them"
-            )
-            if isinstance(error, Exception):
-                raise SaveError(problem) from error
-            _log.error("%s", problem)  # an interrupt goes on as such
-            raise
-
-    def _check_beside(self, path: str) -> None:
-        """Raises `UnsupportedError` where nothing can be beside a path."""
-        _, key = self._find(path)
-        if not key:
-            raise UnsupportedError(
-                f"{path}: expected a name within a bucket or prefix, found all of it; what is saved as a folder of "
-                f"this format is first filled beside its place: save it to {path}/checkpoint, or any other name"
-            )
-
-    def _is_filled_by_others(self, path: str, own: "_Temporary") -> bool:
-        """Whether another writer is about to put a folder at a path: of two that meet, at most one goes on."""
-        others = [other for other in self._beside(path) if not own.files.startswith(other + "/")]
-        return any(self._is_filled(other, _FOLDER_MARK) for other in others)
-
-    def _beside(self, path: str) -> "list[str]":
-        """The temporary folders for what will be at a path."""
-        folder, _, place = path.rpartition("/")
-        return [f"{folder}/{name}" for name in self.list(folder) if place_of(name) == place]
-
-    def _clear_dead(self, path: str) -> None:
-        """Removes what killed writers have left for a path; not before it is whole, for that may be all there is."""
-        for other in self._beside(path):
-            self.remove_leftover(other)
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
-        self._check_beside(path)
-        with self._temporary_folder(path, _MARK) as temporary:
-            yield temporary.files
-            temporary.check()
+        temporary_folder.check_has_beside(*self._find(path))
+        with self._temporary_folder(path, takes_place=False) as folder:
+            yield folder.path
+            folder.check()
         self._clear_dead(path)
 
-    @contextlib.contextmanager
-    def _temporary_folder(self, path: str, mark: str) -> "Iterator[_Temporary]":
-        bucket, _ = self._find(path)
+    def _temporary_folder(self, path: str, *, takes_place: bool) -> contextlib.AbstractContextManager[TemporaryFolder]:
+        bucket, key = self._find(path)
         self._check_writable(bucket)
-        folder = temporary_beside(path)
-        _, scratch = self._find(folder)
-        temporary = _Temporary(path, f"{folder}/files", Heartbeat(bucket, f"{scratch}/{mark}"))
-        try:
-            bucket.check_conditions(f"{scratch}/{mark}")
-            yield temporary
-        finally:
-            with contextlib.suppress(OSError):
-                self._uploads.settle(folder)
-            temporary.heartbeat.stop(delete=False)
-            if not temporary.keep:
-                with contextlib.suppress(OSError):
-                    self._clear(bucket, scratch)
+        return TemporaryFolder(bucket, key, takes_place=takes_place).filled(self._uploads)
+
+    def _beside(self, path: str) -> "list[str]":
+        """The names of what is beside a path."""
+        return self.list(path.rpartition("/")[0])
+
+    def _clear_dead(self, path: str) -> None:
+        """Removes what killed writers have left for a path; not before it is whole, for that may be all there is."""
+        bucket, key = self._find(path)
+        for other in temporary_folder.beside(key, self._beside(path)):
+            temporary_folder.remove_unless_filled(bucket, other)
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)
@@ -397,21 +313,6 @@ class ObjectStore:
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):
             raise UnsupportedError(f"{bucket.url}: web servers are only read; save to a path or a bucket")
-
-
-@dataclasses.dataclass
-class _Temporary:
-    """A temporary folder that this process fills; `keep` when it is all that is left."""
-
-    path: str
-    files: str
-    heartbeat: Heartbeat
-    keep: bool = False
-
-    def check(self) -> None:
-        """Raises `SaveError` when another may have removed it."""
-        if not self.heartbeat.holds():
-            raise TakenOverError(f"{self.path}: another job took what is written here for left over, and removed it")
 
 
 def _is_web(bucket: Bucket) -> bool:
