@@ -26,12 +26,11 @@ demo: $(VENV)/demo
 	$(RUN) examples/minilm.py
 
 test: $(VENV)/test
-	$(RUN) -m pytest -m "not slow" -n 3
-	$(RUN) -m pytest -m slow -n 4 --dist worksteal
+	$(RUN) -m pytest -n 4 --dist worksteal
 
-# What `make test` takes every fifth point of (tests/samples.py), at all of them: three quarters of an hour on two cores.
+# All of what `make test` takes a part of (tests/samples.py).
 thorough: $(VENV)/test
-	TEST_EVERY=1 $(RUN) -m pytest -m slow -n 4 --dist worksteal
+	TEST_EVERY=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow and not long" -n 2
@@ -81,14 +80,14 @@ lowest: .venv-lowest/done
 
 # The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
 # here; `make clean` forgets them. `make test` has the same releases: here it is Python that counts, so of the cases of a
-# test every fifth is enough.
+# test that is quick every fifth is enough.
 ifeq ($(PYTHON_NEWEST),)
 newest:
 	@echo "make newest: SKIPPED: expected python3.13 on the PATH or among pyenv's versions, found none; say where one is \
 	with PYTHON_NEWEST=PATH"
 else
 newest: .venv-newest/done
-	TEST_CASES=5 .venv-newest/bin/python -m pytest -m "not slow and (not long or elsewhere)" -n 3
+	TEST_CASES=5 .venv-newest/bin/python -m pytest -m "not slow and not long" -n 3
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.

@@ -35,27 +35,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow.
 
-    What uses JAX the most, and several processes of it, is run on other releases even where it takes long.
+    What uses JAX the most, and several processes of it, is run on the oldest releases even where it takes long.
 
     Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
     """
-    cases = collections.Counter[str]()
-    for item in [*items]:
+    cases: dict[tuple[str, bool], list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
             item.add_marker(pytest.mark.slow)
         if item.path.parent.name in ("processes", "pytree"):
             item.add_marker(pytest.mark.elsewhere)
-        test = item.nodeid.partition("[")[0]
-        if cases[test] % samples.CASES:
-            items.remove(item)
-        cases[test] += 1
+        long = any(item.get_closest_marker(name) for name in ("long", "slow"))
+        cases[item.nodeid.partition("[")[0], long].append(item)
+    tried = set[pytest.Item]()
+    for (test, long), own in cases.items():
+        tried.update(own[n] for n in samples.cases(test, len(own), long=long))
+    items[:] = [item for item in items if item in tried]
     items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what the tests ran on: CI runs them on the oldest releases and the newest."""
+    """Says what the tests ran on, for CI runs them on the oldest releases and the newest, and how much was tried."""
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "numpy", "msgspec", "tensorstore"))
     terminalreporter.write_line(", ".join([f"Python {platform.python_version()}", *versions]))
+    terminalreporter.write_line(f"tried: {samples.TRIED}")
 
 
 @pytest.fixture(autouse=True)

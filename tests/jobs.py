@@ -70,6 +70,15 @@ def report(value):
     (tmp / f"report-{INDEX}.json").write_text(json.dumps(value))
 """
 
+# JAX kills what is left of a job when process 0 is gone. A process that waits for a word of process 0 gets none.
+END_OF_RECOVERABLE = """
+sys.stdout.flush()
+end = time.monotonic() + 30
+while INDEX == 0 and not os.path.exists(OTHERS_ENDED) and time.monotonic() < end:
+    time.sleep(0.01)
+os._exit(0)
+"""
+
 
 class Result(NamedTuple):
     """How a process ended: its exit code, what it reported (None: nothing), and what it printed."""
@@ -95,8 +104,10 @@ def run_job(
     and `before` is what runs before the job comes together.
 
     Fails unless every process ends with code 0, or with what `expect` says of it (None: anything). Processes of a
-    recoverable job end without waiting for one another.
+    recoverable job end without waiting for one another, but for process 0, which is the last.
     """
+    others_ended = tmp / "others-ended"
+    others_ended.unlink(missing_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -105,16 +116,19 @@ def run_job(
         (tmp / f"report-{index}.json").unlink(missing_ok=True)
         known = {
             **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
-            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, **names},
+            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, "OTHERS_ENDED": str(others_ended)},
+            **names,
         }
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
-        end = "sys.stdout.flush(); os._exit(0)" if recoverable else "faulthandler.cancel_dump_traceback_later()"
+        end = END_OF_RECOVERABLE if recoverable else "faulthandler.cancel_dump_traceback_later()"
         script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         running.append(zygote.Process(script, environment))
+    ended = [process.communicate(timeout=timeout + 30) for process in running[1:]]
+    others_ended.touch()
+    ended.insert(0, running[0].communicate(timeout=timeout + 30))
     results: list[Result] = []
-    for index, process in enumerate(running):
-        code, output = process.communicate(timeout=timeout + 30)
+    for index, (code, output) in enumerate(ended):
         file = tmp / f"report-{index}.json"
         results.append(Result(code, json.loads(file.read_text()) if file.exists() else None, output))
     for index, result in enumerate(results):

@@ -1,6 +1,7 @@
 """Imports run downwards: from the public calls to the threads below everything, and in no circle."""
 
 import ast
+import functools
 import pathlib
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
@@ -53,7 +54,9 @@ def _imports(module: str) -> set[str]:
     return {name for name in found if name in FILES and name != module}
 
 
-GRAPH = {module: _imports(module) for module in FILES}
+@functools.cache  # not when the tests are collected, which each of their processes does
+def _graph() -> dict[str, set[str]]:
+    return {module: _imports(module) for module in FILES}
 
 
 def _room(module: str) -> str:
@@ -67,7 +70,7 @@ def test_every_file_has_a_layer() -> None:
 def test_imports_run_downwards() -> None:
     wrong = [
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in _graph().items()
         for other in others
         if _room(module) != _room(other) and FLOOR[_room(module)] <= FLOOR[_room(other)]
     ]
@@ -75,7 +78,7 @@ def test_imports_run_downwards() -> None:
 
 
 def test_there_is_no_circle_of_imports() -> None:
-    left = {module: set(others) for module, others in GRAPH.items()}
+    left = {module: set(others) for module, others in _graph().items()}
     while leaves := [module for module, others in left.items() if not others]:
         for module in leaves:
             del left[module]
@@ -87,7 +90,7 @@ def test_there_is_no_circle_of_imports() -> None:
 def test_nothing_above_the_native_format_knows_its_files() -> None:
     above = [module for module in FILES if not module.startswith(("treering.formats.treering", "treering.testing"))]
     naming = [module for module in above if "treering.json" in FILES[module].read_text()]
-    naming += [module for module in above if "treering.formats.treering.schema" in GRAPH[module]]
+    naming += [module for module in above if "treering.formats.treering.schema" in _graph()[module]]
     assert not naming
 
 
@@ -111,7 +114,7 @@ def test_only_stores_know_where_bytes_live() -> None:
     }
     wrong = [
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in _graph().items()
         for other in others
         if other.startswith("treering.stores.") and other.split(".")[2] in concrete
         if _room(module) not in ("stores", "testing")

@@ -228,8 +228,11 @@ def examine(
     return count
 
 
-def caught(recordings: Iterable[Recording], folder: Path, *, extra: int = 0) -> dict[str, Failure | None]:
-    """What shows each mutation of the recordings to be one, see `mutations`; None where nothing does."""
+def caught(
+    recordings: Iterable[Recording], folder: Path, *, extra: int = 0, among: Callable[[str], bool] = lambda _: True
+) -> dict[str, Failure | None]:
+    """What shows each mutation of the recordings, `among` some of them, to be one, see `mutations`; None where nothing
+    does."""
     found: dict[str, Failure | None] = {}
     known: dict[str, dict[int, View]] = {}
     before: dict[tuple[str, str], Recording] = {}  # with that mutation: what both begin with alike has been looked at
@@ -237,7 +240,7 @@ def caught(recordings: Iterable[Recording], folder: Path, *, extra: int = 0) -> 
         subject = recording.scenario.subject or recording.scenario.name
         good = known.setdefault(subject, {})
         for name, log in mutations(recording.log, broken=bool(recording.scenario.broken)):
-            if found.setdefault(name, None) is None:
+            if among(name) and found.setdefault(name, None) is None:
                 mutant = dataclasses.replace(recording, log=log)
                 begin, changed = _alike(before.get((subject, name)), mutant), _alike(recording, mutant)
                 unchanged = dataclasses.replace(mutant, log=log[:changed])  # looked at last: it is to hold anyway

@@ -632,7 +632,7 @@ closed = caught(ckpts.close)
 report([failed, closed])
 """
     for result in job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True):
-        assert result.report[0], result.output
+        assert result.report and result.report[0], result.output
     parts = {name: _arrays(tmp_path / f"near-{name}") for name in "ab"}
     gone_back = {
         name: {os.path.basename(one) for one in own if re.search("0[45]/", one)} for name, own in parts.items()
