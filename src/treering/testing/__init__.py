@@ -12,6 +12,9 @@ for _name in (
     "_damage",
     "_doubles",
     "_samples",
+    "_store_subject",
+    "_store_reading",
+    "_store_writing",
     "stores",
 ):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")

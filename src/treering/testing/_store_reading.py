@@ -1,0 +1,178 @@
+"""What is read of a store: bytes, names, versions."""
+
+import contextlib
+import random
+import time
+from typing import Any
+
+import pytest
+
+from ..errors import CorruptError
+from ..stores.read_errors import ReplacedError
+from ..stores.store import Store
+from ..stores.whole_files import files_in, read_file
+from ._store_subject import StoreSubject, put
+
+
+class StoreReading(StoreSubject):
+    """The tests of `StoreConformance` that read."""
+
+    def test_nothing_is_there_at_first(self, store: Store, root: str) -> None:
+        assert store.stat(f"{root}/x") is None and store.list(f"{root}/folder") == []
+        with pytest.raises(FileNotFoundError):
+            store.open(f"{root}/x")
+        with contextlib.suppress(FileNotFoundError):
+            store.delete(f"{root}/x")
+
+    def test_what_is_written_is_read(self, store: Store, root: str) -> None:
+        store.make_folders(f"{root}/a/b", [])
+        data = bytes(range(256)) * 100
+        put(store, f"{root}/a/b/x", data)
+        put(store, f"{root}/a/y", b"")
+        assert read_file(store, f"{root}/a/b/x") == data and read_file(store, f"{root}/a/y") == b""
+        assert store.list(f"{root}/a") == ["b", "y"] and sorted(files_in(store, root)) == ["a/b/x", "a/y"]
+        found, folder = store.stat(f"{root}/a/b/x"), store.stat(f"{root}/a/b")
+        assert found and found.is_file and not found.is_folder and found.nbytes == len(data)
+        assert folder and folder.is_folder and not folder.is_file
+        with pytest.raises(CorruptError):
+            store.open(f"{root}/a/b")
+
+    def test_it_says_where_bytes_are_read(self, store: Store, root: str) -> None:
+        with store.new_file(f"{root}/a/b", overwrite=False) as file:
+            file.write(b"data")
+        assert type(store.is_local(f"{root}/a")) is type(store.is_local(f"{root}/a/b")) is bool
+        assert store.is_local(f"{root}/a") == store.is_local(f"{root}/a/b")
+
+    def test_parts_are_read_and_missing_ones_are_errors(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        put(store, f"{root}/x", bytes(range(200)))
+        blob = store.open(f"{root}/x")
+        assert blob.size == 200 and blob.read(10, 5) == bytes(range(10, 15)) and blob.read_up_to(3) == b"\0\1\2"
+        assert blob.read_up_to(1000) == bytes(range(200)) and blob.read(200, 0) == b""
+        buffer = bytearray(7)
+        blob.read_into(memoryview(buffer), 190)
+        assert buffer == bytes(range(190, 197))
+        for read in (lambda: blob.read(195, 6), lambda: blob.read_into(memoryview(buffer), 194)):
+            with pytest.raises(CorruptError):
+                read()
+        if (memory := blob.mapped([(0, 200)])) is not None:
+            blob.bring_all_in(memory, [(0, 200)])
+            assert memory[:200] == bytes(range(200))
+            memory[0] = 9  # it is the caller's own
+            assert blob.read(0, 1) == b"\0"
+        blob.close()
+
+    def test_what_came_with_opening_is_handed_over_once(self, store: Store, root: str) -> None:
+        data = random.Random(0).randbytes(3 << 20)
+        store.make_folders(root, [])
+        put(store, f"{root}/x", data)
+        ranges = [(100, 2 << 20), (5 << 19, len(data))]
+        for wanted, expected in ((ranges, len(data)), (ranges[1:], len(data)), (ranges, 10), ([(0, 10)], 10)):
+            blob = store.open(f"{root}/x", expected=expected)
+            blob.read(0, 10)
+            if (taken := blob.take(wanted)) is not None:  # else it is read where it is needed
+                assert [bytes(one) for one in taken] == [data[begin:end] for begin, end in wanted]
+                assert wanted == ranges, "the lesser part would keep the rest in memory"
+                for one in taken:
+                    one[:] = bytes(len(one))  # it is the caller's own
+                assert blob.take(wanted) is None
+            assert blob.read(0, len(data)) == data
+            blob.close()
+
+    @pytest.mark.parametrize("nbytes", [2 << 20, (2 << 20) - 1, (2 << 20) + 1, 10], ids=["as", "less", "more", "few"])
+    def test_the_last_of_what_is_expected_may_come_into_other_memory(
+        self, store: Store, root: str, nbytes: int
+    ) -> None:
+        data, begin, end = random.Random(1).randbytes(nbytes), 5000, 2 << 20
+        store.make_folders(root, [])
+        put(store, f"{root}/x", data)
+        memory = bytearray(end - begin)
+        blob = store.open(f"{root}/x", expected=end, into=memoryview(memory))
+        assert blob.size == nbytes and blob.read_up_to(10) == data[:10]
+        assert blob.read(begin - 10, 20) == data[begin - 10 : begin + 10] if nbytes > begin + 10 else nbytes == 10
+        if nbytes >= end and (taken := blob.take([(begin, end)])) is not None:
+            assert memory == data[begin:end] == bytes(taken[0])
+            memory[0] ^= 1
+            assert taken[0][0] == memory[0], "it is that very memory"
+        assert blob.read(0, nbytes) == data
+        blob.close()
+
+    def test_what_is_open_stays(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        put(store, f"{root}/x", b"first")
+        put(store, f"{root}/y", b"second")
+        one, other = store.open(f"{root}/x"), store.open(f"{root}/y")
+        with store.new_file(f"{root}/x", overwrite=True) as file:
+            file.write(b"another one")
+        store.delete(f"{root}/y")
+        blob = store.open(f"{root}/x")
+        sink = store.create(f"{root}/z")
+        sink.finish(0)
+        sink.publish(f"{root}/x", overwrite=True)
+        sink.close()
+        assert blob.read(0, 11) == b"another one" and store.open(f"{root}/x").size == 0
+        for opened, expected in ((one, b"first"), (other, b"second")):
+            with contextlib.suppress(ReplacedError):  # where what is open does not stay; it is never anything else
+                assert opened.read(0, len(expected)) == expected
+        assert store.stat(f"{root}/y") is None
+
+    def test_a_folder_has_many_names(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        names = [f"{n:05}" for n in range(1_500)]  # more than a bucket lists at a time
+        for name in names:
+            sink = store.create(f"{root}/{name}")
+            sink.finish(0)
+            sink.close()
+        assert store.list(root) == names
+
+    def test_a_glance_shows_what_is_there(self, store: Store, root: str) -> None:
+        store.make_folders(f"{root}/a/b", [])
+        put(store, f"{root}/a/b/x", b"text")
+        put(store, f"{root}/a/y", b"")
+
+        def look() -> list[Any]:
+            stats = [store.stat(f"{root}{name}") for name in ("", "/a", "/a/b", "/a/b/x", "/a/y", "/a/z", "/b")]
+            lists = [store.list(f"{root}{name}") for name in ("", "/", "/a", "/a/", "/a/b", "/a/b/", "/b")]
+            return [lists, [found and (found.kind, found.nbytes if found.is_file else 0) for found in stats]]
+
+        for place in (root, f"{root}/a", f"{root}/a/b/x", f"{root}/b"):
+            with store.glance(place), store.glance(f"{root}/a"):
+                seen = look()
+                blobs = [store.open(f"{root}/a/b/x") for _ in range(2)]
+                assert seen == look() and [blob.read(0, 4) for blob in blobs] == [b"text"] * 2
+            assert seen == look()
+        put(store, f"{root}/a/z", b"more")
+        assert store.stat(f"{root}/a/z") and store.list(f"{root}/a") == ["b", "y", "z"]
+
+    def test_a_name_may_begin_with_another(self, store: Store, root: str) -> None:
+        for folder in ("a", "ab", "a.b"):
+            store.make_folders(f"{root}/{folder}", [])
+            put(store, f"{root}/{folder}/x", folder.encode())
+        assert store.list(f"{root}/a") == ["x"] and store.list(root) == ["a", "a.b", "ab"]
+        with store.new_folder(f"{root}/a", overwrite=True, owned=lambda store, path: ["x"]) as folder:
+            put(store, f"{folder}/y", b"new")
+        store.move(f"{root}/a", f"{root}/abc", last="y")
+        assert sorted(files_in(store, root)) == ["a.b/x", "ab/x", "abc/y"] and store.stat(f"{root}/a") is None
+
+    def test_a_folder_changes_with_its_contents(self, store: Store, root: str) -> None:
+        """By this a run knows when to look at a step again."""
+        store.make_folders(f"{root}/a", [])
+        begun = time.time()
+        put(store, f"{root}/a/x", b"text")
+        seen = [store.stat(f"{root}/a")]
+        assert seen[0] == store.stat(f"{root}/a") and seen[0] and abs(seen[0].modified - begun) < 60
+        time.sleep(0.02)  # what a file system's clock can tell apart
+        put(store, f"{root}/a/y", b"text")
+        seen.append(store.stat(f"{root}/a"))
+        assert len({found.version for found in seen if found}) == 2
+
+    def test_other_contents_have_another_version(self, store: Store, root: str) -> None:
+        store.make_folders(root, [])
+        seen: set[Any] = set()
+        for text in (b"first", b"other", b"first"):
+            with store.new_file(f"{root}/x", overwrite=True) as file:
+                file.write(text)
+            found = store.stat(f"{root}/x")
+            assert found and found == store.stat(f"{root}/x")
+            seen.add(found.version)
+        assert len(seen) >= 2
