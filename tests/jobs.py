@@ -107,7 +107,6 @@ def run_job(
     recoverable job end without waiting for one another, but for process 0, which is the last.
     """
     others_ended = tmp / "others-ended"
-    others_ended.unlink(missing_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -127,6 +126,7 @@ def run_job(
     ended = [process.communicate(timeout=timeout + 30) for process in running[1:]]
     others_ended.touch()
     ended.insert(0, running[0].communicate(timeout=timeout + 30))
+    others_ended.unlink()  # tests look at what is in the folder
     results: list[Result] = []
     for index, (code, output) in enumerate(ended):
         file = tmp / f"report-{index}.json"
