@@ -34,7 +34,7 @@ _NOTE = (
     "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "
     "process as the floor. Of the loop, the floor is one thread that writes the same bytes plainly and syncs them, and "
     "Orbax v0 its CheckpointManager. Of the bucket, a server in Python on this machine, the floor is obstore with the "
-    "same objects and as many in flight; Orbax writes to no bucket but Google's."
+    "same objects and as many in flight, into new arrays; Orbax writes to no bucket but Google's."
 )
 _APART = [
     "memory",

@@ -39,18 +39,23 @@ def _speed(url: str, repeats: int) -> list[Row]:
     client = s3.client(url, prefix="speed")
     root = stores.absolute(client)
     state = {f"layer-{n}": np.random.default_rng(n).integers(0, 255, _NBYTES // 8, np.uint8) for n in range(8)}
-    parts = [
-        array.data[at : at + OBJECT_BYTES] for array in state.values() for at in range(0, array.nbytes, OBJECT_BYTES)
-    ]
+    parts = _cut(state)
     numbers = range(len(parts))
 
     def plain_put(place: str) -> None:
         with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
-            list(pool.map(lambda n: obstore.put(client, f"{place}/{n}", parts[n], use_multipart=False), numbers))
+            list(pool.map(lambda n: obstore.put(client, f"{place}/{n}", parts[n].data, use_multipart=False), numbers))
 
-    def plain_get() -> list[np.ndarray]:
+    def plain_get() -> dict[str, np.ndarray]:
+        found = {name: np.empty_like(array) for name, array in state.items()}
+        places = _cut(found)
+
+        def get(n: int) -> None:
+            places[n][...] = np.frombuffer(obstore.get(client, f"plain/{n}").bytes(), np.uint8)
+
         with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
-            return list(pool.map(lambda n: np.array(obstore.get(client, f"plain/{n}").bytes()), numbers))
+            list(pool.map(get, numbers))
+        return found
 
     def saved(put: Callable[[str], object]) -> float:
         """The seconds of a save to a new place; it is deleted then, or the server would grow with some contestants."""
@@ -75,6 +80,11 @@ def _speed(url: str, repeats: int) -> list[Row]:
         Row("save to a bucket", what, "s", _medians(saving, repeats)),
         Row("restore from a bucket", what, "s", _medians(restoring, repeats)),
     ]
+
+
+def _cut(state: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Views of the arrays, each as long as an object."""
+    return [array[at : at + OBJECT_BYTES] for array in state.values() for at in range(0, array.nbytes, OBJECT_BYTES)]
 
 
 def _latency(url: str, repeats: int) -> list[Row]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.slow
-_MOST = {"save": 256, "restore": 32}  # MiB, whatever the sizes of the state and of its leaves
+_MOST = {"save": 256, "restore": 192}  # MiB, whatever the sizes of the state and of its leaves
 _PROGRAM = """
 import s3, sys, jax, numpy as np, treering as tr
 from resident import most
