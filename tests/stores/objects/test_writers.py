@@ -239,6 +239,7 @@ ckpts = tr.Checkpointer(sys.argv[2])
 ckpts.save(1, {"w": 1})
 ckpts.wait()
 print("saved", flush=True)
+sys.stdin.readline()
 ckpts.close()
 """
     repeated, taken = threading.Event(), threading.Event()
@@ -254,8 +255,9 @@ ckpts.close()
         return None
 
     job = _start(between.url, code, place)
-    assert job.stdout is not None and job.stdout.readline() == "saved\n"
+    assert job.stdin is not None and job.stdout is not None and job.stdout.readline() == "saved\n"
     between.fault = fault
+    print(file=job.stdin, flush=True)
     assert repeated.wait(30)
     with tr.Checkpointer(place) as ckpts:
         ckpts.save(2, {"w": 2})
