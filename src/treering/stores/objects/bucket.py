@@ -141,10 +141,11 @@ class Bucket:
                 raise _BrokenError(f"{self.url}/{key}: expected {size} bytes, found {len(came)}")
             if size <= _SMALL_BYTES and not elsewhere:
                 return came, found
-            data = aligned(size - len(elsewhere))[: size - len(elsewhere)]
-            copy(data, came[: len(data)])
-            if elsewhere:
-                copy(elsewhere, came[len(data) :])
+            own = size - len(elsewhere)
+            data = aligned(own)[:own] if own else _NOTHING
+            for target, source in ((data, came[:own]), (elsewhere, came[own:])):
+                if target:
+                    copy(target, source)
             return data, found
 
         return self._repeated(key, read)
