@@ -186,7 +186,7 @@ class View:
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
         self.identity = reader.identity
         self.step: int | None = reader.step
-        self.metrics: Mapping[str, float] = reader.metrics
+        self._metrics: Mapping[str, float] | None = None  # those of the reader
         self.metadata: Any = reader.metadata
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.skeleton = skeleton
@@ -195,6 +195,14 @@ class View:
     @property
     def created(self) -> datetime.datetime | None:
         return self._reader.created
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self._reader.metrics if self._metrics is None else self._metrics
+
+    @metrics.setter
+    def metrics(self, numbers: Mapping[str, float]) -> None:
+        self._metrics = numbers
 
     def source(self, path: str) -> str:
         """The path, in the source below all views, of the (first) leaf that a leaf is made of."""
@@ -217,7 +225,7 @@ class View:
     def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
         """This view with other leaves of the same source; step, metrics and metadata stay."""
         view = View(self._reader, leaves, skeleton)
-        view.step, view.metrics, view.metadata, view.guessed = self.step, self.metrics, self.metadata, self.guessed
+        view.step, view._metrics, view.metadata, view.guessed = self.step, self._metrics, self.metadata, self.guessed
         return view
 
     def check_present(self) -> None:

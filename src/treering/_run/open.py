@@ -122,12 +122,18 @@ def restore(
     if read == "once" and coordinator.several():
         return _restore_together(place, step, like, options)
 
+    # Reading all files of a bucket shows that they are there: only those that are not read are looked for, and then.
+    check_first = stores.of(place).object_bytes is None
+
     def use(ckpt: Checkpoint) -> Any:
-        return ckpt._restore(like, None, **options)
+        restored = ckpt._restore(like, None, **options)
+        if not check_first:
+            ckpt._source.check_present()
+        return restored
 
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
-    return _use(place, step, use, fallback=fallback)
+    return _use(place, step, use, fallback=fallback, check=check_first)
 
 
 def _restore_together(place: str, step: int | None, like: Any, options: "RestoreOptions") -> Any:
@@ -155,7 +161,7 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
         return listed_again(attempt)[1]
 
 
-def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
+def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool, check: bool = True) -> T:
     """The result of `use` for a checkpoint, or for a run's step."""
 
     store = stores.of(place)
@@ -166,9 +172,9 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
             steps = places_of(store, place, step)
             if not isinstance(steps, list):
                 with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
-                    ckpt = open_one(store, place, steps)
+                    ckpt = open_one(store, place, steps, check=check)
         if isinstance(steps, list):
-            return latest_good(place, steps, use, fallback=fallback)[1]
-        return use_current(store, place, None, use, ckpt)
+            return latest_good(place, steps, use, fallback=fallback, check=check)[1]
+        return use_current(store, place, None, use, ckpt, check=check)
 
     return listed_again(attempt)

@@ -12,7 +12,7 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering.errors import CorruptError
+from treering.errors import CorruptError, NotFoundError
 from treering.stores.objects import store as objects
 from treering.stores.objects.bucket import Bucket
 
@@ -91,6 +91,30 @@ def test_before_any_request_of_a_restore(
         if not interruption.is_over:
             break
     assert {"old", "new"} <= seen <= {"old", "new", "an error"}
+
+
+@pytest.mark.parametrize("listed", [5000, 0], ids=["all at once", "level by level"])
+@pytest.mark.parametrize("format", ["treering", "safetensors", "t5x", "levanter"])
+def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
+    monkeypatch: pytest.MonkeyPatch, format: str, listed: int
+) -> None:
+    """What was asked for when there was nothing, and what is there now, are not put together."""
+    monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
+    _, new = _PAIRS["more"]
+    interruption = _Interruption(monkeypatch)
+    seen: set[str] = set()
+    for number in range(1, 200):
+        path = f"{stores.absolute(obstore.store.MemoryStore())}/run/c"  # type: ignore[arg-type]
+        interruption.at(number, lambda path=path: tr.save(path, new, format=format))
+        try:
+            seen.add("new" if _same(tr.restore(path), new) else f"{number}: another")
+        except NotFoundError as error:
+            seen.add("nothing" if "found nothing" in str(error) else f"{number}: {error}")
+        except CorruptError as error:  # the files of a folder come one after another
+            seen.add(f"{number}: {error}" if format in ("treering", "safetensors") else "an error")
+        if not interruption.is_over:
+            break
+    assert number > 2 and {"new"} <= seen <= {"new", "nothing", "an error"}
 
 
 def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,17 +63,26 @@ class Reader:
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
-        self.metrics = validity.metrics(self._manifest.metrics)
-        for _, found in metrics.read(store, path, self.identity):
-            if isinstance(found, dict):  # `problems` yields the damaged ones
-                self.metrics.update(found)
-            elif isinstance(found, UnsupportedError):
-                _log.warning("metrics that were recorded are left out: %s", found)
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
         self._opening = threading.RLock()  # a signal handler may read while its thread holds it
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the manifest, and those that were recorded until they were asked for first."""
+        return self._metrics
+
+    @functools.cached_property
+    def _metrics(self) -> Mapping[str, float]:
+        numbers = validity.metrics(self._manifest.metrics)
+        for _, found in metrics.read(self._store, self.path, self.identity):
+            if isinstance(found, dict):  # `problems` yields the damaged ones
+                numbers.update(found)
+            elif isinstance(found, UnsupportedError):
+                _log.warning("metrics that were recorded are left out: %s", found)
+        return numbers
 
     @functools.cached_property
     def _has_ties(self) -> bool:
@@ -88,12 +97,13 @@ class Reader:
         return manifest.as_utc(self._manifest.created)
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every array file is there in its full size."""
-        with self._store.glance(self.path) if len(self._manifest.files) > 1 else contextlib.nullcontext():
-            self._check_present()
+        """Raises `CorruptError` unless every array file is there in its full size; those that are open are."""
+        missing = [file for number, file in enumerate(self._manifest.files) if number not in self._files]
+        with self._store.glance(self.path) if len(missing) > 1 else contextlib.nullcontext():
+            self._check_present(missing)
 
-    def _check_present(self) -> None:
-        for file in self._manifest.files:
+    def _check_present(self, files: Sequence[manifest.File]) -> None:
+        for file in files:
             path = posixpath.join(self.path, file.name)
             found = self._store.stat(path)
             if found is not None and found.nbytes == file.size:
