@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -65,30 +66,41 @@ class Net(nn.Module):
         return nn.Dense(2, kernel_init=init)(nn.Dense(3)(x))
 
 
-PARAMS = {"a": {"w": jnp.ones((2, 3)), "b": None}, "c": jnp.zeros(())}
-TREES: dict[str, Any] = {
-    "containers": {"list": [1, [2], []], "tuple": (1, (), ({},)), "none": [None, {"a": None}], "point": Point(1, [2])},
-    "keys": {"ints": {2: 1, 10: {3: 4}}, "ordered": collections.OrderedDict(b=1, a=2), "default": {"q": 1}},
-    "registered": [Unnamed(1, (2, 3), None), Unnamed(), Record([1], None), Struct({"a": 1}), Struct(5)],
-    "a leaf": 3.5,
-    "None": None,
-    "nothing": {},
-    "equinox": eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)),
-    "optax": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(PARAMS),
-    "linen": Net().init(jax.random.key(0), jnp.ones((1, 4))),
-    "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+PARAMS = {"a": {"w": np.ones((2, 3), np.float32), "b": None}, "c": np.float32(0)}
+# Made when they are needed: all processes that run tests read this, one of them runs it.
+TREES: dict[str, Callable[[], Any]] = {
+    "containers": lambda: {
+        "list": [1, [2], []],
+        "tuple": (1, (), ({},)),
+        "none": [None, {"a": None}],
+        "point": Point(1, [2]),
+    },
+    "keys": lambda: {
+        "ints": {2: 1, 10: {3: 4}},
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "default": {"q": 1},
+    },
+    "registered": lambda: [Unnamed(1, (2, 3), None), Unnamed(), Record([1], None), Struct({"a": 1}), Struct(5)],
+    "a leaf": lambda: 3.5,
+    "None": lambda: None,
+    "nothing": lambda: {},
+    "equinox": lambda: eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)),
+    "optax": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(PARAMS),
+    "linen": lambda: Net().init(jax.random.key(0), jnp.ones((1, 4))),
+    "nnx": lambda: nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
 }
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = walk._walk(TREES[name])
+    tree = TREES[name]()
+    quick = walk._walk(tree)
     assert jax.tree_util.default_registry.flatten_one_level_with_keys({"a": 1}), "the quick way is there"
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
-    public = walk._walk(TREES[name])
+    public = walk._walk(tree)
     assert public.paths == quick.paths and public.skeleton == quick.skeleton
     assert all(a is b or a == b for a, b in zip(public.leaves, quick.leaves, strict=True))
-    assert list(map(id, public.leaves)) == list(map(id, walk.walk(TREES[name]).leaves))
+    assert list(map(id, public.leaves)) == list(map(id, walk.walk(tree).leaves))
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
