@@ -207,6 +207,12 @@ def test_a_second_process_is_killed_at_each_of_its_operations(folder: pathlib.Pa
     assert len({tuple(map(str, one.log)) for one in both}) > len(both) / 2
 
 
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.endswith(", three processes")])
+def test_of_several_processes_each_writes_a_file(name: str, folder: pathlib.Path) -> None:
+    *_, last = checks.recorded(SCENARIOS[name], folder, kind="sync_dir")
+    assert {one.process for one in last.log if one.kind == "write" and "arrays-" in one.path} == {0, 1, 2}
+
+
 def test_what_recordings_begin_with_alike_is_looked_at_once(folder: pathlib.Path) -> None:
     scenario = SCENARIOS["safetensors: killed, then saved, first save"]
     each = [checks.examine(one, folder) for one in checks.recorded(scenario, folder, kind="sync_dir")]

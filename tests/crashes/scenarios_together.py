@@ -5,8 +5,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from treering import formats
+from treering._processes import assignment
 from treering._save import pipeline
 from treering._save import save as _save
 from treering._save.options import SaveOptions
@@ -105,10 +107,11 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
             call.close(error)
 
     threads = [threading.Thread(target=process, args=(index,), name=f"process-{index}") for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(assignment, "_MIN_CUT_BYTES", 8):  # so that each of them writes something
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
 
