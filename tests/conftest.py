@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import azurite
 import gcs
@@ -26,6 +27,9 @@ import samples
 from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
+
+settings.register_profile("part", max_examples=samples.examples(settings().max_examples))
+settings.load_profile("part")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)

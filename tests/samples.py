@@ -1,7 +1,8 @@
-"""How much is tried of what takes minutes: `make test` takes every fifth point of it, and every third case of a test
-that is long and has four or more; `make thorough` takes all.
+"""How much is tried of what takes minutes: `make test` takes every seventh point of it, and every fourth case of a test
+that is long and has as many; `make thorough` takes all.
 
-Of what is quick all is tried, but on Python 3.13: there it is every fifth case of each test.
+Of what is quick all is tried. Where the same is run again on other releases, every third or fifth case of each test is,
+and as large a part of the examples that are made up.
 """
 
 import os
@@ -11,15 +12,15 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-EVERY = int(os.environ.get("TEST_EVERY", "5"))
+EVERY = int(os.environ.get("TEST_EVERY", "7"))
 CASES = int(os.environ.get("TEST_CASES", "1"))
-_LONG_CASES = 1 if EVERY == 1 else 3
-_FEW_CASES = 3
+_LONG_CASES = 1 if EVERY == 1 else 4
+_FEW_EXAMPLES = 10
 TRIED = "all" if EVERY == CASES == 1 else f"1 of {EVERY} points, 1 of {_LONG_CASES} long cases, 1 of {CASES} others"
 
 
 def some(points: Iterable[_T], first: int = 0) -> list[_T]:
-    """Every fifth of them, the first one, or the one of that number, among them.
+    """Every seventh of them, the first one, or the one of that number, among them.
 
     Tests that only differ in what happens at the points begin at other ones, so that together they take all.
     """
@@ -28,5 +29,10 @@ def some(points: Iterable[_T], first: int = 0) -> list[_T]:
 
 def cases(test: str, count: int, *, long: bool) -> range:
     """The numbers of those of so many cases of a test that are tried. Tests begin at other ones, each at its own."""
-    step = max(CASES, _LONG_CASES if long and count > _FEW_CASES else 1)
+    step = max(CASES, _LONG_CASES if long and count >= _LONG_CASES else 1)
     return range(zlib.crc32(test.encode()) % min(step, count), count, step)
+
+
+def examples(count: int) -> int:
+    """How many of so many examples Hypothesis makes up."""
+    return max(count // CASES, _FEW_EXAMPLES)

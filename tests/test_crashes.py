@@ -49,7 +49,7 @@ PARTS = {  # of the recordings of what takes long: all mutations are in there; `
     "run: killed first, then saved": (4, 6),
     "several array files: killed, then saved, overwriting": (0, 5),
 }
-_SHARES = 6  # of the mutations
+_SHARES = 8  # of the mutations
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from hostile import damaged, outcome, shuffled
+from samples import examples
 from treering import formats, rules, stores
 from treering._core.boxes import whole
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
@@ -541,7 +542,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shuffled_files(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "x.eqx"
     path.write_bytes(shuffled(SMALL, seed))

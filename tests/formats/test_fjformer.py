@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import REAL, assert_described, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
+from samples import examples
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.formats._shared import state_dict_write
@@ -350,7 +351,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     path = tmp_path_factory.getbasetemp() / "streaming_params"

@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 import treering as tr
 from helpers import assert_described, described
 from hostile import damaged, outcome, shuffled
+from samples import examples
 from treering import formats, stores
 from treering.errors import (
     CorruptError,
@@ -847,7 +848,7 @@ TREES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tree=st.dictionaries(st.text(max_size=4), TREES, max_size=4), seed=st.integers(0, 2**32))
 def test_any_tree_and_any_damage(tmp_path_factory: pytest.TempPathFactory, tree: Any, seed: int) -> None:
     folder = tmp_path_factory.mktemp("any")
@@ -858,7 +859,7 @@ def test_any_tree_and_any_damage(tmp_path_factory: pytest.TempPathFactory, tree:
         outcome(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.binary(max_size=60))
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.msgpack"

@@ -21,6 +21,7 @@ from safetensors import deserialize
 
 import treering as tr
 from helpers import REAL
+from samples import examples
 from treering import formats, stores
 from treering._core.boxes import whole
 from treering._core.dtypes import SAFETENSORS
@@ -248,7 +249,7 @@ def test_into_a_template_over_devices(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="ab~01/é\n\0 ", max_size=8))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_every_path_has_a_key_of_its_own(text: str) -> None:
     path = path_of(text)
     assert path_of(key_of(path)) == path
@@ -853,7 +854,7 @@ _json = st.recursive(
 
 @pytest.mark.long
 @given(st.dictionaries(st.sampled_from(["a", "b", "", "~", "__metadata__"]), _json), st.binary(max_size=40))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:
     text = json.dumps(header).encode()
     path = tmp_path / "x.safetensors"

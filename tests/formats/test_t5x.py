@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
+from samples import examples
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.formats._zarr.chunks import divided
@@ -544,7 +545,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
     assert {"fine", "CorruptError", "UnsupportedError", "NotFoundError"} <= seen
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"

@@ -36,6 +36,7 @@ from bundles import (
     varint,
 )
 from hostile import damaged, outcome, shuffled
+from samples import examples
 from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.t5_names import T5_TO_T5X
@@ -661,7 +662,7 @@ def test_tables_that_lie(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shuffled_files(tmp_path: Path, seed: int) -> None:
     bundle = small()
     path = bundle.save(tmp_path / "x")

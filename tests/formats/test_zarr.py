@@ -18,6 +18,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from samples import examples
 from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats._zarr import array as zarr
@@ -493,7 +494,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(version=st.sampled_from([version_2, version_3]), data=st.data())
 def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObject) -> None:
     metadata = version()
@@ -505,7 +506,7 @@ def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObjec
         pass
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     compressor=st.sampled_from([None, GZIP, {"id": "zstd"}, {"id": "blosc"}, {"id": "bz2"}, {"id": "zlib"}]),
     chunk=st.binary(max_size=60),

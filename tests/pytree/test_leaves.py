@@ -26,6 +26,7 @@ from hypothesis.extra import numpy as hnp
 
 import treering as tr
 from helpers import assert_same, assert_survives, assert_survives_plainly, every_way
+from samples import examples
 from treering.errors import MismatchError, UnsupportedError
 
 ML_DTYPES = sorted(n for n, t in vars(ml_dtypes).items() if isinstance(t, type) and issubclass(t, np.generic))
@@ -826,7 +827,7 @@ TREES = st.recursive(
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, background=st.booleans(), mmap=st.sampled_from([None, True, False]))
 def test_any_tree_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, tree: Any, background: bool, mmap: bool | None

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
+from samples import examples
 from treering import rules
 from treering._core import leaf_paths, views, views_groups, views_reshaped
 from treering._core.entries import ArrayEntry
@@ -142,7 +143,7 @@ def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
                 assert view[path][box].tobytes() == np.ascontiguousarray(array[box]).tobytes(), (path, box)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
@@ -228,7 +229,7 @@ def part_of(array: np.ndarray, box: Any) -> bytes:
     return np.ascontiguousarray(array[tuple(slice(*ends) for ends in box)]).tobytes()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
@@ -318,7 +319,7 @@ QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "uint8",
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.data())
 def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
