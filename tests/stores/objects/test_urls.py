@@ -28,6 +28,7 @@ from treering.formats.treering.files import ArrayFile
 from treering.stores import buffers
 from treering.stores.objects import blob, clients, upload
 from treering.stores.objects import store as objects
+from treering.stores.objects.bucket import Bucket
 from treering.stores.read_errors import RequestError
 
 
@@ -175,6 +176,33 @@ def test_requests_are_few(s3_server: str) -> None:
         assert requests(lambda: tr.steps(f"{root}/run")) == 1
         assert requests(lambda: tr.restore(f"{root}/run")) <= 4
         assert requests(lambda: tr.verify(f"{root}/run")) <= 2 + 4 * 20
+
+
+def test_within_a_glance_a_request_that_failed_is_no_answer_and_what_begins_it_may_be_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = obstore.store.MemoryStore()
+    store, root = stores.of(f"{stores.absolute(client)}/c"), f"{stores.absolute(client)}/c"  # type: ignore[arg-type]
+    for name in ("treering.json", "a/b"):
+        obstore.put(client, f"c/{name}", b"-")
+    beginning = Bucket.beginning
+
+    def fail(*_: Any) -> Any:
+        raise RequestError("the line is down")
+
+    with store.glance(root):
+        monkeypatch.setattr(Bucket, "beginning", fail)
+        with pytest.raises(RequestError):
+            store.stat(f"{root}/treering.json")
+        monkeypatch.setattr(Bucket, "beginning", beginning)
+        assert store.stat(f"{root}/treering.json"), "an error is never emptiness"
+    with store.glance(root):
+        assert store.list(f"{root}/a") == ["b"]
+    with store.glance(root):
+        assert store.stat(f"{root}/no") is None and store.list(root) == ["a", "treering.json"]
+    with store.glance(root):
+        bucket, key = store._find(root)  # type: ignore[attr-defined]
+        assert [one.key for one in store._glance(bucket, key).all(key)] == ["c/a/b", "c/treering.json"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("wanted", ["n", "w"])

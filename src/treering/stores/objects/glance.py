@@ -1,6 +1,5 @@
 """What one look has shown of a bucket, or several have: who asks the same again for a moment gets the same answer."""
 
-import contextlib
 import threading
 from typing import Any
 
@@ -76,8 +75,8 @@ class Glance:
     def head(self, key: str) -> Found | None:
         """See `Bucket.head`."""
         if not self._is_listed and not self._asked and _around(key) == self.key:
-            self._begin(key)
-            if (found := self._asked[key]) and not found.nbytes:
+            found = self._begin(key)
+            if found and not found.nbytes:
                 del self._asked[key]  # where there are objects below it, it is taken for none
         if key not in self._asked:
             if key != self.key and self._is_known(_around(key)):
@@ -88,16 +87,19 @@ class Glance:
                 self._asked[key] = self._bucket.head(key)
         return self._asked[key]
 
-    def _begin(self, key: str) -> None:
+    def _begin(self, key: str) -> Found | None:
         """Asks about one object that is about to be read."""
-        self._asked[key] = None
-        with contextlib.suppress(FileNotFoundError):
-            self.beginning(key, HEAD_BYTES)
+        try:
+            return self.beginning(key, HEAD_BYTES)[1]
+        except FileNotFoundError:
+            self._asked[key] = None
+            return None
 
     def all(self, key: str) -> "list[Found]":
         """See `Bucket.list_all`. Raises `ReplacedError` when levels that were listed before are others now."""
+        is_whole = self.is_whole
         before = {one.key: one for one in self._objects.values() if one.key.startswith(f"{key}/" if key else "")}
-        if self.is_whole:
+        if is_whole:
             return sorted(before.values())
         found = self._bucket.list_all(key)
         now = {one.key: one for one in found if one.nbytes and _around(one.key) in self._levels}
