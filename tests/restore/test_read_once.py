@@ -500,10 +500,10 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
             os.rename(tmp / "b", tmp / "a")
             (tmp / "moved").write_text("")
         return shared(*args, **options)
-    def later(*args, **options):
+    def later(*args):
         while not (tmp / "moved").exists():
             time.sleep(0.05)
-        return opened(*args, **options)
+        return opened(*args)
     shared_reads.shared = replaced
     if INDEX == 1:
         latest_good.open_one = later

@@ -4,6 +4,7 @@ import argparse
 import collections
 import datetime
 import errno
+import gc
 import logging
 import os
 import pathlib
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from treering import stores
+from treering._run import latest_good
 from treering._run import steps as _steps
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.posix import Disk
@@ -843,6 +845,26 @@ def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pat
         tr.restore(tmp_path, step=2)
     next((tmp_path / "step-00000002").glob("*.safetensors")).unlink()
     assert tr.open(tmp_path).step == 1
+
+
+def test_nothing_of_a_damaged_step_is_in_memory_while_the_one_before_is_restored(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a model that fills the devices could not be restored."""
+    for step in (1, 2):
+        tr.save(tmp_path / f"step-0000000{step}", {"w": np.full(2 << 20, step, np.float32), "x": np.ones(9)}, step=step)
+    damage(tmp_path, 2, "bytes")  # those of `x`, when `w` is in JAX
+    like = {"w": jax.ShapeDtypeStruct((2 << 20,), np.float32), "x": np.zeros(9)}
+    opened, before, left = latest_good.open_one, sum(one.nbytes for one in jax.live_arrays()), []
+
+    def open_one(store: Any, path: str, *args: Any) -> Any:
+        gc.collect()
+        left.append(sum(one.nbytes for one in jax.live_arrays()) - before)
+        return opened(store, path, *args)
+
+    monkeypatch.setattr(latest_good, "open_one", open_one)
+    assert tr.restore(tmp_path, like, memory_limit=1 << 20, mmap=False)["w"][0] == 1
+    assert left == [0, 0]
 
 
 def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(

@@ -81,6 +81,7 @@ def restore(
             else _plan_by_template(source, like, policy, name, sharding)
         )
     values = _values(plan, verify, mmap, memory_limit, progress, read, call)
+    source.check_present()  # of a bucket, what was not read is looked for now
     values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)
     with gc_paused():
         tree = plan.build(values)

@@ -28,17 +28,13 @@ class Place(NamedTuple):
     path: str
 
 
-def open_one(store: Store, path: str, format: formats.Format | None = None, *, check: bool = True) -> Checkpoint:
-    """Opens a checkpoint, of any format unless one is given; with `check`, if all its files are there.
-
-    Raises `ReplacedError` when there is none any more.
-    """
+def open_one(store: Store, path: str, format: formats.Format | None = None) -> Checkpoint:
+    """Opens a checkpoint, of any format unless one is given. Raises `ReplacedError` when there is none any more."""
     try:
         with reading(path), store.glance(path):
             reader = (format or _detected(store, path)).open(store, path)
-            if check:
-                reader.check_present()
-                reader.metrics  # noqa: B018 (what is beside it is known now)
+            reader.check_present()
+            reader.metrics  # noqa: B018 (some readers look for them when they are asked for first)
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
             raise
@@ -91,13 +87,12 @@ def latest_good(
     use: Callable[[Checkpoint], T],
     *,
     fallback: bool = True,
-    check: bool = True,
     damaged: Callable[[Place], None] = lambda place: None,
     on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
     """The first step that opens, and what `use` makes of it; damaged copies are logged and told to `damaged`.
 
-    For `check` see `open_one`; `on_all_processes` makes an attempt, in whatever other processes have to succeed too.
+    `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
 
     Raises the first `CorruptError` when all are damaged; without `fallback` when all copies of the first step are. A
     step that is deleted meanwhile is passed over.
@@ -108,7 +103,7 @@ def latest_good(
         if n:
             _log_next(places[n - 1], place)
         last = not fallback and not any(other.step == place.step for other in places[n + 1 :])
-        attempt = functools.partial(use_current, place.store, place.path, place.step, use, check=check)
+        attempt = functools.partial(use_current, place.store, place.path, place.step, use)
         try:
             return place.step, on_all_processes(attempt)
         except CorruptError as error:
@@ -116,7 +111,7 @@ def latest_good(
             if last:
                 raise
             _log.error("step %d is damaged: %s", place.step, error)
-            first = first or error
+            first = first or error.with_traceback(None)  # whose frames hold what was restored so far
         except ReplacedError:
             if last or summary.look(place.store, place.path):
                 raise
@@ -135,27 +130,21 @@ def _log_next(passed: Place, place: Place) -> None:
 
 
 def use_current(
-    store: Store,
-    path: str,
-    step: int | None,
-    use: Callable[[Checkpoint], T],
-    opened: Checkpoint | None = None,
-    *,
-    check: bool = True,
+    store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T], opened: Checkpoint | None = None
 ) -> T:
     """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
-    `opened` is the first to use, where it has just been opened; for `check` see `open_one`. Raises `ReplacedError` when
-    it was deleted, or is overwritten faster than it can be read.
+    `opened` is the first to use, where it has just been opened. Raises `ReplacedError` when it was deleted, or is
+    overwritten faster than it can be read.
     """
     for n in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
-            return use(opened if opened is not None and n == 0 else _open_step(store, path, step, check))
-    return use(_open_step(store, path, step, check))
+            return use(opened if opened is not None and n == 0 else _open_step(store, path, step))
+    return use(_open_step(store, path, step))
 
 
-def _open_step(store: Store, path: str, step: int | None, check: bool) -> Checkpoint:
-    ckpt = open_one(store, path, check=check)
+def _open_step(store: Store, path: str, step: int | None) -> Checkpoint:
+    ckpt = open_one(store, path)
     if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
         _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
     return ckpt

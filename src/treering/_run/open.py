@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
+_MANIFEST_BYTES = 1 << 20  # bytes of a manifest that are asked for at once
 
 
 @at_the_caller
@@ -122,18 +124,30 @@ def restore(
     if read == "once" and coordinator.several():
         return _restore_together(place, step, like, options)
 
-    # Reading all files of a bucket shows that they are there: only those that are not read are looked for, and then.
-    check_first = stores.of(place).object_bytes is None
-
     def use(ckpt: Checkpoint) -> Any:
-        restored = ckpt._restore(like, None, **options)
-        if not check_first:
-            ckpt._source.check_present()
-        return restored
+        return ckpt._restore(like, None, **options)
 
+    if step is None and (ckpt := _opened_at_once(place)):
+        with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
+            return use(ckpt)
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
-    return _use(place, step, use, fallback=fallback, check=check_first)
+    return _use(place, step, use, fallback=fallback)
+
+
+def _opened_at_once(place: str) -> Checkpoint | None:
+    """The checkpoint of ours in a bucket, without the list that looking for anything else begins with.
+
+    Restoring it shows whether its files are there.
+    """
+    store = stores.of(place)
+    if store.object_bytes is None or posixpath.splitext(place)[1]:  # a file of another library, or it takes longer
+        return None
+    from ..formats.treering.read import Reader
+
+    with contextlib.suppress(ReplacedError), reading(place):
+        return Checkpoint(Reader(store, place, expected=_MANIFEST_BYTES))
+    return None
 
 
 def _restore_together(place: str, step: int | None, like: Any, options: "RestoreOptions") -> Any:
@@ -161,7 +175,7 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
         return listed_again(attempt)[1]
 
 
-def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool, check: bool = True) -> T:
+def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
     """The result of `use` for a checkpoint, or for a run's step."""
 
     store = stores.of(place)
@@ -172,9 +186,9 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallba
             steps = places_of(store, place, step)
             if not isinstance(steps, list):
                 with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
-                    ckpt = open_one(store, place, steps, check=check)
+                    ckpt = open_one(store, place, steps)
         if isinstance(steps, list):
-            return latest_good(place, steps, use, fallback=fallback, check=check)[1]
-        return use_current(store, place, None, use, ckpt, check=check)
+            return latest_good(place, steps, use, fallback=fallback)[1]
+        return use_current(store, place, None, use, ckpt)
 
     return listed_again(attempt)

@@ -234,9 +234,9 @@ class Store(Protocol):
     def glance(self, path: str) -> AbstractContextManager[None]:
         """Lets `stat` and `list` answer from one look at a folder, while the `with` block runs.
 
-        Stores where each question takes long look at all that is below, once that is needed and unless it is too much,
-        and remember what else they were asked about it, the beginnings of files that were opened among it. Opening a
-        file that was replaced since it was seen is a `ReplacedError`, unless it is `expected` to have a certain size.
+        Stores where each question takes long look at all that is below, unless that is too much, and remember what
+        else they were asked about it, the beginnings of files that were opened among it. Opening a file that was
+        replaced since it was seen is a `ReplacedError`, unless it is `expected` to have a certain size.
         """
         ...
 

@@ -47,12 +47,13 @@ class Reader:
     numbers_are_arrays = False
     ambiguous_dtypes: frozenset[str] = frozenset()
 
-    def __init__(self, store: Store, path: str):
+    def __init__(self, store: Store, path: str, *, expected: int = 0):
+        """Reads the manifest; for `expected` see `read_file`. Raises `ReplacedError` when there is none."""
         self.path = path
         self._store = store
         name = posixpath.join(path, MANIFEST)
         try:
-            self._manifest_bytes = read_file(store, name)
+            self._manifest_bytes = read_file(store, name, expected=expected)
         except (FileNotFoundError, NotADirectoryError):
             raise ReplacedError(
                 f"{path}: expected a checkpoint, found no {MANIFEST}; was it deleted meanwhile?"
@@ -65,6 +66,7 @@ class Reader:
         self.step = self._manifest.step
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
+        self._is_checked = False  # whether all array files are known to be there
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
         self._opening = threading.RLock()  # a signal handler may read while its thread holds it
@@ -97,21 +99,24 @@ class Reader:
         return manifest.as_utc(self._manifest.created)
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every array file is there in its full size; those that are open are."""
-        missing = [file for number, file in enumerate(self._manifest.files) if number not in self._files]
-        with self._store.glance(self.path) if len(missing) > 1 else contextlib.nullcontext():
-            self._check_present(missing)
+        """Raises `CorruptError` unless every array file is there in its full size: those that are open are."""
+        if self._is_checked:
+            return
+        unopened = [file for number, file in enumerate(self._manifest.files) if number not in self._files]
+        with self._store.glance(self.path) if len(unopened) > 1 else contextlib.nullcontext():
+            for file in unopened:
+                self._check_present(file)
+        self._is_checked = True
 
-    def _check_present(self, files: Sequence[manifest.File]) -> None:
-        for file in files:
-            path = posixpath.join(self.path, file.name)
-            found = self._store.stat(path)
-            if found is not None and found.nbytes == file.size:
-                continue
-            size = self._size_now(file.name)  # what was listed may be older than the manifest
-            if size != file.size:
-                git_lfs.check_all(self._store, path)
-                raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
+    def _check_present(self, file: manifest.File) -> None:
+        path = posixpath.join(self.path, file.name)
+        found = self._store.stat(path)
+        if found is not None and found.nbytes == file.size:
+            return
+        size = self._size_now(file.name)  # what was listed may be older than the manifest
+        if size != file.size:
+            git_lfs.check_all(self._store, path)
+            raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
 
     def _size_now(self, name: str) -> int:
         try:

@@ -11,11 +11,12 @@ from ..buffers import copy
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ChangedError, Found
-from .glance import HEAD_BYTES, Glance
+from .glance import Glance
 from .upload import OBJECT_BYTES
 
 _MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well
 _log = logging.getLogger("treering")
+_HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
 
 
 class _Came(NamedTuple):
@@ -41,7 +42,7 @@ class ObjectBlob:
     ):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        nbytes = min(expected or HEAD_BYTES, OBJECT_BYTES + HEAD_BYTES)
+        nbytes = min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES)
         if into is not None and nbytes == expected:
             head, found = bucket.beginning(key, nbytes, into)
         else:

@@ -94,6 +94,8 @@ class ObjectStore:
         except ReplacedError:
             raise
         except FileNotFoundError:
+            if expected:  # it is known to be an object, or not there
+                raise
             found = self.stat(path)
             if found and found.is_folder:
                 raise CorruptError(f"{path}: expected an object, found names that begin with this one") from None
@@ -104,19 +106,20 @@ class ObjectStore:
     @contextlib.contextmanager
     def glance(self, path: str) -> "Iterator[None]":
         bucket, key = self._find(path)
-        if (seen := self._glance(bucket, key)) and (seen.key == key or seen.is_whole or _is_web(bucket)):
+        if (seen := self._glance(bucket, key)) and (seen.is_whole or seen.key == key or _is_web(bucket)):
             yield
             return
-        most = None if _is_web(bucket) else _GLANCE_OBJECTS
-        before = _glances.set((*_glances.get(), Glance(bucket, key, most)))
+        found = None if _is_web(bucket) else bucket.list_up_to(key, _GLANCE_OBJECTS)
+        before = _glances.set((*_glances.get(), Glance(bucket, key, found)))
         try:
             yield
         finally:
             _glances.reset(before)
 
     def _glance(self, bucket: Bucket, key: str) -> Glance | None:
-        """The innermost glance within which this runs, at a key or at what is around it."""
-        return next((one for one in reversed(_glances.get()) if one.covers(bucket, key)), None)
+        """A glance within which this runs, at a key or at what is around it; one that has listed all, if there is."""
+        covering = [one for one in _glances.get() if one.covers(bucket, key)]
+        return max(covering, key=lambda one: one.is_whole) if covering else None
 
     def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
         seen = self._glance(bucket, key) or bucket
