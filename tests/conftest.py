@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
     """
     cases: dict[tuple[str, bool], list[pytest.Item]] = collections.defaultdict(list)
+    tried = {item for item in items if item.get_closest_marker("whole")}
     for item in items:
         if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
             item.add_marker(pytest.mark.slow)
@@ -51,7 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.elsewhere)
         long = any(item.get_closest_marker(name) for name in ("long", "slow"))
         cases[item.nodeid.partition("[")[0], long].append(item)
-    tried = set[pytest.Item]()
     for (test, long), own in cases.items():
         tried.update(own[n] for n in samples.cases(test, len(own), long=long))
     items[:] = [item for item in items if item in tried]

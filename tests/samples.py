@@ -1,5 +1,5 @@
 """How much is tried of what takes minutes: `make test` takes every seventh point of it, and every fourth case of a test
-that is long and has as many; `make thorough` takes all.
+that is long and has as many, unless it is marked as whole; `make thorough` takes all.
 
 Of what is quick all is tried. Where the same is run again on other releases, every third or fifth case of each test is,
 and as large a part of the examples that are made up.

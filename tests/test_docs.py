@@ -42,6 +42,7 @@ def handlers_of_signals() -> Iterator[None]:
 
 
 @pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,6 +56,7 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
 
 
 @pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()

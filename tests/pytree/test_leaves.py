@@ -101,6 +101,7 @@ def test_every_numpy_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("name", JAX_DTYPES)
 def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
     array = filled(name)
