@@ -77,7 +77,7 @@ class Reader:
         return self._metrics
 
     @functools.cached_property
-    def _metrics(self) -> Mapping[str, float]:
+    def _metrics(self) -> Mapping[str, float]:  # apart, for what is cached could be set, which `Source` forbids
         numbers = validity.metrics(self._manifest.metrics)
         for _, found in metrics.read(self._store, self.path, self.identity):
             if isinstance(found, dict):  # `problems` yields the damaged ones
