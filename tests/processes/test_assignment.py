@@ -342,7 +342,7 @@ class State(NamedTuple):
                     found.append((LocalShard(leaf, box, value.dtype, data.nbytes, copies), data))
         found.sort(key=lambda one: alignment(one[0].nbytes))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
-        catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts)  # type: ignore[arg-type]
+        catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts, [])  # type: ignore[arg-type]
         return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
     def shares(self) -> dict[int, Share]:
@@ -542,7 +542,7 @@ def catalogue_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process
             shardings[n] = sharding
             if any(device.process_index != process for device in sharding.device_set):
                 spread.add(n)
-    return Catalogue(entries, {}, shardings, spread)
+    return Catalogue(entries, {}, shardings, spread, [])
 
 
 def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core.readable import count, nbytes, number, safe
+from .._core.readable import sharding as sharding_text
 from ..errors import NotFoundError
 from .arguments import Subset
 from .leaf import describe_node
@@ -58,7 +59,7 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
     _show_head(ckpt, path)
     from .._core.outline import outline
 
-    tree = outline(ckpt._source.entries, collapse=not everything, about=ckpt._source.sharding)
+    tree = outline(ckpt._source.entries, collapse=not everything, about=lambda entry: sharding_text(ckpt._source.sharding(entry)))
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
     columns = width()
@@ -81,7 +82,7 @@ def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
     if isinstance(entry, ArrayEntry):
         sharding = ckpt._source.sharding(entry)
         about = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
-        return about if sharding is None else {**about, "sharding": sharding}
+        return {**about, "sharding": sharding} if sharding and "mesh" in sharding else about
     return {"type": entry.type, "value": entry.value}
 
 

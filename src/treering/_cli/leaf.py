@@ -29,9 +29,8 @@ def describe_node(ckpt: "Checkpoint", node: "Node") -> str:
     if not isinstance(entry, ArrayEntry):
         value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
         return f"{describe(entry)}{value}"
-    sharding = ckpt._source.sharding(entry)
-    spec = "" if sharding is None else f"  {sharding_text(sharding)}"
-    return f"{safe(describe(entry))}  {nbytes(node.nbytes)}{spec}"
+    spec = sharding_text(ckpt._source.sharding(entry))
+    return f"{safe(describe(entry))}  {nbytes(node.nbytes)}  {spec}".rstrip()
 
 
 def statistics(leaf: Any) -> "Stats | None":
@@ -51,8 +50,7 @@ def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
     if not isinstance(leaf, LazyArray):
         yield safe(shorten(leaf) if isinstance(leaf, int) else repr(leaf))
         return
-    sharding = ckpt._source.sharding(leaf.entry)
-    spec = [sharding_text(sharding)] if sharding else []
+    spec = [text] if (text := sharding_text(leaf.place)) else []
     yield safe(path)
     yield "  ".join([safe(describe(leaf.entry)), nbytes(leaf.nbytes), *spec])
     yield ""

@@ -1,6 +1,7 @@
 """An array that is still in its checkpoint."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import dtypes
@@ -61,7 +62,12 @@ class LazyArray:
     @property
     def sharding(self) -> "jax.sharding.NamedSharding | None":
         """The sharding of the array when it was saved, on a mesh without devices; None when it had none."""
-        return recorded_sharding(self._reader, self._entry)
+        return recorded_sharding(self.place)
+
+    @property
+    def place(self) -> "Mapping[str, Any] | None":
+        """Where the array was when it was saved, as its checkpoint records it."""
+        return self._reader.sharding(self._entry)
 
     def __getitem__(self, index: Any) -> Any:
         """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
@@ -89,9 +95,8 @@ class LazyArray:
         from . import html, readable
         from .describe import describe
 
-        sharding = self._reader.sharding(self._entry)
         about = [("array", describe(self._entry)), ("size", readable.nbytes(self.nbytes))]
-        about += [] if sharding is None else [("sharding", str(sharding))]
+        about += [("sharding", text)] if (text := readable.sharding(self.place)) else []
         return html.page(self._entry.path or "(root)", html.table([*about, ("in", self._reader.path)]))
 
     def __repr__(self) -> str:
@@ -100,16 +105,17 @@ class LazyArray:
         return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
 
 
-def recorded_sharding(reader: Source, entry: ArrayEntry) -> "jax.sharding.NamedSharding | None":
-    """The sharding of an array when it was saved, on a mesh without devices; None where that is not known."""
-    found = reader.sharding(entry)
-    if found is None:
+def recorded_sharding(place: "Mapping[str, Any] | None") -> "jax.sharding.NamedSharding | None":
+    """Returns a recorded sharding, on a mesh without devices, or None if `place` has no mesh."""
+    if place is None:
         return None
-    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+    kinds = {kind.name.lower(): kind for kind in AxisType}
     try:
-        mesh = AbstractMesh(tuple(found["mesh"].values()), tuple(found["mesh"]))
-        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in found["spec"]))
+        types = tuple(kinds[name] for name in place.get("axis_types") or ["auto"] * len(place["mesh"]))
+        mesh = AbstractMesh(tuple(place["mesh"].values()), tuple(place["mesh"]), axis_types=types)
+        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in place["spec"]))
         return NamedSharding(mesh, spec)
     except (KeyError, TypeError, ValueError, AttributeError):  # the file may say anything
         return None

@@ -33,8 +33,7 @@ def page(source: Source) -> str:
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
             return f"{describe(entry)} {shorten(entry.decode())}"
-        sharding = source.sharding(entry)
-        return describe(entry) + ("" if sharding is None else f" {readable.sharding(sharding)}")
+        return f"{describe(entry)} {readable.sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"

@@ -1,6 +1,7 @@
 """Numbers and text from files as people read them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
@@ -45,9 +46,9 @@ def count(many: int, one: str, several: str = "") -> str:
     return f"{many:,} {one if many == 1 else several or one + 's'}"
 
 
-def sharding(found: dict[str, Any]) -> str:
-    """A sharding as people write it: ``P('data', None) on data=8, model=4``; the file may say anything."""
-    spec, mesh = found.get("spec"), found.get("mesh")
+def sharding(place: Mapping[str, Any] | None) -> str:
+    """Formats a recorded sharding as ``P('data', None) on data=8, model=4``. Returns "" if `place` has no mesh."""
+    spec, mesh = (place.get("spec"), place.get("mesh")) if place else (None, None)
     if not isinstance(spec, list) or not isinstance(mesh, dict):
         return ""
     axes = ", ".join(repr(tuple(axis) if isinstance(axis, list) else axis) for axis in spec)

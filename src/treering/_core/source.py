@@ -95,8 +95,12 @@ class Source(Protocol):
         """Raises `CorruptError` unless every file is there in its full size, as far as a quick look shows."""
         ...
 
-    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        """The sharding of an array when it was saved, as JSON; None where that is not known."""
+    def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
+        """Returns where an array was when it was saved, as JSON, or None if that is not recorded.
+
+        `{"mesh": {axis: size}, "spec": [...]}` is a mesh and a `PartitionSpec`. The native format records more; see
+        "Placement" in `docs/format.md`.
+        """
         ...
 
     def can_mmap(self, requested: bool | None) -> bool:
@@ -121,6 +125,28 @@ def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]
     """
     own = getattr(source, "pieces", None)
     return own(entry, box) if own else [(0, whole(entry.shape))]
+
+
+def records_kinds(source: Source) -> bool:
+    """Returns True if a source records the type, dtype and weak type that every leaf had in its job.
+
+    A source has no need to: without an attribute `records_kinds` only a template says what a leaf becomes.
+    """
+    return getattr(source, "records_kinds", False)
+
+
+def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the static values that a source records, by the path of their container and by name."""
+    return getattr(source, "static", {})
+
+
+def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
+    """Returns for each leaf the path of the first leaf that was the same array object when it was saved.
+
+    A source has no need to know: without a method `origin` every leaf is its own.
+    """
+    origin = getattr(source, "origin", None)
+    return [origin(path) for path in paths] if origin else paths
 
 
 ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree

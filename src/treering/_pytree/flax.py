@@ -3,8 +3,8 @@
 import contextlib
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 _MOST = 16  # structures that are remembered
 _plain: dict[Any, bool] = {}  # treedefs of trees without graph objects: whether they have Variables, all with contents
@@ -34,34 +34,46 @@ def plain(tree: Any) -> Any:
         graph = any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(tree))
     except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
         return tree
-    return split(tree)[0] if graph else tree
+    return split(tree).tree if graph else tree
 
 
-def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+class Split(NamedTuple):
+    """A tree without NNX graph objects, and the function that puts them back into a tree of the same structure.
+
+    `outer` is the structure of the tree that has the graph objects as leaves, and `objects` has them by their number.
+    """
+
+    tree: Any
+    join: Callable[[Any], Any]
+    outer: Any = None
+    objects: Mapping[int, Any] = {}
+
+
+def split(tree: Any) -> Split:
     """Replaces every NNX graph object by its state, in which a shared Variable stands once.
 
-    Returns the new tree and the function that turns a restored tree of the same structure back into graph
-    objects. All objects are split together, so what they share with each other, and with Variables that lie
-    in the tree by themselves, stays shared as well.
+    All objects are split together, so what they share with each other, and with Variables that lie in the tree by
+    themselves, stays shared as well.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return tree, lambda restored: restored
+        return Split(tree, _unchanged)
     import jax
 
     kinds = nnx.Pytree, nnx.Variable
     if _is_known_plain(tree, kinds):
-        return tree, lambda restored: restored
+        return Split(tree, _unchanged)
     try:
         leaves, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
     except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
-        return tree, lambda restored: restored
+        return Split(tree, _unchanged)
     objects = [i for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Pytree)]
     variables = [i for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Variable)]
     if not objects and len({id(leaves[i]) for i in variables}) == len(variables):
         _remember_plain(tree, [leaves[i] for i in variables])
-        return tree, lambda restored: restored
+        return Split(tree, _unchanged)
     at = objects + variables  # in this order, so that what both hold keeps the object's path
+    graph = {i: leaves[i] for i in objects}
     graphdef, state = nnx.split([leaves[i] for i in at])
     for n, i in enumerate(at):
         found = state.get(n, {})
@@ -74,7 +86,11 @@ def split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
             new[i] = merged[n]
         return outer.unflatten(new)
 
-    return outer.unflatten(leaves), join
+    return Split(outer.unflatten(leaves), join, outer, graph)
+
+
+def _unchanged(restored: Any) -> Any:
+    return restored
 
 
 def _remember_plain(tree: Any, variables: list[Any]) -> None:

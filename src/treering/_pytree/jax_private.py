@@ -31,6 +31,16 @@ def put_shards() -> Callable[..., Any] | None:
     return None
 
 
+def placed_aval(aval: Any, sharding: Any) -> Any:
+    """Returns the type of an array that has a sharding: explicit mesh axes and the memory space are part of it."""
+    with contextlib.suppress(ImportError):
+        from jax._src import core
+
+        if update := getattr(core, "update_aval_with_sharding", None):
+            return update(aval, sharding)
+    return aval
+
+
 def flatten_one_level() -> Callable[[Any], Any] | None:
     """The function that flattens one level of a pytree with keys."""
     import jax

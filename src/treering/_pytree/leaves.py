@@ -19,7 +19,7 @@ from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.lazy import LazyArray
 from .._core.values import encode
 from ..errors import UnsupportedError
-from . import iterators
+from . import iterators, placements
 from .devices import fetched, on_host
 
 _FUNCTIONS = (
@@ -59,12 +59,15 @@ class Catalogue(NamedTuple):
 
     `tied` maps a leaf to the earlier one that is the same array object, and `shardings` maps the leaves that are spread
     over devices to their shardings; `global_leaves` are those of which this process has a part only, or nothing.
+    `places` has the place of every JAX array as JSON (see `placements.describe`), and None for other leaves.
     """
 
     entries: Sequence[Entry]
     tied: Mapping[int, int]
     shardings: Mapping[int, jax.sharding.Sharding]
     global_leaves: Collection[int]
+    places: Sequence[Mapping[str, Any] | None]
+    static: Mapping[str, Mapping[str, Any]] = {}  # see `walk.Walk`
 
 
 class Described(NamedTuple):
@@ -86,6 +89,7 @@ class _Found(NamedTuple):
     tied: dict[int, int]
     shardings: dict[int, jax.sharding.Sharding]
     global_leaves: set[int]
+    places: list[Mapping[str, Any] | None]
     shards: list[LocalShard]
     data: list[Any]
 
@@ -104,7 +108,7 @@ def describe(
     `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else dtypes.asked(dtype)
-    found = _Found([], {}, {}, set(), [], [])
+    found = _Found([], {}, {}, set(), [None] * len(leaves), [], [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
@@ -120,6 +124,7 @@ def describe(
                 found.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
                 found.tied[n] = first_use[id(leaf)]
+                found.places[n] = found.places[found.tied[n]]
                 found.entries.append(found.entries[found.tied[n]].at(path))
             else:
                 if kind in ("numpy", "numpy-scalar"):
@@ -137,7 +142,7 @@ def describe(
         raise UnsupportedError("\n".join([count, *problems]))
     order = sorted(range(len(found.shards)), key=lambda n: _misalignment(found.shards[n]))
     shards = tuple(found.shards[n] for n in order)
-    return Described(Catalogue(*found[:4]), shards, [found.data[n] for n in order])
+    return Described(Catalogue(*found[:5]), shards, [found.data[n] for n in order])
 
 
 def value_entry(path: str, leaf: Any) -> ValueEntry:
@@ -181,6 +186,7 @@ def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool
     entry = array.entry
     stored, text, _ = _storage(array.dtype, None if entry.type == "key" else cast)
     leaf = len(found.entries)
+    found.places[leaf] = array.place
     found.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
     box = whole(array.shape)
     for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
@@ -200,6 +206,13 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
+    if unreduced := getattr(getattr(array.sharding, "spec", None), "unreduced", None):
+        axes = ", ".join(sorted(map(str, unreduced)))
+        raise UnsupportedError(
+            f"an array with partial sums over the mesh axes {axes} (an unreduced sharding); reduce it first, for example "
+            "with jax.reshard to a PartitionSpec without unreduced="
+        )
+    found.places[len(found.entries)] = placements.describe(array)
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself

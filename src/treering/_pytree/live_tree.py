@@ -27,6 +27,7 @@ class LiveTree:
     nbytes, step, metadata, created = 0, None, None, None
     positional = False
     numbers_are_arrays = False
+    records_kinds = True
     ambiguous_dtypes: frozenset[str] = frozenset()
     identity = ""
 
@@ -35,7 +36,7 @@ class LiveTree:
         catalogue, shards, _ = described
         self.metrics: Mapping[str, float] = {}
         self.entries: Mapping[str, Entry] = {entry.path: entry for entry in catalogue.entries}
-        self.catalogue, self.shards = catalogue, shards
+        self.catalogue, self.shards, self.static = catalogue, shards, catalogue.static
         self._staging: Staging | None = None
         self._leaf = {entry.path: catalogue.tied.get(n, n) for n, entry in enumerate(catalogue.entries)}
         self._by_leaf: dict[int, list[int]] = {}
@@ -61,8 +62,12 @@ class LiveTree:
 
     def check_present(self) -> None: ...
 
-    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        return None
+    def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
+        return self.catalogue.places[self._leaf[entry.path]]
+
+    def origin(self, path: str) -> str:
+        """Returns the path of the first leaf that is the same array object as a leaf."""
+        return self.catalogue.entries[self._leaf[path]].path
 
     def can_mmap(self, requested: bool | None) -> bool:
         return True

@@ -25,6 +25,7 @@ class _Known(NamedTuple):
     types: list[type]
     avals: list[Any]
     shardings: list[Any]
+    committed: list[bool]
     values: list[int]
     order: list[int] | None
     apart: Mapping[int, Mapping[Box, int]]
@@ -62,6 +63,8 @@ def _again(known: _Known, leaves: Sequence[Any]) -> Described | None:
         return None
     arrays = _arrays(leaves, known.values)
     if [array.aval for array in arrays] != known.avals or [array.sharding for array in arrays] != known.shardings:
+        return None
+    if [array.committed for array in arrays] != known.committed:
         return None
     catalogue, tied = known.catalogue, known.catalogue.tied
     if any(leaves[n] is not leaves[first] for n, first in tied.items()):
@@ -101,6 +104,7 @@ def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[An
         list(map(type, leaves)),
         [array.aval for array in arrays],
         [array.sharding for array in arrays],
+        [array.committed for array in arrays],
         values,
         None if order == list(range(len(leaves))) else order,
         apart,

@@ -7,14 +7,16 @@ from .._core.leaf_paths import join, key_text, key_texts
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
 from .._threads.reentry import calls_back
 from ..errors import UnsupportedError
-from . import flax, jax_private
+from . import flax, jax_private, static
+from .static import Static
 
 
 class Walk(NamedTuple):
     """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
 
     `boxes` are those that do not show in the paths, by the path of their contents, from the outside in: the kind of
-    each, and its name for its child. `structure` is JAX's treedef for these leaves, None where it has others.
+    each, and its name for its child. `structure` is JAX's treedef for these leaves, None where it has others. `static`
+    has what dataclasses hold beside their leaves; see `static`.
     """
 
     paths: Sequence[str]
@@ -22,6 +24,7 @@ class Walk(NamedTuple):
     skeleton: Skeleton
     boxes: Mapping[str, Sequence[tuple[str, str]]]
     structure: Any = None
+    static: Static = {}
 
 
 class _Names(NamedTuple):
@@ -35,6 +38,7 @@ class _Names(NamedTuple):
     boxes: Mapping[str, Sequence[tuple[str, str]]]
     nones: frozenset[int]
     text: str | None
+    static: Static
 
 
 _MOST = 4  # structures that are remembered
@@ -67,14 +71,26 @@ def walk(tree: Any) -> Walk:
             raise UnsupportedError("a container of this tree flattens differently with and without key paths")
         only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
         text = None if only_text else str(treedef)
-        names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text)
+        names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text, walked.static)
         known = dict(_known)
         known.pop(treedef, None)  # or an equal one would stay as the key
         _known = {**dict(list(known.items())[1 - _MOST :]), treedef: names}
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
-    return Walk(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef)
+    return Walk(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef, names.static)
+
+
+def walk_split(split: flax.Split) -> Walk:
+    """Flattens a tree whose NNX graph objects were replaced by their states, with their static attributes."""
+    walked = walk(split.tree)
+    if not split.objects:
+        return walked
+    marks = [object() for _ in range(split.outer.num_leaves)]
+    outer = walk(split.outer.unflatten(marks))
+    at = {id(leaf): path for path, leaf in zip(outer.paths, outer.leaves, strict=True)}
+    graph = static.of_graph({at[id(marks[number])]: node for number, node in split.objects.items()})
+    return walked._replace(static={**walked.static, **graph})
 
 
 @calls_back
@@ -87,6 +103,7 @@ def _walk(tree: Any) -> Walk:
     paths: list[str] = []
     leaves: list[Any] = []
     skeleton: list[Node | int] = []
+    found: dict[str, Mapping[str, Any]] = {}
     problems: list[str] = []
     stack: list[tuple[str, Any, bool]] = [("", tree, True)]
     while stack:
@@ -108,6 +125,8 @@ def _walk(tree: Any) -> Walk:
             if not isinstance(node.keys, int) and len(set(node.children())) != len(pairs):
                 raise UnsupportedError(f"two children of this {type(value).__name__} have one key: {node.keys!r:.200}")
             skeleton.append(node)
+            if fields := static.of_node(value, names):
+                found[path] = fields
             for (_, child), name in zip(reversed(pairs), reversed(names), strict=True):
                 stack.append((join(path, name, root=root), child, False))
         except UnsupportedError as error:
@@ -120,7 +139,7 @@ def _walk(tree: Any) -> Walk:
         problems += [f"  {path or '(root)'}: two leaves have this path; rename one of them" for path in sorted(twice)]
     if problems:
         raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
-    return Walk(paths, leaves, skeleton, boxes)
+    return Walk(paths, leaves, skeleton, boxes, static=found)
 
 
 def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:

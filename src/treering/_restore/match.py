@@ -16,6 +16,7 @@ from .._pytree import box_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from ..errors import Difference, MismatchError
+from .saved_kinds import saved_target
 from .targets import Differs, Target, check_width, missing_target, target_of
 
 _log = logging.getLogger("treering")
@@ -31,6 +32,7 @@ class Policy:
     dtype: Any = None
     at: str = ""  # what the caller gave, for the arguments that an error suggests
     rules: bool = False  # whether the caller gave some
+    kinds: Literal["template", "saved"] = "template"  # what decides the type and dtype of a leaf
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
@@ -152,7 +154,8 @@ def _compare(
             else:
                 assert entry is not None
                 found = True
-                targets.append(target_of(path, leaf, entry, policy.dtype, numbers_are_arrays))
+                make = saved_target if policy.kinds == "saved" else target_of
+                targets.append(make(path, leaf, entry, policy.dtype, numbers_are_arrays))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
         except Differs as difference:

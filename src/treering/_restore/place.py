@@ -1,8 +1,7 @@
 """Makes JAX arrays of host arrays: chooses the sharding of each, and transfers them in one batch."""
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,49 +11,62 @@ from jax import core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._core.boxes import Box, box_of, whole
-from .._core.entries import ArrayEntry, Entry
-from .._core.lazy import recorded_sharding
-from .._core.source import Source
 from .._pytree import flax, jax_private
 from .._pytree.walk import flatten
 from ..errors import MismatchError
 
 Where = Sharding | None  # None: the default device, uncommitted
 IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
-_UNCOMMITTED = object()
+UNCOMMITTED = object()  # a wish for the default device
 
 
 def resolve(
     wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Callable[[], Sequence[Any]]
 ) -> list[Where]:
-    """The sharding of every leaf.
+    """Returns the place of every leaf.
 
-    `wish` is what the caller passed: None (the template's own), one sharding or `PartitionSpec`, a function
-    of (path, shape, dtype), or a pytree of such that is a prefix of the template. `arrays` gives shaped things, and
-    None for leaves that are no arrays.
+    wish: what the caller passed; see `wishes`.
+    arrays: gives shaped things, and None for leaves that are no arrays.
     """
-    mesh = _ambient_mesh()
+    return concrete(wishes(wish, template, paths, leaves, arrays), paths, arrays)
+
+
+def wishes(
+    wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Callable[[], Sequence[Any]]
+) -> list[Any]:
+    """Returns for every leaf the sharding or `PartitionSpec` that is wished for, or None.
+
+    wish: None (the template's own), one sharding or `PartitionSpec`, a function of (path, shape, dtype), or a pytree of
+        such that is a prefix of the template.
+    """
     if wish is None:
-        boxed = (flax.partitioning(template) if mesh else None) or [None] * len(leaves)
-        wishes = [
+        boxed = (flax.partitioning(template) if ambient_mesh() else None) or [None] * len(leaves)
+        return [
             (leaf.sharding if type(leaf) is jax.ShapeDtypeStruct else _own(leaf)) or spec
             for leaf, spec in zip(leaves, boxed, strict=True)
         ]
-    elif isinstance(wish, Sharding | PartitionSpec):
-        wishes = [wish] * len(leaves)
-    elif callable(wish):
-        wishes = [None if a is None else wish(p, a.shape, a.dtype) for p, a in zip(paths, arrays(), strict=True)]
-    else:
-        is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
-        try:
-            spread = jax.tree.map(lambda s, part: [s] * len(flatten(part)[0]), wish, template, is_leaf=is_leaf)
-            wishes = jax.tree.leaves(spread, is_leaf=is_leaf)
-        except (ValueError, TypeError) as error:
-            raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
+    if isinstance(wish, Sharding | PartitionSpec):
+        return [wish] * len(leaves)
+    if callable(wish):
+        return [None if a is None else wish(p, a.shape, a.dtype) for p, a in zip(paths, arrays(), strict=True)]
+    is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
+    try:
+        spread = jax.tree.map(lambda s, part: [s] * len(flatten(part)[0]), wish, template, is_leaf=is_leaf)
+        return jax.tree.leaves(spread, is_leaf=is_leaf)
+    except (ValueError, TypeError) as error:
+        raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
+
+
+def concrete(wished: Sequence[Any], paths: Sequence[str], arrays: Callable[[], Sequence[Any]]) -> list[Where]:
+    """Returns the places that are wished for, on real devices; without a wish the mesh that is set, if any.
+
+    Raises `MismatchError` for what is no place, and for arrays that cannot be spread as wished.
+    """
+    mesh = ambient_mesh()
     known: dict[Where, Where] = {}  # so that equal ones are one, though JAX makes one for each array
     meant: dict[Any, Where] = {}  # by shardings that were wished for
     places: list[Where] = []
-    for one, path in zip(wishes, paths, strict=True):
+    for one, path in zip(wished, paths, strict=True):
         if one is None and mesh is None:
             places.append(None)
             continue
@@ -68,44 +80,6 @@ def resolve(
     if any(isinstance(place, NamedSharding) for place in known):
         _check_shapes(places, paths, arrays())
     return places
-
-
-def as_saved(reader: Source, entries: Mapping[str, Entry], name: str) -> Callable[[str, Any, Any], Any]:
-    """The recorded sharding of each leaf, as `resolve` takes it: on the mesh that is set, or on one like the recorded.
-
-    Leaves without a recorded one go where they would without a wish. Raises `MismatchError` where no leaf has one.
-    """
-    found: dict[str, NamedSharding] = {}
-    for path, entry in entries.items():
-        if isinstance(entry, ArrayEntry) and (recorded := recorded_sharding(reader, entry)):
-            axes = len(entry.shape) - (entry.type == "key")  # of which the data has one more
-            found[path] = NamedSharding(recorded.mesh, PartitionSpec(*recorded.spec[:axes]))
-    if not found:
-        raise MismatchError(
-            f"{name}: sharding='saved': expected arrays of which the sharding is recorded, found none; pass shardings"
-        )
-    ambient = _ambient_mesh()
-
-    def where(path: str, shape: Any, dtype: Any) -> Any:
-        recorded = found.get(path)
-        return None if recorded is None else recorded.spec if ambient else _on_devices(recorded, name)
-
-    return where
-
-
-@functools.lru_cache(maxsize=64)
-def _on_devices(recorded: NamedSharding, name: str) -> NamedSharding:
-    """The sharding on a mesh of the devices of this job. Raises `MismatchError` when they are too few."""
-    axes = dict(recorded.mesh.shape)
-    count, there = math.prod(axes.values()), jax.device_count()
-    if count > there:
-        raise MismatchError(
-            f"{name}: sharding='saved': expected {count} devices, for a mesh of {axes}, found {there}; set another "
-            "mesh with these axes by jax.set_mesh, or pass shardings"
-        )
-    types = (jax.sharding.AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=jax.devices()[:count])
-    return NamedSharding(mesh, recorded.spec)
 
 
 def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -126,11 +100,12 @@ def _own(leaf: Any) -> Any:
     if type(leaf) is np.ndarray:  # first, for asking whether it is one of JAX's takes long
         return None
     if isinstance(leaf, jax.Array) and not leaf.committed:
-        return _UNCOMMITTED
+        return UNCOMMITTED
     return getattr(leaf, "sharding", None)
 
 
-def _ambient_mesh() -> Any:
+def ambient_mesh() -> Any:
+    """Returns the mesh that `jax.set_mesh` has set, or None."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # within a trace, such as that of an `init` which itself restores something
@@ -140,7 +115,7 @@ def _ambient_mesh() -> Any:
 
 def _concrete(wish: Any, mesh: Any, path: str) -> Where:
     """A sharding on real devices: specs and abstract meshes are taken to the mesh that is set."""
-    if wish is _UNCOMMITTED:
+    if wish is UNCOMMITTED:
         return None
     if wish is None:
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -208,13 +183,14 @@ def _put_quickly(items: Sequence[Item], put_shards: Callable[..., jax.Array]) ->
     free = jax.device_put(np.zeros(0, np.int8)).sharding
     out: list[jax.Array] = []
     last, device = free, one_device(free)
-    alike, aval = items[0], _aval(items[0].shape, items[0].dtype, items[0].weak)
+    alike, aval = items[0], _aval(items[0].shape, items[0].dtype, items[0].weak, free)
     for item in items:  # of which thousands may be alike and go to one device
         where = free if item.where is None else item.where
-        if where is not last:
+        moved = where is not last
+        if moved:
             last, device = where, one_device(where)
-        if item.shape != alike.shape or item.dtype is not alike.dtype or item.weak != alike.weak:
-            alike, aval = item, _aval(item.shape, item.dtype, item.weak)
+        if moved or item.shape != alike.shape or item.dtype is not alike.dtype or item.weak != alike.weak:
+            alike, aval = item, _aval(item.shape, item.dtype, item.weak, where)
         shards, devices = (item.arrays, [device]) if device else _shards(item, where)
         out.append(put_shards(aval, where, shards, devices, item.where is not None))
     return out
@@ -250,12 +226,12 @@ def _shards(item: Item, where: Sharding) -> tuple[list[np.ndarray], list[Any]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool) -> Any:
-    return core.ShapedArray(shape, dtype, weak_type=weak)
+def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool, where: Sharding) -> Any:
+    return jax_private.placed_aval(core.ShapedArray(shape, dtype, weak_type=weak), where)
 
 
 def _weaken(array: jax.Array) -> jax.Array:
     """An array, given a weak type, for which JAX has no public way either."""
     shards = [shard.data for shard in array.addressable_shards]
     make: Any = type(array)
-    return make(_aval(array.shape, array.dtype, True), array.sharding, shards, committed=array.committed)
+    return make(_aval(array.shape, array.dtype, True, array.sharding), array.sharding, shards, committed=array.committed)

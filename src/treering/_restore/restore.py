@@ -1,5 +1,6 @@
 """Restoring: match, read, place, and the tree again."""
 
+import dataclasses
 import functools
 import logging
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from .._core import dtypes
@@ -14,21 +16,22 @@ from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import below, few
 from .._core.part import name_of, whole_of
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
-from .._core.source import Source
+from .._core.source import Source, origins, records_kinds, static_values
 from .._core.views import View
 from .._processes import progress_bar as _progress
 from .._processes.calls import Call
-from .._pytree import box_levels, devices, flax, iterators, walk
+from .._pytree import box_levels, devices, flax, iterators, static, walk
 from .._pytree.leaves import is_function
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError
-from . import match, positional, shared_reads
+from . import match, positional, saved_kinds, saved_places, shared_reads
 from . import place as _place
 from .groups import Group, entry_of, in_groups, on_host
+from .initial import Initial
 from .match import Policy
 from .place import Where
-from .targets import Target
+from .targets import Target, check_width
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
@@ -38,7 +41,11 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 
 
 class _Plan(NamedTuple):
-    """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for."""
+    """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for.
+
+    `layouts` has the layouts of arrays that are not row-major. `aliases` maps a leaf to the earlier one that is the
+    same array object.
+    """
 
     source: Source
     entries: Mapping[str, Entry]
@@ -47,6 +54,8 @@ class _Plan(NamedTuple):
     places: Sequence[Where]
     asked: Callable[[], Sequence[str]]
     build: Callable[[list[Any]], Any]
+    layouts: Mapping[int, tuple[int, ...]] = {}
+    aliases: Mapping[int, int] = {}
 
 
 @devices.explicit()
@@ -66,7 +75,7 @@ def restore(
     """The tree of a source in the shape of `like`, or as nested containers when that is None.
 
     In this order: match the leaves, read and place them, unflatten. With a `call`, all processes of the job do this
-    together.
+    together. With an `Initial` as `like`, a job is resumed: every leaf gets the kind and the place that were saved.
     """
     begun = time.perf_counter()
     if read not in (None, "each", "once"):
@@ -95,17 +104,22 @@ def _plan_without_template(source: Source, policy: Policy, name: str, sharding: 
     entries, skeleton = source.entries, source.skeleton
     as_saved = isinstance(sharding, str)
     to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
-    targets = match.untemplated(list(entries.values()), policy, to_jax, name)
-    sharding = _place.as_saved(source, entries, name) if as_saved else sharding
-    places = _untemplated_places(sharding, entries, skeleton)
-    paths = list(entries)
+    listed, paths = list(entries.values()), list(entries)
+    targets = match.untemplated(listed, policy, to_jax, name)
+    layouts: Mapping[int, tuple[int, ...]] = {}
+    if as_saved:
+        saved = saved_places.saved_places(source, listed, targets, exactly=False)
+        saved_places.check(saved, source, paths, targets, name)
+        places, layouts = _place.concrete(saved.wishes, paths, lambda: [_shaped(t) for t in targets]), saved.layouts
+    else:
+        places = _untemplated_places(sharding, entries, skeleton)
     build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree)
+    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree, layouts)
 
 
 def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
-    template, join = flax.split(like)
-    walked = walk.walk(template)
+    split = like.split if isinstance(like, Initial) else flax.split(like)
+    template, join, walked = split.tree, split.join, walk.walk_split(split)
     skeleton = source.skeleton
     if source.positional:
         source = positional.named(source, walked, name)
@@ -116,20 +130,103 @@ def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, shar
         entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
         skeleton = [Node("dict", "", [level]), *skeleton]
     as_written, entries = entries, box_levels.named(walked, entries)
-    sharding = _place.as_saved(source, entries, name) if isinstance(sharding, str) else sharding
+    initial = like if isinstance(like, Initial) else None
+    if initial and records_kinds(source):
+        policy = dataclasses.replace(policy, kinds="saved")
     targets = match.match(
         walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
     )
-    places = _place.resolve(sharding, template, walked.paths, walked.leaves, lambda: [_shaped(t) for t in targets])
-    return _Plan(
+    plan = _Plan(
         whole_of(source),
         entries,
         walked.paths,
         targets,
-        places,
+        [],
         lambda: [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)],
         lambda values: join(walk.rebuilt(template, values, walked.structure)),
     )
+    _log_static(source, walked, name, resumed=initial is not None)
+    if initial and policy.kinds == "saved":
+        saved_kinds.log_changes(name, walked.paths, walked.leaves, targets)
+        plan = _with_aliases(plan)
+    return _with_places(plan, walked, template, sharding, initial, name)
+
+
+def _with_places(
+    plan: _Plan, walked: walk.Walk, template: Any, sharding: Any, initial: Initial | None, name: str
+) -> _Plan:
+    """Returns the plan with the place of each leaf: what `sharding` says, else what was saved, else the template's."""
+    paths, leaves, targets = walked.paths, walked.leaves, plan.targets
+    entries = [plan.entries.get(path) for path in paths]
+    arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
+    as_saved = isinstance(sharding, str)
+    layouts: dict[int, tuple[int, ...]] = {}
+    wished = [None] * len(paths) if as_saved or sharding is None else _place.wishes(
+        sharding, template, paths, leaves, lambda: [_on_request(target) for target in targets]
+    )  # fmt: skip
+    if as_saved or initial:
+        saved = saved_places.saved_places(plan.source, entries, targets, exactly=not as_saved)
+        if as_saved:
+            saved_places.check(saved, plan.source, paths, targets, name)
+        layouts.update(saved.layouts)
+        rest = _place.wishes(None, template, paths, leaves, arrays)
+        if initial and not as_saved:
+            saved_places.log_moves(name, paths, saved, rest)
+            rest = saved_places.resumed(saved, rest, wished, paths, targets, initial, name)
+        else:
+            rest = [own if one is None else one for one, own in zip(saved.wishes, rest, strict=True)]
+        wished = [other if wish is None else wish for wish, other in zip(wished, rest, strict=True)]
+    elif sharding is None:
+        wished = _place.wishes(None, template, paths, leaves, arrays)
+        layouts.update(saved_places.template_layouts(leaves))
+        saved_places.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
+    else:
+        plan = plan._replace(targets=[_moved(*one) for one in zip(targets, wished, strict=True)])
+    return plan._replace(places=_place.concrete(wished, paths, arrays), layouts=layouts)
+
+
+def _moved(target: Target, wish: Any) -> Target:
+    """Returns a target in JAX for a NumPy leaf of the template that `sharding` places."""
+    if wish is None or target.make not in ("numpy", "numpy-scalar") or target.entry is None:
+        return target
+    check_width(target.dtype, target.entry)
+    return msgspec.structs.replace(target, make="jax")
+
+
+def _on_request(target: Target) -> Any:
+    """Returns the shape and dtype of an array for a function that is passed as `sharding`, or None."""
+    if target.make in ("numpy", "numpy-scalar") and target.entry is not None:
+        return _shape_and_dtype(target.entry.shape, target.dtype)
+    return _shaped(target)
+
+
+def _with_aliases(plan: _Plan) -> _Plan:
+    """Returns the plan with one array for all leaves that were one JAX array when they were saved."""
+    if isinstance(plan.source, View):
+        return plan
+    arrays = [n for n, target in enumerate(plan.targets) if target.make in _place.IN_JAX and target.entry is not None]
+    first: dict[Any, int] = {}
+    aliases: dict[int, int] = {}
+    targets = list(plan.targets)
+    names = origins(plan.source, [entry_of(targets[n]).path for n in arrays])
+    for n, name in zip(arrays, names, strict=True):
+        other = first.setdefault((name, targets[n].make, targets[n].dtype, targets[n].weak), n)
+        if other != n:
+            aliases[n] = other
+            targets[n] = Target("value")
+    return plan._replace(targets=targets, aliases=aliases) if aliases else plan
+
+
+def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) -> None:
+    if found := static.differences(static_values(source), walked.static):
+        _log.log(
+            logging.WARNING if resumed else logging.INFO,
+            "%s: %d static values differ from those of the job that saved: %s; the program's are kept, because static "
+            "values are a part of it. Keep what changes during training in an array or a Variable",
+            name,
+            len(found),
+            few(tuple(found)),
+        )
 
 
 def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[Any]:
@@ -137,12 +234,17 @@ def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[
     for path, target in zip(plan.paths, plan.targets, strict=True):
         if target.state:  # in place, and so only now that everything else is there
             iterators.put_back(path, target.value, *target.state)
-    if not moved:
-        return values
-    return [
-        jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
-        for value, target, place in zip(values, plan.targets, plan.places, strict=True)
-    ]
+    if moved:
+        values = [
+            jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
+            for value, target, place in zip(values, plan.targets, plan.places, strict=True)
+        ]
+    for n, layout in plan.layouts.items():
+        if isinstance(values[n], jax.Array):
+            values[n] = saved_places.laid_out(values[n], layout)
+    for n, first in plan.aliases.items():
+        values[n] = values[first]
+    return values
 
 
 def _asks(leaf: Any) -> bool:

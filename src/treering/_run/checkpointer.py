@@ -524,16 +524,15 @@ class Checkpointer:
             found = call.broadcast(lambda: resume.has_begun(self._directory))
             call.close()
         if found:
-            tree = self.restore(initial.abstract(init), fallback=fallback, sharding=sharding, **options)
+            template: Any = initial.Initial(init)
+            tree = self.restore(template, fallback=fallback, sharding=sharding, **options)
             assert self._restored is not None
             return tree, self._restored
         _log.info("%s: there is no step, so the run begins with init()", self._root)
         resume.check(options)  # in the first job, not only when there is something to restore
-        if sharding is None or (isinstance(sharding, str) and sharding == "saved"):  # nothing is saved yet
-            state = init()
-            initial.check(init, state)
-            return state, 0
-        return initial.sharded(init, sharding), 0
+        if isinstance(sharding, str) and sharding == "saved":  # nothing is saved yet
+            sharding = None
+        return initial.first(init, sharding), 0
 
     # Managing
 

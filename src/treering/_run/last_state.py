@@ -117,7 +117,7 @@ def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | Non
         metadata = None
         left_out.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
-    leaves, structure = jax.tree.flatten(flax.split(tree)[0])
+    leaves, structure = jax.tree.flatten(flax.split(tree).tree)
     copies: dict[int, Any] = {}
     return _Noted(step, options, pending, left_out, [_held(leaf, copies) for leaf in leaves], structure.unflatten)
 

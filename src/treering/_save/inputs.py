@@ -58,7 +58,7 @@ def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
         guessed += [f"{at}/{path}" if path else at for path in unsure]
         source, entries = whole_of(leaf._source), leaf._source.entries
         leaves += [LazyArray(source, e) if isinstance(e := entries[path], ArrayEntry) else e for path in own]
-    return walk.Walk(paths, leaves, skeleton, walked.boxes), tuple(guessed)
+    return walk.Walk(paths, leaves, skeleton, walked.boxes, static=walked.static), tuple(guessed)
 
 
 def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
@@ -151,7 +151,8 @@ def described(
                 nbytes = math.prod(box_shape(part)) * dtype.itemsize
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
-    catalogue = Catalogue(entries, {}, shardings, spread)
+    places = [view.sharding(entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
+    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static)
     return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
 
 

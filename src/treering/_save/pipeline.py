@@ -74,6 +74,8 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
             detach=options.background,
             alone=not coordinator.several(),
         )
+        if walked.static:
+            described = described._replace(catalogue=described.catalogue._replace(static=walked.static))
         target = _with_ceiling(target, described.shards)
         if call.count == 1:
             _check_whole(described)
@@ -278,7 +280,7 @@ def _write_native(
 
 
 def _walk(tree: Any, format: Format) -> walk.Walk:
-    return walk.walk(flax.plain(tree) if "variable" in format.boxes else flax.split(tree)[0])
+    return walk.walk(flax.plain(tree)) if "variable" in format.boxes else walk.walk_split(flax.split(tree))
 
 
 @alone  # a function of a rule that saved in the middle of it would wait for this save

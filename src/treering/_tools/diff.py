@@ -119,7 +119,7 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
-    walked, _ = inputs.grafted(walk.walk(flax.split(source)[0]))
+    walked, _ = inputs.grafted(walk.walk(flax.split(source).tree))
     entries = leaves.describe(walked.paths, walked.leaves)[0].entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
 

@@ -14,6 +14,7 @@ from ..._core.lazy import LazyArray
 from ..._core.leaf_paths import matches
 from ..._core.outline import Node, outline
 from ..._core.readable import count, nbytes, safe
+from ..._core.readable import sharding as sharding_text
 from ..._processes.progress_bar import bar
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
@@ -148,7 +149,7 @@ def _number(value: float | None) -> float | str | None:
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     """The tree by size. What is too small to be seen is one part of what is around it."""
-    root = outline(ckpt._source.entries, about=ckpt._source.sharding)
+    root = outline(ckpt._source.entries, about=lambda entry: sharding_text(ckpt._source.sharding(entry)))
     total = sum(node.nbytes for node in root.children)
 
     def part(node: Node, times: int) -> dict[str, Any]:

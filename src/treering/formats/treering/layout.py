@@ -13,7 +13,7 @@ from ..._processes.assignment import Piece, Share
 from ..._pytree.leaves import Catalogue
 from ...stores.buffers import PAGE
 from ..safetensors.header import MAX_HEADER, Tensor, encode_header
-from .manifest import BLOCK, ArrayRow, Layout, piece_key
+from .manifest import BLOCK, ArrayRow, Layout, Placement, piece_key
 
 _DIGITS = 16
 _PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
@@ -194,3 +194,18 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         where = catalogue.entries[catalogue.tied[n]].path if n in catalogue.tied else place(n, entry.shape)
         out.leaves.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
     return out
+
+
+def placement(catalogue: Catalogue) -> Placement | None:
+    """Returns the manifest's record of where the arrays were, or None if no array has a place."""
+    numbers: dict[int, int] = {}
+    places: list[dict[str, Any]] = []
+    runs: list[tuple[int, int]] = []
+    for place, run in itertools.groupby(catalogue.places, key=id):
+        first = next(run)
+        if first is not None and place not in numbers:
+            numbers[place] = places.index(first) if first in places else len(places)
+            if numbers[place] == len(places):
+                places.append(dict(first))
+        runs.append((1 + sum(1 for _ in run), numbers.get(place, -1)))
+    return Placement(places, runs) if places else None

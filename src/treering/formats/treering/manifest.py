@@ -1,7 +1,7 @@
 """The manifest of format version 1: ``treering.json``. `docs/format.md` specifies it."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -48,6 +48,21 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     sharding: dict[str, Any] | None = None
 
 
+class Placement(msgspec.Struct, frozen=True):
+    """Where the arrays were. `leaves` are runs of leaves in tree order: how many, and the number of their place.
+
+    The number is -1 for leaves without a place.
+    """
+
+    places: list[dict[str, Any]]
+    leaves: list[tuple[int, int]]
+
+    def by_leaf(self) -> list[dict[str, Any] | None]:
+        """Returns the place of every leaf."""
+        places = [*self.places, None]
+        return [places[number] for count, number in self.leaves for _ in range(count)]
+
+
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """An array file: its size, and the size and checksum of everything before the tensors.
 
@@ -78,6 +93,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     files: list[File]
     layouts: list[Layout] = []
     holders: list[tuple[tuple[int, ...], ...]] = []
+    placement: Placement | None = None
+    static: Mapping[str, Mapping[str, Any]] = {}
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 

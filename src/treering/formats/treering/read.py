@@ -45,6 +45,7 @@ class Reader:
     format = "treering"
     positional = False
     numbers_are_arrays = False
+    records_kinds = True
     ambiguous_dtypes: frozenset[str] = frozenset()
 
     def __init__(self, store: Store, path: str, *, expected: int = 0):
@@ -147,10 +148,27 @@ class Reader:
         """An array file as it is, each block checked; see `ArrayFile.contents`."""
         return self._file(number).contents(self._manifest.files[number])
 
-    def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
-        """The sharding of an array when it was saved, `{"mesh": {axis: size}, "spec": [...]}`; None without one."""
-        where = self._target(entry).where
+    def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
+        """Returns where an array was when it was saved, as JSON, or None if that is not recorded."""
+        if self._places is not None:
+            return self._places[entry.path]
+        where = self._target(entry).where  # an earlier release recorded the shardings of arrays in pieces alone
         return self._manifest.layouts[where[0]].sharding if isinstance(where, tuple) else None
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, Mapping[str, Any] | None] | None:
+        placement = self._manifest.placement
+        return None if placement is None else dict(zip(self.entries, placement.by_leaf(), strict=True))
+
+    @property
+    def static(self) -> Mapping[str, Mapping[str, Any]]:
+        """The static values of containers that are not part of the tree, by path and name."""
+        return self._manifest.static
+
+    def origin(self, path: str) -> str:
+        """Returns the path of the first leaf that was the same array object as a leaf."""
+        where = getattr(self.entries[path], "where", None)
+        return where if isinstance(where, str) else path
 
     def can_mmap(self, requested: bool | None) -> bool:
         """Whether arrays come as views of the mapped files, which take no memory."""

@@ -5,10 +5,11 @@ A broken rule raises a `ValueError` or a `TreeringError` that names it: the seal
 
 import collections
 import datetime
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -24,7 +25,7 @@ from ..safetensors.header import MAX_HEADER
 from .schema import MANIFEST
 
 if TYPE_CHECKING:
-    from .manifest import ArrayRow, File, Layout, Manifest, Summary
+    from .manifest import ArrayRow, File, Layout, Manifest, Placement, Summary
 
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
@@ -34,17 +35,37 @@ _KIND, _WHERE = operator.attrgetter("type", "dtype", "shape", "impl"), operator.
 _MOST_DEEP = 200  # levels of objects and lists, where users may write anything
 
 
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
+
+
 class _Sharding(msgspec.Struct, frozen=True):
     mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]]
     spec: list[str | list[str] | None]
 
 
-learn(_Sharding)
+class _Place(msgspec.Struct, frozen=True):
+    """A place of arrays. A field that is not understood is ignored; one that is understood has its type."""
+
+    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]] | msgspec.UnsetType = msgspec.UNSET
+    spec: list[str | list[str] | None] | msgspec.UnsetType = msgspec.UNSET
+    axis_types: list[Literal["auto", "explicit", "manual"]] | msgspec.UnsetType = msgspec.UNSET
+    devices: list[_Natural] | msgspec.UnsetType = msgspec.UNSET
+    job_devices: _Natural | msgspec.UnsetType = msgspec.UNSET
+    local: bool | msgspec.UnsetType = msgspec.UNSET
+    device: _Natural | msgspec.UnsetType = msgspec.UNSET
+    committed: bool | msgspec.UnsetType = msgspec.UNSET
+    platform: str | msgspec.UnsetType = msgspec.UNSET
+    memory_kind: str | msgspec.UnsetType = msgspec.UNSET
+    layout: list[_Natural] | msgspec.UnsetType = msgspec.UNSET
+    unrecorded: str | msgspec.UnsetType = msgspec.UNSET
+
+
+learn(_Sharding, _Place)
 
 
 def check(manifest: "Manifest", top: dict[str, Any]) -> None:
     """Checks all that can be known without the array files. `top` are its fields, and those it does not know."""
-    optional = [("step", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
+    optional = [("step", top), ("placement", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
     if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
         raise ValueError(f"{nulls[0]} is null; a field that is not there is left out")
     check_summary(manifest)
@@ -64,6 +85,26 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
     if leaf_paths(manifest.tree, len(paths)) != paths:
         raise ValueError("the leaves are not those of the tree, in its order")
     _check_leaves(manifest, shapes)
+    if manifest.placement is not None:
+        _check_placement(manifest.placement, len(paths))
+    _check_depth("the static values", manifest.static, integers=True)
+
+
+def _check_placement(placement: "Placement", leaves: int) -> None:
+    for number, place in enumerate(placement.places):
+        found = msgspec.convert(place, _Place)
+        if (found.mesh is msgspec.UNSET) != (found.spec is msgspec.UNSET):
+            raise ValueError(f"place {number} has a mesh or a spec without the other")
+        if isinstance(found.mesh, dict):
+            size = math.prod(found.mesh.values())
+            if isinstance(found.devices, list) and (len(found.devices) != size or len(set(found.devices)) != size):
+                raise ValueError(f"place {number} does not list the {size} devices of its mesh")
+            if isinstance(found.axis_types, list) and len(found.axis_types) != len(found.mesh):
+                raise ValueError(f"place {number} does not have one type for each axis of its mesh")
+    if any(count < 1 or not -1 <= number < len(placement.places) for count, number in placement.leaves):
+        raise ValueError("the placement has an empty run of leaves, or a place that is not listed")
+    if sum(count for count, _ in placement.leaves) != leaves:
+        raise ValueError(f"the placement is not that of the {leaves} leaves")
 
 
 def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:

@@ -205,6 +205,7 @@ def _manifest(
     with gc_paused():
         by_leaf = assignment.unshared(spread, pieces) if everyone is None else everyone
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
+        placement = layout.placement(job.catalogue)
     data = manifest.seal(
         manifest.Manifest(
             format=manifest.FORMAT,
@@ -217,11 +218,13 @@ def _manifest(
             files=[file for report in listed for file in report],
             layouts=rows.layouts,
             holders=rows.holders,
+            placement=placement,
+            static=job.catalogue.static,
             tree=list(job.tree),
             leaves=rows.leaves,
         )
     )
-    _check_readable(data, job, rows.layouts)
+    _check_readable(data, job, rows.layouts, placement)
     return data
 
 
@@ -235,16 +238,18 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
     return found
 
 
-_read_back: tuple[Any, ...] = ()  # tree, layouts and metadata of the last manifest that was read
+_read_back: tuple[Any, ...] = ()  # all but the values of the last manifest that was read
 
 
-def _check_readable(data: bytes, job: Job, layouts: Sequence[manifest.Layout]) -> None:
+def _check_readable(
+    data: bytes, job: Job, layouts: Sequence[manifest.Layout], placement: manifest.Placement | None
+) -> None:
     """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
 
     A loop that saves one structure again and again pays for it once: only values differ from step to step.
     """
     global _read_back
-    structure = (job.tree, layouts, job.info.metadata)
+    structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata)
     if _read_back and job.tree is _read_back[0] and structure[1:] == _read_back[1:]:
         return
     try:

@@ -1,0 +1,92 @@
+"""Tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+_MAX_OBJECTS = 200_000  # that are looked at
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
+
+
+def find_tracer(roots: Iterable[Any]) -> str:
+    """Returns a description of what holds a tracer, or "" if no tracer can be reached from `roots`.
+
+    The search follows containers, attributes, closures, defaults and partial arguments. Of the globals of a function
+    it follows those that the function names, and functions of the same module.
+    """
+    stack: list[tuple[Any, str]] = [(root, "") for root in roots]
+    seen: set[int] = set()
+    keep: list[Any] = []  # so that no id is used again
+    while stack and len(seen) < _MAX_OBJECTS:
+        value, holder = stack.pop()
+        if isinstance(value, jax.core.Tracer):
+            return holder or "the tree"
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        keep.append(value)
+        stack.extend(_inside(value, holder))
+    return ""
+
+
+def _inside(value: Any, holder: str) -> Iterable[tuple[Any, str]]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+        return
+    if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
+        return
+    if isinstance(value, Mapping):
+        try:
+            yield from ((one, holder) for one in list(value.values()))
+        except Exception:  # a mapping of the user's may do anything
+            pass
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((one, holder) for one in value)
+    elif isinstance(value, types.MethodType):
+        yield from ((one, holder) for one in (value.__func__, value.__self__))
+    elif isinstance(value, types.CellType):
+        try:
+            yield value.cell_contents, holder
+        except ValueError:  # it is empty
+            pass
+    for name in ("__wrapped__", "func", "args", "keywords"):  # of jitted functions and partials
+        if (one := _attribute(value, name)) is not None:
+            yield one, holder
+    if isinstance(own := _attribute(value, "__dict__"), dict):
+        yield from ((one, holder or f"{type(value).__name__}.{name}") for name, one in list(own.items()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if (one := _attribute(value, name)) is not None:
+                yield one, holder
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # there is none, or it is computed and fails
+        return None
+
+
+def _of_function(function: types.FunctionType) -> Iterable[tuple[Any, str]]:
+    name = f"the function {function.__qualname__}"
+    for one in (function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}):
+        yield one, name
+    if function.__dict__:
+        yield function.__dict__, name
+    space = function.__globals__
+    for used in _names(function.__code__):
+        one = space.get(used)
+        own = isinstance(one, types.FunctionType) and one.__globals__ is space
+        if own or isinstance(one, jax.core.Tracer | list | tuple | dict):
+            yield one, f"the global {used} of {name}"
+
+
+def _names(code: types.CodeType) -> Iterable[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,0 +1,117 @@
+"""What a leaf of a resumed job is: the type, dtype and weak type that it was saved with."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.describe import describe
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.leaf_paths import few
+from .targets import Differs, Target, check_width, target_of
+
+_log = logging.getLogger("treering")
+_SCALARS = frozenset((bool, int, float, complex, str, bytes))
+
+
+def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
+    """Returns the target that has the saved kind. The template's leaf only says the shape.
+
+    asked: the argument `dtype` of the restore, which goes before the saved dtype.
+
+    Raises `Differs` for another shape, and where one is a key or text and the other is not.
+    """
+    shape = _shape_of(leaf)
+    if isinstance(entry, ValueEntry):
+        if shape != () or entry.type not in ("bool", "int", "float", "complex", "str", "bytes"):
+            return target_of(path, leaf, entry, asked, numbers_are_arrays)
+        return Target("value", value=entry.decode())
+    is_key = entry.type == "key"
+    if shape != (entry.shape[:-1] if is_key else entry.shape) or is_key != _is_key(leaf) or type(leaf) in (str, bytes):
+        return target_of(path, leaf, entry, asked, numbers_are_arrays)
+    dtype = dtypes.to_numpy(entry.dtype)
+    if is_key:
+        return Target("key", entry, dtype)
+    want = dtype
+    if asked is not None and dtypes.is_float(dtype):
+        own = getattr(leaf, "dtype", dtype)
+        want = np.dtype(asked) if asked != "template" else np.dtype(own) if dtypes.is_float(np.dtype(own)) else dtype
+    if entry.type in ("jax", "jax-weak"):
+        check_width(want, entry)
+        return Target("jax", entry, want, entry.type == "jax-weak" and want == dtype)
+    return Target("numpy-scalar" if entry.type == "numpy-scalar" else "numpy", entry, want)
+
+
+def _shape_of(leaf: Any) -> tuple[int, ...] | None:
+    if type(leaf) in _SCALARS:
+        return ()
+    shape = getattr(leaf, "shape", None)
+    return tuple(shape) if shape is not None and hasattr(leaf, "dtype") else None
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[Target]) -> None:
+    """Logs the leaves whose saved kind is not the one that `init` gives: another dtype at WARNING, the rest at INFO."""
+    known: dict[Any, tuple[str, bool]] = {}
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for path, leaf, target in zip(paths, leaves, targets, strict=True):
+        if leaf is None or leaf is ... or target.filled or target.state or not _has_kind(leaf):
+            continue
+        key = (_kind_of(leaf), _kind_made(target))
+        if key not in known:
+            known[key] = _change(*key)
+        text, is_dtype = known[key]
+        if text:
+            found[is_dtype].append(f"{path or '(root)'} ({text})")
+    for is_dtype, listed in found.items():
+        if listed:
+            _log.log(
+                logging.WARNING if is_dtype else logging.INFO,
+                "%s: the saved state has another %s than init() gives, and it is kept for %d leaves: %s%s",
+                name,
+                "dtype" if is_dtype else "kind of leaf",
+                len(listed),
+                few(tuple(listed)),
+                "; dtype='template' takes that of init" if is_dtype else "",
+            )
+
+
+_Kind = tuple[str, Any, bool]  # what it is, its dtype, whether that is weak
+
+
+def _has_kind(leaf: Any) -> bool:
+    return type(leaf) in _SCALARS or hasattr(leaf, "dtype")
+
+
+def _kind_of(leaf: Any) -> _Kind:
+    if type(leaf) in _SCALARS:
+        return f"Python {type(leaf).__name__}", None, False
+    on_host = isinstance(leaf, np.ndarray | np.generic)
+    return "NumPy" if on_host else "JAX", leaf.dtype, not on_host and bool(getattr(leaf, "weak_type", False))
+
+
+def _kind_made(target: Target) -> _Kind:
+    if target.make == "value":
+        return f"Python {type(target.value).__name__}", None, False
+    if target.make == "key" or target.make == "number":
+        return "JAX", None, False
+    return "JAX" if target.make == "jax" else "NumPy", target.dtype, target.weak
+
+
+def _change(own: _Kind, saved: _Kind) -> tuple[str, bool]:
+    """Returns how two kinds differ, or "", and whether they are two dtypes."""
+    if own == saved or (saved[1] is None and saved[0] == "JAX"):  # a key, which only has to have the shape
+        return "", False
+    both = own[1] is not None and saved[1] is not None
+    if both and np.dtype(own[1]) != saved[1]:
+        return f"init {own[1]}, saved {saved[1]}", True
+    text = [f"{what}{' ' + str(dtype) if dtype is not None else ''}{', weakly typed' if weak else ''}"
+            for what, dtype, weak in (own, saved)]  # fmt: skip
+    return f"init {text[0]}, saved {text[1]}", False

@@ -1,0 +1,214 @@
+"""Where the arrays of a checkpoint were, as this job can place them."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from .._core.entries import ArrayEntry, Entry
+from .._core.leaf_paths import few
+from .._core.source import Source, records_kinds
+from .._pytree.placements import CannotFollow, Layout, Placement, follow, layout_of
+from ..errors import MismatchError
+from .initial import Initial
+from .place import IN_JAX, UNCOMMITTED, ambient_mesh
+from .targets import Target
+
+_log = logging.getLogger("treering")
+
+
+class SavedPlaces(NamedTuple):
+    """The wishes of `place.concrete` that follow from what was saved, None for leaves of which nothing was saved.
+
+    `layouts` are those that are not row-major, by the number of their leaf. `problems` says of leaves why this job
+    cannot place them where they were.
+    """
+
+    wishes: list[Any]
+    layouts: dict[int, tuple[int, ...]]
+    problems: dict[int, str]
+
+
+def saved_places(
+    source: Source, entries: Sequence[Entry | None], targets: Sequence[Target], *, exactly: bool
+) -> SavedPlaces:
+    """Returns where the arrays of a template's leaves were. For `exactly` see `placements.follow`."""
+    found = SavedPlaces([None] * len(targets), {}, {})
+    mesh = ambient_mesh()
+    known: dict[int, Placement | str] = {}  # by the record, of which all arrays in one place have the same object
+    spread: dict[tuple[int, tuple[int, ...]], str] = {}
+    for n, (entry, target) in enumerate(zip(entries, targets, strict=True)):
+        if target.make not in IN_JAX or not isinstance(entry, ArrayEntry) or (record := source.sharding(entry)) is None:
+            continue
+        if (place := known.get(id(record))) is None:
+            place = known[id(record)] = _followed(record, mesh, exactly)
+        shape = entry.shape[:-1] if entry.type == "key" else entry.shape
+        if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
+            key = id(record), shape
+            if key not in spread:
+                spread[key] = _why_not(place.sharding, shape)
+            place = spread[key] or place
+        if isinstance(place, str):
+            found.problems[n] = place
+            continue
+        found.wishes[n] = UNCOMMITTED if place.sharding is None else place.sharding
+        if place.layout is not None and len(place.layout) == len(shape):
+            found.layouts[n] = place.layout
+    return found
+
+
+def _followed(record: Mapping[str, Any], mesh: Any, exactly: bool) -> Placement | str:
+    try:
+        return follow(record, mesh, exactly=exactly)
+    except CannotFollow as error:
+        return str(error)
+
+
+def _why_not(sharding: NamedSharding, shape: tuple[int, ...]) -> str:
+    try:
+        sharding.shard_shape(shape)
+    except (ValueError, IndexError):
+        return f"{sharding.spec} on a mesh of {dict(sharding.mesh.shape)}, which does not divide {list(shape)}"
+    return ""
+
+
+def check(found: SavedPlaces, source: Source, paths: Sequence[str], targets: Sequence[Target], name: str) -> None:
+    """Raises `MismatchError` for arrays that cannot go where they were, and if no array has a recorded place."""
+    if found.problems:
+        raise MismatchError(
+            f"{name}: sharding='saved': expected a job that has every saved place, found {_listed(found.problems, paths)}; "
+            "set a mesh with the saved axes by jax.set_mesh, or pass shardings"
+        )
+    placed = any(target.make in IN_JAX for target in targets) or not records_kinds(source)
+    if placed and all(wish is None for wish in found.wishes):
+        raise MismatchError(
+            f"{name}: sharding='saved': expected arrays of which the sharding is recorded, found none; pass shardings"
+        )
+
+
+def _listed(problems: Mapping[int, str], paths: Sequence[str]) -> str:
+    return few(tuple(f"{paths[n] or '(root)'} ({why})" for n, why in problems.items()))
+
+
+def resumed(
+    found: SavedPlaces,
+    own: Sequence[Any],
+    wished: Sequence[Any],
+    paths: Sequence[str],
+    targets: Sequence[Target],
+    initial: Initial,
+    name: str,
+) -> list[Any]:
+    """Returns the wishes of a resumed job: the saved place of each array, and that of `init` where there is none.
+
+    own: what the template says of each leaf.
+    wished: what the argument `sharding` says of each leaf, which goes before all else.
+
+    If an array has neither, `init` is called to see where it places it. All of that is logged.
+    """
+    wishes = [mine if saved is None else saved for saved, mine in zip(found.wishes, own, strict=True)]
+    unknown = [n for n, target in enumerate(targets) if wishes[n] is None and wished[n] is None and _is_array(target)]
+    problems = {n: why for n, why in found.problems.items() if wished[n] is None}
+    if problems:
+        _log.warning(
+            "%s: %d arrays cannot be placed where they were saved, and go where init() places them: %s; pass sharding= "
+            "to place them elsewhere",
+            name,
+            len(problems),
+            _listed(problems, paths),
+        )
+    if unknown and jax.device_count() > 1 and ambient_mesh() is None:
+        if not initial.called:
+            _log.warning(
+                "%s: init() is called to see where it places arrays whose place is not known: %s",
+                name,
+                few(tuple(paths[n] or "(root)" for n in unknown)),
+            )
+        for n in unknown:
+            wishes[n] = initial.places[n] or UNCOMMITTED
+    return wishes
+
+
+def _is_array(target: Target) -> bool:
+    return target.make in IN_JAX and target.entry is not None
+
+
+def log_moves(name: str, paths: Sequence[str], saved: SavedPlaces, own: Sequence[Any]) -> None:
+    """Logs the arrays that a resumed job has where they were saved although `init` says another place."""
+    moved = tuple(
+        f"{path or '(root)'} (init {mine}, saved {wish})"
+        for path, wish, mine in zip(paths, saved.wishes, own, strict=True)
+        if wish is not None and mine is not None and mine is not UNCOMMITTED and _differ(wish, mine)
+    )
+    if moved:
+        _log.info("%s: %d arrays stay where they were saved: %s", name, len(moved), few(moved))
+
+
+def _differ(saved: Any, own: Any) -> bool:
+    if saved is UNCOMMITTED:
+        return True
+    spec = getattr(own, "spec", own)
+    return getattr(saved, "spec", None) != spec
+
+
+def warn_if_gathered(
+    name: str,
+    source: Source,
+    paths: Sequence[str],
+    entries: Sequence[Entry | None],
+    targets: Sequence[Target],
+    wishes: Sequence[Any],
+) -> None:
+    """Logs the arrays that were spread over devices and that neither the template nor `sharding=` places."""
+    if jax.device_count() == 1 or None not in wishes:
+        return
+    gathered = tuple(
+        path or "(root)"
+        for path, entry, target, wish in zip(paths, entries, targets, wishes, strict=True)
+        if wish is None and target.make in IN_JAX and isinstance(entry, ArrayEntry) and _is_spread(source, entry)
+    )
+    if gathered:
+        _log.warning(
+            "%s: %d arrays were spread over devices when they were saved, and the template does not say where they go: "
+            "%s; each device of the set mesh, or else the default device, gets all of them. Pass sharding='saved', or "
+            "shardings",
+            name,
+            len(gathered),
+            few(gathered),
+        )
+
+
+def _is_spread(source: Source, entry: ArrayEntry) -> bool:
+    record = source.sharding(entry)
+    return record is not None and any(record.get("spec") or ())
+
+
+def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yields the number and the layout of each template leaf that has a layout other than row-major."""
+    for n, leaf in enumerate(leaves):
+        if type(leaf) is jax.ShapeDtypeStruct:
+            layout = _order(leaf)
+        elif isinstance(leaf, jax.Array):
+            layout = layout_of(leaf)
+        else:
+            continue
+        if layout is not None:
+            yield n, layout
+
+
+def _order(leaf: jax.ShapeDtypeStruct) -> Layout:
+    layout = getattr(leaf.format, "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    return None if order is None or tuple(order) == tuple(range(len(leaf.shape))) else tuple(order)
+
+
+def laid_out(array: Any, order: tuple[int, ...]) -> Any:
+    """Returns a JAX array with its axes in an order from major to minor, in the same place."""
+    from jax.experimental.layout import Format
+    from jax.experimental.layout import Layout as DeviceLayout
+
+    return jax.device_put(array, Format(DeviceLayout(order), array.sharding))
+
+
