@@ -372,8 +372,8 @@ def _bits(array: np.ndarray | np.generic) -> bytes:
 
 
 def _weights(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Makes an array of different numbers, which can be traced."""
-    return jnp.sin(jnp.arange(1, np.prod(shape) + 1, dtype=jnp.float32).reshape(shape)).astype(dtype)
+    """Makes an array of different numbers."""
+    return jnp.asarray(np.sin(np.arange(1, np.prod(shape) + 1)).reshape(shape), dtype)
 
 
 def _change(state: Any, step: Any) -> Any:
@@ -770,13 +770,22 @@ def device_put_to_device_0() -> SetUp:
 
 @in_group("placement")
 def uncommitted_on_device_5() -> SetUp:
-    """Keeps a leaf as init made it, uncommitted and away from device 0."""
+    """Keeps two leaves as init made them, uncommitted and away from device 0."""
     jitted = Jitted(_change)
+
+    def init() -> Any:
+        with jax.default_device(jax.devices()[5]):
+            return _start()
 
     def step(state: Any, step: int) -> Any:
         return {**state, "n": jitted(state["n"], step)}
 
-    return SetUp(_start, step, jitted=jitted, context=lambda: jax.default_device(jax.devices()[5]))
+    return SetUp(init, step, jitted=jitted)
+
+
+@in_group("placement")
+def default_device_5() -> SetUp:
+    return SetUp(_start, Jitted(_change), context=lambda: jax.default_device(jax.devices()[5]))
 
 
 @in_group("placement")
@@ -1441,10 +1450,7 @@ def _optimizers() -> dict[str, Callable[[], Any]]:
             import optax
             import optax.contrib
 
-            try:
-                return make(optax)
-            except AttributeError as error:
-                raise NotAvailableError(str(error)) from None
+            return make(optax)
 
         return made
 

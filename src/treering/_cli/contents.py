@@ -82,7 +82,9 @@ def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
     if isinstance(entry, ArrayEntry):
         sharding = ckpt._source.sharding(entry)
         about = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
-        return {**about, "sharding": sharding} if sharding and "mesh" in sharding else about
+        if sharding is None or "mesh" not in sharding:
+            return about
+        return {**about, "sharding": {"mesh": sharding["mesh"], "spec": sharding["spec"]}}
     return {"type": entry.type, "value": entry.value}
 
 

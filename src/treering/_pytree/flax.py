@@ -40,11 +40,13 @@ def plain(tree: Any) -> Any:
 class Split(NamedTuple):
     """A tree without NNX graph objects, and the function that puts them back into a tree of the same structure.
 
-    `outer` is the structure of the tree that has the graph objects as leaves, and `objects` has them by their number.
+    `graphdef` has what NNX records beside the states. `outer` is the structure of the tree that has the graph objects
+    as leaves, and `objects` has them by their number.
     """
 
     tree: Any
     join: Callable[[Any], Any]
+    graphdef: Any = None
     outer: Any = None
     objects: Mapping[int, Any] = {}
 
@@ -79,14 +81,17 @@ def split(tree: Any) -> Split:
         found = state.get(n, {})
         leaves[i] = found if isinstance(found, nnx.Variable) else nnx.State(found)
 
+    held = [n in state for n in range(len(at))]  # and not the state itself, which has the arrays
+    del state
+
     def join(restored: Any) -> Any:
         new = outer.flatten_up_to(restored)
-        merged = nnx.merge(graphdef, nnx.State({n: new[i] for n, i in enumerate(at) if n in state}))
+        merged = nnx.merge(graphdef, nnx.State({n: new[i] for n, i in enumerate(at) if held[n]}))
         for n, i in enumerate(at):
             new[i] = merged[n]
         return outer.unflatten(new)
 
-    return Split(outer.unflatten(leaves), join, outer, graph)
+    return Split(outer.unflatten(leaves), join, graphdef, outer, graph)
 
 
 def _unchanged(restored: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_MAX_OBJECTS = 200_000  # that are looked at
+_MAX_OBJECTS = 200_000  # beyond which the search ends, because what is that large holds data
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
 
 
@@ -20,7 +20,7 @@ def find_tracer(roots: Iterable[Any]) -> str:
     stack: list[tuple[Any, str]] = [(root, "") for root in roots]
     seen: set[int] = set()
     keep: list[Any] = []  # so that no id is used again
-    while stack and len(seen) < _MAX_OBJECTS:
+    while stack and len(seen) + len(stack) < _MAX_OBJECTS:
         value, holder = stack.pop()
         if isinstance(value, jax.core.Tracer):
             return holder or "the tree"

@@ -110,7 +110,7 @@ def _traced(init: Callable[[], Any]) -> flax.Split:
     except Exception as error:  # if tracing is not the reason, calling init fails again
         raise _Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     split = made[0].with_arrays(shapes)
-    if holder := find_tracer([split.tree, split.join]):
+    if holder := find_tracer([split.tree, split.graphdef, init]):
         raise _Untraceable(f"{holder} holds an array that init makes, and tracing would leave a tracer there")
     return split
 
