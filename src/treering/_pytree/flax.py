@@ -136,24 +136,38 @@ def _is_known_plain(tree: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def partitioning(tree: Any) -> list[Any] | None:
-    """For each leaf, None counting as one, the `PartitionSpec` that a Linen box around it gives; None without boxes.
+    """Returns for each leaf, None counting as one, the `PartitionSpec` of the Linen box or NNX Variable around it.
 
-    Logical axis names are translated by the box's own rules or those that are in force.
+    Returns None if no leaf has one. Logical axis names are translated by the box's own rules or those in force.
     """
-    meta = sys.modules.get("flax.core.meta")
-    if meta is None:
+    meta, nnx = sys.modules.get("flax.core.meta"), sys.modules.get("flax.nnx")
+    if meta is None and nnx is None:
         return None
     import jax
 
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, meta.AxisMetadata))
-    if not any(isinstance(node, meta.Partitioned) for node in nodes):
+    boxes = (*((meta.AxisMetadata,) if meta else ()), *((nnx.Variable,) if nnx else ()))
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, boxes))
+    specs = [_spec_of(node, meta, nnx) if isinstance(node, boxes) else None for node in nodes]
+    if not any(spec is not None for spec in specs):
         return None
     found: list[Any] = []
-    for node in nodes:
-        spec = None
-        if isinstance(node, meta.Partitioned):
-            spec = node.get_partition_spec()
-            if hasattr(node, "rules"):  # a LogicallyPartitioned, so Linen itself is there
-                spec = sys.modules["flax.linen"].logical_to_mesh_axes(tuple(spec), node.rules)
+    for node, spec in zip(nodes, specs, strict=True):
         found += [spec] * len(jax.tree.leaves(node, is_leaf=lambda x: x is None))
     return found
+
+
+def _spec_of(box: Any, meta: Any, nnx: Any) -> Any:
+    if nnx and isinstance(box, nnx.Variable):
+        about = box.get_metadata()
+        if not any(about.get(name) for name in ("out_sharding", "sharding_names", "sharding")):
+            return None
+        import jax
+
+        (spec,) = jax.tree.leaves(nnx.get_partition_spec(box), is_leaf=lambda x: x is None) or [None]
+        return spec
+    if not isinstance(box, meta.Partitioned):
+        return None
+    spec = box.get_partition_spec()
+    if hasattr(box, "rules"):  # a LogicallyPartitioned, so Linen itself is imported
+        return sys.modules["flax.linen"].logical_to_mesh_axes(tuple(spec), box.rules)
+    return spec

@@ -16,6 +16,7 @@ class Placement(NamedTuple):
 
     sharding: Sharding | None
     layout: Layout = None
+    committed: bool = True
 
 
 class CannotFollow(Exception):
@@ -57,12 +58,13 @@ def _describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[st
 
 def _describe_device(sharding: SingleDeviceSharding, committed: bool) -> dict[str, Any]:
     (device,) = sharding.device_set
-    if not committed:
-        return {"committed": False}
     local = jax.local_devices(backend=device.client)
     if device not in local:
         raise CannotFollow("a device of another process")
-    return {"device": local.index(device)}
+    number = local.index(device)
+    if committed:
+        return {"device": number}
+    return {"device": number, "committed": False} if number else {"committed": False}
 
 
 def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
@@ -133,7 +135,8 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
     if "unrecorded" in found:
         raise CannotFollow(str(found["unrecorded"]))
     if "mesh" not in found:
-        return Placement(None if "device" not in found else _on_device(found), layout)
+        sharding = _on_device(found) if "device" in found else None
+        return Placement(sharding, layout, bool(found.get("committed", True)))
     spec = spec_of(found)
     named = {name for axis in spec if axis for name in ((axis,) if isinstance(axis, str) else axis)}
     if ambient is not None and (named or set(found["mesh"])) <= set(ambient.axis_names):

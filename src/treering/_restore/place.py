@@ -232,6 +232,18 @@ def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool, where: Shard
 
 def _weaken(array: jax.Array) -> jax.Array:
     """An array, given a weak type, for which JAX has no public way either."""
+    return _remade(array, weak=True, committed=array.committed)
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """Returns an array that stays where it is and that JAX may move, for which JAX has no public way."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = uncommitted(jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return _remade(array, weak=array.aval.weak_type, committed=False)
+
+
+def _remade(array: jax.Array, *, weak: bool, committed: bool) -> jax.Array:
     shards = [shard.data for shard in array.addressable_shards]
     make: Any = type(array)
-    return make(_aval(array.shape, array.dtype, True, array.sharding), array.sharding, shards, committed=array.committed)
+    return make(_aval(array.shape, array.dtype, weak, array.sharding), array.sharding, shards, committed=committed)

@@ -43,8 +43,8 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 class _Plan(NamedTuple):
     """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for.
 
-    `layouts` has the layouts of arrays that are not row-major. `aliases` maps a leaf to the earlier one that is the
-    same array object.
+    `layouts` has the layouts of arrays that are not row-major. `uncommitted` are arrays that have a device without
+    being committed to it. `aliases` maps a leaf to the earlier one that is the same array object.
     """
 
     source: Source
@@ -55,6 +55,7 @@ class _Plan(NamedTuple):
     asked: Callable[[], Sequence[str]]
     build: Callable[[list[Any]], Any]
     layouts: Mapping[int, tuple[int, ...]] = {}
+    uncommitted: Collection[int] = ()
     aliases: Mapping[int, int] = {}
 
 
@@ -107,14 +108,16 @@ def _plan_without_template(source: Source, policy: Policy, name: str, sharding: 
     listed, paths = list(entries.values()), list(entries)
     targets = match.untemplated(listed, policy, to_jax, name)
     layouts: Mapping[int, tuple[int, ...]] = {}
+    uncommitted: Collection[int] = ()
     if as_saved:
         saved = saved_places.saved_places(source, listed, targets, exactly=False)
         saved_places.check(saved, source, paths, targets, name)
-        places, layouts = _place.concrete(saved.wishes, paths, lambda: [_shaped(t) for t in targets]), saved.layouts
+        places = _place.concrete(saved.wishes, paths, lambda: [_shaped(target) for target in targets])
+        layouts, uncommitted = saved.layouts, saved.uncommitted
     else:
         places = _untemplated_places(sharding, entries, skeleton)
     build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree, layouts)
+    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree, layouts, uncommitted)
 
 
 def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
@@ -168,7 +171,9 @@ def _with_places(
         saved = saved_places.saved_places(plan.source, entries, targets, exactly=not as_saved)
         if as_saved:
             saved_places.check(saved, plan.source, paths, targets, name)
-        layouts.update(saved.layouts)
+        free = {n for n, wish in enumerate(wished) if wish is None}
+        layouts.update({n: layout for n, layout in saved.layouts.items() if n in free})
+        plan = plan._replace(uncommitted=saved.uncommitted & free)
         rest = _place.wishes(None, template, paths, leaves, arrays)
         if initial and not as_saved:
             saved_places.log_moves(name, paths, saved, rest)
@@ -242,6 +247,8 @@ def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[
     for n, layout in plan.layouts.items():
         if isinstance(values[n], jax.Array):
             values[n] = saved_places.laid_out(values[n], layout)
+    for n in plan.uncommitted:
+        values[n] = _place.uncommitted(values[n])
     for n, first in plan.aliases.items():
         values[n] = values[first]
     return values

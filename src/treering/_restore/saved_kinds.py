@@ -22,7 +22,7 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
 
     asked: the argument `dtype` of the restore, which goes before the saved dtype.
 
-    Raises `Differs` for another shape, and where one is a key or text and the other is not.
+    Raises `Differs` for another shape, and for text where the other is none.
     """
     shape = _shape_of(leaf)
     if isinstance(entry, ValueEntry):
@@ -30,7 +30,7 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
             return target_of(path, leaf, entry, asked, numbers_are_arrays)
         return Target("value", value=entry.decode())
     is_key = entry.type == "key"
-    if shape != (entry.shape[:-1] if is_key else entry.shape) or is_key != _is_key(leaf) or type(leaf) in (str, bytes):
+    if type(leaf) in (str, bytes) or shape != _shape_as(leaf, entry):
         return target_of(path, leaf, entry, asked, numbers_are_arrays)
     dtype = dtypes.to_numpy(entry.dtype)
     if is_key:
@@ -52,9 +52,11 @@ def _shape_of(leaf: Any) -> tuple[int, ...] | None:
     return tuple(shape) if shape is not None and hasattr(leaf, "dtype") else None
 
 
-def _is_key(leaf: Any) -> bool:
+def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...]:
+    """Returns the shape that a leaf must have for an entry: of typed keys, or of their data, as the leaf has it."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    keys = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return entry.shape[:-1] if keys and (entry.type == "key" or entry.dtype == "uint32") else entry.shape
 
 
 def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[Target]) -> None:

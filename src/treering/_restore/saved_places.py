@@ -22,12 +22,13 @@ _log = logging.getLogger("treering")
 class SavedPlaces(NamedTuple):
     """The wishes of `place.concrete` that follow from what was saved, None for leaves of which nothing was saved.
 
-    `layouts` are those that are not row-major, by the number of their leaf. `problems` says of leaves why this job
-    cannot place them where they were.
+    `layouts` are those that are not row-major, by the number of their leaf. `uncommitted` are leaves that have a device
+    without being committed to it. `problems` says of leaves why this job cannot place them where they were.
     """
 
     wishes: list[Any]
     layouts: dict[int, tuple[int, ...]]
+    uncommitted: set[int]
     problems: dict[int, str]
 
 
@@ -35,7 +36,7 @@ def saved_places(
     source: Source, entries: Sequence[Entry | None], targets: Sequence[Target], *, exactly: bool
 ) -> SavedPlaces:
     """Returns where the arrays of a template's leaves were. For `exactly` see `placements.follow`."""
-    found = SavedPlaces([None] * len(targets), {}, {})
+    found = SavedPlaces([None] * len(targets), {}, set(), {})
     mesh = ambient_mesh()
     known: dict[int, Placement | str] = {}  # by the record, of which all arrays in one place have the same object
     spread: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -54,6 +55,8 @@ def saved_places(
             found.problems[n] = place
             continue
         found.wishes[n] = UNCOMMITTED if place.sharding is None else place.sharding
+        if place.sharding is not None and not place.committed:
+            found.uncommitted.add(n)
         if place.layout is not None and len(place.layout) == len(shape):
             found.layouts[n] = place.layout
     return found
@@ -119,7 +122,9 @@ def resumed(
             len(problems),
             _listed(problems, paths),
         )
-    if unknown and jax.device_count() > 1 and ambient_mesh() is None:
+    if jax.device_count() == 1:  # where an array can only go to the one device
+        unknown = [n for n in unknown if n in problems]
+    if unknown:
         if not initial.called:
             _log.warning(
                 "%s: init() is called to see where it places arrays whose place is not known: %s",
