@@ -17,7 +17,7 @@ import xxhash
 BLOCK = 1 << 20
 LIMIT = 1 << 53  # of integers
 FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
-FIELDS |= {"layouts", "holders", "tree", "leaves", "xxh3"}
+FIELDS |= {"layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
 STORED = {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 STORED |= {f"{u}int{n}": f"{u[:1].upper() or 'I'}{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 STORED |= {"float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
@@ -463,6 +463,31 @@ def check_layout(layout, holders):
     need(all(x is None or type(x) is str or is_texts(x) for x in sharding["spec"]))
 
 
+def check_placement(placement, leaves):
+    need(type(placement) is dict and type(placement.get("places")) is list and type(placement.get("leaves")) is list)
+    for place in placement["places"]:
+        need(type(place) is dict and ("mesh" in place) == ("spec" in place))
+        mesh, spec = place.get("mesh", {}), place.get("spec", [])
+        need(type(mesh) is dict and all(is_int(n, 1) for n in mesh.values()) and type(spec) is list)
+        need(all(x is None or type(x) is str or is_texts(x) for x in spec))
+        for field in ("axis_types", "devices", "layout"):
+            need(field not in place or type(place[field]) is list)
+        types = place.get("axis_types", ["auto"] * len(mesh))
+        need(all(type(kind) is str and kind in ("auto", "explicit", "manual") for kind in types))
+        devices = place.get("devices", [])
+        need(all(map(is_int, devices)) and all(map(is_int, place.get("layout", []))))
+        if "mesh" in place:
+            need(len(types) == len(mesh))
+            need("devices" not in place or len(set(devices)) == len(devices) == math.prod(mesh.values()))
+        need(all(is_int(place.get(field, 0)) for field in ("job_devices", "device")))
+        need(all(type(place.get(field, True)) is bool for field in ("local", "committed")))
+        need(all(type(place.get(field, "")) is str for field in ("platform", "memory_kind", "unrecorded")))
+    for run in placement["leaves"]:
+        need(type(run) is list and len(run) == 2 and is_int(run[0], 1))
+        need(is_int(run[1], -1, len(placement["places"]) - 1))
+    need(sum(count for count, _ in placement["leaves"]) == leaves, "another number of leaves")
+
+
 def check_array(leaf, earlier, files, layouts):
     need(len(leaf) == 7)
     _, _, kind, dtype, shape, impl, where = leaf
@@ -532,6 +557,11 @@ class Checkpoint:
                 need(leaf[0] == "value" and len(leaf) == 4 and type(leaf[2]) is str)
                 self.values[leaf[1]] = decode_value(leaf[2], leaf[3])
             self.leaves[leaf[1]] = leaf
+        if "placement" in m:
+            check_placement(m["placement"], len(self.leaves))
+        static = m.get("static", {})
+        need(type(static) is dict and all(type(named) is dict for named in static.values()), "static")
+        check_json(static, -(1 << 63), (1 << 64) - 1)
         for path, of_tree in itertools.zip_longest(self.leaves, paths_of(m.get("tree"))):
             need(path == of_tree, "another path")
 

@@ -17,6 +17,7 @@ FAMILIES = [
     arrays.dtypes,
     arrays.shapes,
     arrays.layouts,
+    arrays.placements,
     arrays.ties,
 ]
 FAMILIES += [

@@ -228,6 +228,49 @@ def layouts() -> Iterator[Case]:
         yield refused(name, f"a layout with {about}", cut, change)
 
 
+def placements() -> Iterator[Case]:
+    places = [
+        {"mesh": {"x": 2, "y": 2}, "spec": ["x", ["y"]], "axis_types": ["auto", "explicit"], "devices": [3, 2, 1, 0],
+         "job_devices": 4, "memory_kind": "pinned_host", "layout": [1, 0]},
+        {"mesh": {"x": 1}, "spec": [], "local": True, "platform": "cpu"},
+        {"device": 1, "committed": False},
+        {"committed": False},
+        {"unrecorded": "a sharding of another kind", "more": {"a": [1]}},
+        {},
+    ]  # fmt: skip
+
+    def placed(draft: Draft, runs: Any = None, place: Any = None) -> None:
+        count = len(draft.leaves)
+        listed = places if place is None else [place]
+        draft.fields["placement"] = {"places": listed, "leaves": [[count, 0]] if runs is None else runs}
+
+    yield Case("placement", "every field of a place", changed(base, placed))
+    rest = len(base().leaves) - 1
+    yield Case("placement-runs", "runs of leaves", changed(base, lambda d: placed(d, [[1, 5], [rest, -1]])))
+    yield Case("placement-unknown", "a field that is not known", changed(base, lambda d: placed(d, place={"x": None})))
+    static = {"": {"epoch": 3}, "a/b": {"rate": 0.5, "axes": [1, [None]], "name": "x"}}
+    yield Case("static", "static values of containers", changed(base, lambda d: d.fields.update(static=static)))
+    bad: list[tuple[str, Change]] = []
+    for runs in ([], [[rest, 0]], [[rest + 2, 0]], [[rest + 1, 6]], [[rest + 1, -2]], [[0, 0], [rest + 1, 0]], [[rest + 1]],
+                 [[rest + 1, 0, 0]], [[rest + 1, None]], [[float(rest + 1), 0]], None, {}, [0]):  # fmt: skip
+        bad.append((f"the runs {runs}", lambda d, r=runs: (placed(d), d.fields["placement"].update(leaves=r))))
+    for place in (
+        None, [], 0, {"mesh": {"x": 1}}, {"spec": []}, {"mesh": {"x": 0}, "spec": []}, {"mesh": {"x": 1}, "spec": [1]},
+        {"mesh": {"x": 1}, "spec": None}, {"mesh": {"x": 2}, "spec": [], "devices": [0]},
+        {"mesh": {"x": 2}, "spec": [], "devices": [0, 0]}, {"mesh": {"x": 2}, "spec": [], "devices": [0, -1]},
+        {"mesh": {"x": 2}, "spec": [], "axis_types": ["auto", "auto"]}, {"axis_types": ["other"]}, {"device": -1},
+        {"device": 0.0}, {"device": None}, {"committed": 0}, {"committed": None}, {"local": "true"}, {"memory_kind": None},
+        {"platform": 1}, {"layout": [0.5]}, {"layout": 1}, {"job_devices": "8"}, {"unrecorded": []}, {"devices": [True]},
+    ):  # fmt: skip
+        bad.append((f"the place {place}", lambda d, p=place: (placed(d), d.fields["placement"].update(places=[p]))))
+    for whole in (None, [], {"places": []}, {"leaves": []}, 0):
+        bad.append((f"the placement {whole}", lambda d, w=whole: d.fields.update(placement=w)))
+    for found in (None, [], {"a": 1}, {"a": None}, {"a": []}, {"a": {"n": 1 << 64}}):
+        bad.append((f"the static values {found}", lambda d, f=found: d.fields.update(static=f)))
+    for name, (about, change) in zip(numbered("bad-placement", len(bad)), bad, strict=True):
+        yield refused(name, f"a manifest with {about}", base, change)
+
+
 def ties() -> Iterator[Case]:
     def tied() -> Draft:
         draft = base()

@@ -59,7 +59,9 @@ def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: 
     _show_head(ckpt, path)
     from .._core.outline import outline
 
-    tree = outline(ckpt._source.entries, collapse=not everything, about=lambda entry: sharding_text(ckpt._source.sharding(entry)))
+    tree = outline(
+        ckpt._source.entries, collapse=not everything, about=lambda entry: sharding_text(ckpt._source.sharding(entry))
+    )
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
     columns = width()

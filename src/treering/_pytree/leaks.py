@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 _MAX_OBJECTS = 200_000  # beyond which the search ends, because what is that large holds data
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
@@ -22,7 +23,7 @@ def find_tracer(roots: Iterable[Any]) -> str:
     keep: list[Any] = []  # so that no id is used again
     while stack and len(seen) + len(stack) < _MAX_OBJECTS:
         value, holder = stack.pop()
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             return holder or "the tree"
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
@@ -81,7 +82,7 @@ def _of_function(function: types.FunctionType) -> Iterable[tuple[Any, str]]:
     for used in _names(function.__code__):
         one = space.get(used)
         own = isinstance(one, types.FunctionType) and one.__globals__ is space
-        if own or isinstance(one, jax.core.Tracer | list | tuple | dict):
+        if own or isinstance(one, Tracer | list | tuple | dict):
             yield one, f"the global {used} of {name}"
 
 

@@ -209,8 +209,8 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     if unreduced := getattr(getattr(array.sharding, "spec", None), "unreduced", None):
         axes = ", ".join(sorted(map(str, unreduced)))
         raise UnsupportedError(
-            f"an array with partial sums over the mesh axes {axes} (an unreduced sharding); reduce it first, for example "
-            "with jax.reshard to a PartitionSpec without unreduced="
+            f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); add them up first, for "
+            "example by jax.reshard to a PartitionSpec without unreduced="
         )
     found.places[len(found.entries)] = placements.describe(array)
     if kind == "key":

@@ -1,6 +1,7 @@
 """Where arrays lie: as JSON in a checkpoint, and as shardings of this job."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def describe(array: Any) -> Mapping[str, Any]:
 
 def layout_of(array: Any) -> Layout:
     """Returns the axes of a JAX array from major to minor, or None if it is row-major."""
-    if array.ndim < 2 or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if array.ndim < 2 or jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return None
     layout = array.format.layout
     order = None if layout is None else tuple(layout.major_to_minor)
@@ -107,17 +108,6 @@ def _devices(found: Mapping[str, Any], *, local: bool) -> Sequence[Any]:
         raise CannotFollow(f"{platform} devices, which this job lacks") from None
 
 
-def spec_of(found: Mapping[str, Any]) -> PartitionSpec:
-    """Returns the recorded `PartitionSpec`."""
-    return PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]))
-
-
-def axis_types_of(found: Mapping[str, Any]) -> tuple[AxisType, ...]:
-    """Returns the recorded types of the mesh axes."""
-    types = {kind.name.lower(): kind for kind in AxisType}
-    return tuple(types[name] for name in found.get("axis_types") or ["auto"] * len(found["mesh"]))
-
-
 def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
     """Returns the recorded place as this job has it.
 
@@ -131,30 +121,48 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
 
     Raises `CannotFollow` if this job has no such place.
     """
-    layout = tuple(found["layout"]) if found.get("layout") else None
     if "unrecorded" in found:
         raise CannotFollow(str(found["unrecorded"]))
-    if "mesh" not in found:
-        sharding = _on_device(found) if "device" in found else None
-        return Placement(sharding, layout, bool(found.get("committed", True)))
-    spec = spec_of(found)
+    try:
+        sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # the file may say anything
+        raise CannotFollow(f"a place that JAX refuses: {error}") from None
+    layout = tuple(found.get("layout") or ())
+    is_order = layout and sorted(layout) == list(range(len(layout)))
+    return Placement(sharding, layout if is_order else None, bool(found.get("committed", True)))
+
+
+def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
+    spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]))
     named = {name for axis in spec if axis for name in ((axis,) if isinstance(axis, str) else axis)}
     if ambient is not None and (named or set(found["mesh"])) <= set(ambient.axis_names):
-        return Placement(_with_memory(NamedSharding(ambient, spec), found), layout)
+        return _with_memory(NamedSharding(ambient, spec), found)
     if ambient is not None and not exactly:
         raise CannotFollow(f"{spec} does not fit the mesh that is set, of {dict(ambient.shape)}")
-    mesh = _mesh(
-        tuple(found["mesh"].items()),
-        axis_types_of(found),
-        tuple(found.get("devices") or range(int(np.prod(list(found["mesh"].values()), dtype=np.int64)))),
-        found.get("job_devices"),
-        _devices(found, local=bool(found.get("local"))),
-        exactly,
-    )
-    return Placement(_with_memory(NamedSharding(mesh, spec), found), layout)
+    return _with_memory(NamedSharding(_mesh(found, exactly), spec), found)
 
 
-def _on_device(found: Mapping[str, Any]) -> Sharding:
+def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
+    names, sizes = tuple(found["mesh"]), tuple(found["mesh"].values())
+    kinds = {kind.name.lower(): kind for kind in AxisType}
+    types = tuple(kinds[name] for name in found.get("axis_types") or ["auto"] * len(names))
+    devices = _devices(found, local=bool(found.get("local")))
+    size, of = math.prod(sizes), found.get("job_devices")
+    if size > len(devices) or (exactly and of in (None, size) and size != len(devices)):
+        text = ", ".join(f"{name}={length}" for name, length in found["mesh"].items())
+        raise CannotFollow(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
+    if of is None:  # another format, or an earlier release: JAX chooses the order of the devices
+        return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:size])
+    positions = found.get("devices") or range(size)
+    if max(positions, default=0) >= len(devices):
+        positions = range(size)
+    return Mesh(np.array([devices[n] for n in positions]).reshape(sizes), names, axis_types=types)
+
+
+def _on_device(found: Mapping[str, Any]) -> Sharding | None:
+    """Returns the sharding on a device of this process, or None for the default device."""
+    if "device" not in found:
+        return None
     number, local = found["device"], _devices(found, local=True)
     if number >= len(local):
         raise CannotFollow(f"local device {number} of a process with {len(local)}")
@@ -169,25 +177,3 @@ def _with_memory(sharding: Any, found: Mapping[str, Any]) -> Sharding:
     if device is not None and all(memory.kind != kind for memory in device.addressable_memories()):
         raise CannotFollow(f"{kind} memory, which {device.platform} devices lack")
     return sharding.with_memory_kind(kind)
-
-
-def _mesh(
-    axes: tuple[tuple[str, int], ...],
-    types: tuple[AxisType, ...],
-    positions: tuple[int, ...],
-    of: int | None,
-    devices: Sequence[Any],
-    exactly: bool,
-) -> Mesh:
-    size = len(positions)
-    text = ", ".join(f"{name}={length}" for name, length in axes)
-    spanned = of is None or of == size
-    if size > len(devices) or (exactly and spanned and size != len(devices)):
-        raise CannotFollow(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
-    if max(positions) >= len(devices):
-        positions = tuple(range(size))
-    sizes = [length for _, length in axes]
-    if of is None:  # another format, or an earlier release: JAX chooses the order of the devices
-        return jax.make_mesh(sizes, [name for name, _ in axes], axis_types=types, devices=devices[:size])
-    chosen = np.array([devices[n] for n in positions]).reshape(sizes)
-    return Mesh(chosen, tuple(name for name, _ in axes), axis_types=types)

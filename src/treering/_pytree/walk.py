@@ -1,6 +1,7 @@
 """A pytree as paths and leaves, and its skeleton."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._core.leaf_paths import join, key_text, key_texts
@@ -24,7 +25,7 @@ class Walk(NamedTuple):
     skeleton: Skeleton
     boxes: Mapping[str, Sequence[tuple[str, str]]]
     structure: Any = None
-    static: Static = {}
+    static: Static = MappingProxyType({})
 
 
 class _Names(NamedTuple):

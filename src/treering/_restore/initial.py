@@ -64,7 +64,8 @@ class Initial:
     def places(self) -> Sequence[_place.Where]:
         """The place of each leaf in the state that `init` returns, which is called for that if it was only traced."""
         split = self.split if self.called else self._from_call()
-        return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in walk.flatten(split.tree)[0]]
+        leaves, _ = walk.flatten(split.tree)
+        return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
 
 
 def first(init: Callable[[], Any], sharding: Any = None) -> Any:

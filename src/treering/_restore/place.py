@@ -237,7 +237,7 @@ def _weaken(array: jax.Array) -> jax.Array:
 
 def uncommitted(array: jax.Array) -> jax.Array:
     """Returns an array that stays where it is and that JAX may move, for which JAX has no public way."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return _remade(array, weak=array.aval.weak_type, committed=False)

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from .._core import dtypes
-from .._core.describe import describe
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import few
-from .targets import Differs, Target, check_width, target_of
+from .targets import Target, check_width, target_of
 
 _log = logging.getLogger("treering")
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))

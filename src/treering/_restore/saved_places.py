@@ -81,8 +81,8 @@ def check(found: SavedPlaces, source: Source, paths: Sequence[str], targets: Seq
     """Raises `MismatchError` for arrays that cannot go where they were, and if no array has a recorded place."""
     if found.problems:
         raise MismatchError(
-            f"{name}: sharding='saved': expected a job that has every saved place, found {_listed(found.problems, paths)}; "
-            "set a mesh with the saved axes by jax.set_mesh, or pass shardings"
+            f"{name}: sharding='saved': expected a job that has every saved place, found "
+            f"{_listed(found.problems, paths)}; set a mesh with the saved axes by jax.set_mesh, or pass shardings"
         )
     placed = any(target.make in IN_JAX for target in targets) or not records_kinds(source)
     if placed and all(wish is None for wish in found.wishes):
@@ -215,5 +215,3 @@ def laid_out(array: Any, order: tuple[int, ...]) -> Any:
     from jax.experimental.layout import Layout as DeviceLayout
 
     return jax.device_put(array, Format(DeviceLayout(order), array.sharding))
-
-

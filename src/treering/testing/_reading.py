@@ -53,7 +53,7 @@ class Reading(Subject):
         reader.check_present()
         for entry in reader.entries.values():
             spread = reader.sharding(entry) if isinstance(entry, ArrayEntry) else None
-            assert spread is None or isinstance(spread, Mapping)
+            assert spread is None or isinstance(spread, dict)
         assert list(reader.problems()) == [] and reader.read([]) == []
 
     def test_arrays_come_back_bit_for_bit(self, tmp_path: Path) -> None:

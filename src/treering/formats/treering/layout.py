@@ -198,14 +198,12 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
 
 def placement(catalogue: Catalogue) -> Placement | None:
     """Returns the manifest's record of where the arrays were, or None if no array has a place."""
-    numbers: dict[int, int] = {}
     places: list[dict[str, Any]] = []
-    runs: list[tuple[int, int]] = []
-    for place, run in itertools.groupby(catalogue.places, key=id):
-        first = next(run)
-        if first is not None and place not in numbers:
-            numbers[place] = places.index(first) if first in places else len(places)
-            if numbers[place] == len(places):
-                places.append(dict(first))
-        runs.append((1 + sum(1 for _ in run), numbers.get(place, -1)))
+    numbers: dict[int, int] = {id(None): -1}  # of the places by their object, of which equal arrays have the same
+    for place in {id(place): place for place in catalogue.places if place is not None}.values():
+        if (found := dict(place)) not in places:
+            places.append(found)
+        numbers[id(place)] = places.index(found)
+    by_leaf = [numbers[id(place)] for place in catalogue.places]
+    runs = [(sum(1 for _ in run), number) for number, run in itertools.groupby(by_leaf)]
     return Placement(places, runs) if places else None
