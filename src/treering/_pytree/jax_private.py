@@ -37,7 +37,9 @@ def placed_aval(aval: Any, sharding: Any) -> Any:
         from jax._src import core
 
         if update := getattr(core, "update_aval_with_sharding", None):
-            return update(aval, sharding)
+            aval = update(aval, sharding)
+        if (space := getattr(core, "mem_kind_to_space", None)) and sharding.memory_kind:
+            aval = aval.update(memory_space=space(sharding.memory_kind))
     return aval
 
 

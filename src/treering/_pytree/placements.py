@@ -125,7 +125,9 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
         raise CannotFollow(str(found["unrecorded"]))
     try:
         sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # the file may say anything
+    except CannotFollow:
+        raise
+    except Exception as error:  # the file may say anything, and JAX has many errors for it
         raise CannotFollow(f"a place that JAX refuses: {error}") from None
     layout = tuple(found.get("layout") or ())
     is_order = layout and sorted(layout) == list(range(len(layout)))
@@ -155,6 +157,8 @@ def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:size])
     positions = found.get("devices") or range(size)
     if max(positions, default=0) >= len(devices):
+        if exactly:
+            raise CannotFollow(f"device {max(positions)} of a job with {len(devices)}")
         positions = range(size)
     return Mesh(np.array([devices[n] for n in positions]).reshape(sizes), names, axis_types=types)
 

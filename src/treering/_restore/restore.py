@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes
+from .._core.describe import mismatch
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import below, few
 from .._core.part import name_of, whole_of
@@ -24,19 +25,20 @@ from .._pytree import box_levels, devices, flax, iterators, static, walk
 from .._pytree.leaves import is_function
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
-from ..errors import MismatchError
+from ..errors import Difference, MismatchError
 from . import match, positional, saved_kinds, saved_places, shared_reads
 from . import place as _place
 from .groups import Group, entry_of, in_groups, on_host
 from .initial import Initial
 from .match import Policy
 from .place import Where
-from .targets import Target, check_width
+from .targets import Differs, Target, check_width
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
 _SHARE, _MOST_TOGETHER = 128 << 20, 8 << 30  # bytes for each process to read at a time, and for all of them
 _MESSAGES = 64 << 20  # bytes of it, at most, for what processes that read together send to one another
+_NUMPY = ("numpy", "numpy-scalar")  # values of `Target.make` that give an array on the host
 _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 
 
@@ -186,21 +188,33 @@ def _with_places(
         layouts.update(saved_places.template_layouts(leaves))
         saved_places.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
     else:
-        plan = plan._replace(targets=[_moved(*one) for one in zip(targets, wished, strict=True)])
+        plan = plan._replace(targets=_moved(plan, wished, name))
     return plan._replace(places=_place.concrete(wished, paths, arrays), layouts=layouts)
 
 
-def _moved(target: Target, wish: Any) -> Target:
-    """Returns a target in JAX for a NumPy leaf of the template that `sharding` places."""
-    if wish is None or target.make not in ("numpy", "numpy-scalar") or target.entry is None:
-        return target
-    check_width(target.dtype, target.entry)
-    return msgspec.structs.replace(target, make="jax")
+def _moved(plan: _Plan, wishes: Sequence[Any], name: str) -> list[Target]:
+    """Returns the targets, in JAX for the NumPy leaves of the template that `sharding` places.
+
+    Raises `MismatchError` for a dtype that JAX does not have.
+    """
+    targets = list(plan.targets)
+    differences: list[Difference] = []
+    for n, (target, wish) in enumerate(zip(plan.targets, wishes, strict=True)):
+        if wish is None or target.make not in _NUMPY or target.entry is None:
+            continue
+        try:
+            check_width(target.dtype, target.entry)
+            targets[n] = msgspec.structs.replace(target, make="jax")
+        except Differs as difference:
+            differences.append(Difference(plan.paths[n], *difference.args))
+    if differences:
+        raise mismatch(name, differences, plan.paths, plan.entries, what="cannot become JAX arrays")
+    return targets
 
 
 def _on_request(target: Target) -> Any:
     """Returns the shape and dtype of an array for a function that is passed as `sharding`, or None."""
-    if target.make in ("numpy", "numpy-scalar") and target.entry is not None:
+    if target.make in _NUMPY and target.entry is not None:
         return _shape_and_dtype(target.entry.shape, target.dtype)
     return _shaped(target)
 

@@ -70,6 +70,8 @@ def _followed(record: Mapping[str, Any], mesh: Any, exactly: bool) -> Placement 
 
 
 def _why_not(sharding: NamedSharding, shape: tuple[int, ...]) -> str:
+    if len(sharding.spec) > len(shape):
+        return f"{sharding.spec} for an array of {len(shape)} axes"
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError):

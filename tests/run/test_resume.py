@@ -1,0 +1,246 @@
+"""What a resumed job says and does where it cannot be the interrupted job; see `test_resumed_job` for where it can."""
+
+import dataclasses
+import functools
+import logging
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+
+import treering as tr
+from treering.errors import MismatchError
+
+P = jax.P
+
+
+def resumed(run: pathlib.Path, init: Callable[[], Any], saved: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Saves the state of a first job, or `saved`, and returns it with the state of a second job."""
+    with tr.Checkpointer(run) as ckpts:
+        state, _ = ckpts.restore_or_init(init, **options)
+        state = state if saved is None else saved
+        ckpts.save(1, state)
+    with tr.Checkpointer(run) as ckpts:
+        return state, ckpts.restore_or_init(init, **options)[0]
+
+
+def auto_mesh(count: int = 8, name: str = "x") -> jax.sharding.Mesh:
+    return jax.make_mesh((count,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+
+
+@flax.struct.dataclass
+class Meta:
+    w: Any
+    epoch: int = flax.struct.field(pytree_node=False, default=0)
+    name: str = flax.struct.field(pytree_node=False, default="a")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["sizes"])
+@dataclasses.dataclass
+class Registered:
+    w: Any
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.w, self.epoch = nnx.Param(jnp.ones(3)), 0
+        self.layers = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
+
+
+def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    def init() -> Any:
+        return {"net": Net(), "meta": Meta(jnp.ones(2)), "registered": [Registered(jnp.ones(2))]}
+
+    saved = init()
+    saved["net"].epoch = 3
+    saved["net"].eval()
+    saved["meta"] = saved["meta"].replace(epoch=7)
+    saved["registered"] = [Registered(jnp.ones(2), (1, 3))]
+    _, state = resumed(tmp_path / "run", init, saved)
+    (line,) = [record.getMessage() for record in caplog.records if "static values" in record.getMessage()]
+    for text in (
+        "4 static values",
+        "meta/epoch (saved 7, now 0)",
+        "net/epoch (saved 3, now 0)",
+        "net/layers/0/deterministic (saved True, now False)",
+        "registered/0/sizes (saved [1, 3], now [1, 2])",
+    ):
+        assert text in line
+    assert state["meta"].epoch == 0 and state["net"].epoch == 0  # the program's are kept
+    caplog.clear()
+    resumed(tmp_path / "same", init)
+    assert "static" not in caplog.text
+    copy = tr.save(tmp_path / "copy", tr.open(tmp_path / "run")).path
+    with caplog.at_level(logging.INFO):
+        tr.restore(copy, like=init())
+    assert "net/epoch (saved 3, now 0)" in caplog.text and not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_other_dtypes_than_those_of_init_are_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    def init() -> Any:
+        return {"w": jnp.ones(3), "n": 0, "same": jnp.ones(2)}
+
+    saved = {"w": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(5), "same": jnp.ones(2)}
+    with caplog.at_level(logging.INFO):
+        resumed(tmp_path / "run", init, saved)
+    about = {record.levelname: record.getMessage() for record in caplog.records if "is kept" in record.getMessage()}
+    assert "w (init float32, saved bfloat16); dtype='template' takes that of init" in about["WARNING"]
+    assert "n (init Python int, saved JAX int32)" in about["INFO"] and "same" not in "".join(about.values())
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        state, _ = ckpts.restore_or_init(init, dtype="template")
+        assert state["w"].dtype == "float32" and state["n"].dtype == "int32"
+        state, _ = ckpts.restore_or_init(init, dtype="float16")
+        assert state["w"].dtype == "float16" and state["same"].dtype == "float16"
+        assert ckpts.restore(init())["w"].dtype == "float32"  # a template decides
+
+
+@pytest.mark.parametrize(
+    ("init", "text"),
+    [
+        (lambda: {"w": jnp.ones((3, 2))}, r"w: expected float32\[3,2\], found float32\[3\]"),
+        (lambda: {"w": "text"}, r"w: expected str, found float32\[3\]"),
+        (lambda: {"w": 1.0}, r"w: expected float, found float32\[3\]"),
+    ],
+)
+def test_other_shapes_than_those_of_init_are_refused(tmp_path: pathlib.Path, init: Any, text: str) -> None:
+    with pytest.raises(MismatchError, match=text):
+        resumed(tmp_path / "run", init, {"w": jnp.ones(3)})
+
+
+def test_a_dtype_that_jax_does_not_have_now_is_refused(tmp_path: pathlib.Path) -> None:
+    with jax.enable_x64(True):
+        tr.save(tmp_path / "run" / "step-00000001", {"w": jnp.ones(3, jnp.float64)}, step=1)
+    with tr.Checkpointer(tmp_path / "run") as ckpts, pytest.raises(MismatchError, match="jax_enable_x64 is off"):
+        ckpts.restore_or_init(lambda: {"w": jnp.ones(3)})
+
+
+def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Path) -> None:
+    embedding = jax.device_put(jnp.ones((8, 4)), NamedSharding(auto_mesh(), P("x")))
+    key = jax.random.key(1)
+    saved = {"embed": embedding, "head": embedding, "other": jnp.ones((8, 4)), "keys": [key, key], "host": np.ones(2)}
+    _, state = resumed(tmp_path / "run", lambda: dict(saved, head=jnp.zeros((8, 4))), saved)
+    assert state["embed"] is state["head"] and state["keys"][0] is state["keys"][1]
+    assert state["other"] is not state["embed"] and (np.asarray(state["head"]) == 1).all()
+    restored = tr.restore(tmp_path / "run", like=saved)  # a template may be donated: its leaves share nothing
+    assert restored["embed"] is not restored["head"]
+
+
+class Trainer:
+    def init(self) -> Any:
+        self.table = jnp.arange(4.0)
+        return {"w": jnp.ones(4)}
+
+
+def init_with_global() -> Any:
+    global TABLE
+    TABLE = jnp.arange(4.0)
+    return {"w": jnp.ones(4), "f": lambda x: x * TABLE}
+
+
+def init_with_partial() -> Any:
+    return {"w": jnp.ones(4), "f": functools.partial(jnp.multiply, jnp.arange(4.0))}
+
+
+def init_with_default() -> Any:
+    table = jnp.arange(4.0)
+    return {"w": jnp.ones(4), "f": lambda x, *, by=table: x * by}
+
+
+def init_with_jitted() -> Any:
+    table = jnp.arange(4.0)
+    return {"w": jnp.ones(4), "f": jax.jit(lambda x: x * table)}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("init", [init_with_global, init_with_partial, init_with_default, init_with_jitted])
+def test_a_function_that_holds_an_array_of_init_works(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, init: Callable[[], Any], sharded: bool
+) -> None:
+    options = {"sharding": SingleDeviceSharding(jax.devices()[2])} if sharded else {}
+    first, second = resumed(tmp_path / "run", init, **options)
+    for state in (first, second):
+        assert state["f"](jax.device_get(state["w"])).tolist() == [0, 1, 2, 3]
+        assert state["w"].committed is sharded
+    assert caplog.text.count("init cannot be traced, so it is called") == 1  # of the second job
+
+
+def test_an_object_on_which_init_leaves_an_array_has_that_array(tmp_path: pathlib.Path) -> None:
+    trainer = Trainer()
+    resumed(tmp_path / "run", trainer.init)
+    assert trainer.table.tolist() == [0, 1, 2, 3]
+
+
+def test_an_init_that_leaves_nothing_is_only_traced(tmp_path: pathlib.Path) -> None:
+    calls: list[bool] = []
+
+    def init() -> Any:
+        model, tx = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.adam(optax.cosine_decay_schedule(1e-3, 10))
+        calls.append(isinstance(model.kernel.get_value(), jax.core.Tracer))
+        return {"model": model, "opt": nnx.Optimizer(model, tx, wrt=nnx.Param), "f": lambda x: x}
+
+    resumed(tmp_path / "run", init)
+    assert calls == [True, False, True]
+
+
+ELASTIC = """
+import os, sys
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}"
+import contextlib, logging, jax, jax.numpy as jnp, treering as tr
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+auto = (jax.sharding.AxisType.Auto,)
+def init():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+    make = jax.jit(lambda: jnp.arange(48.0).reshape(24, 2), out_shardings=jax.NamedSharding(mesh, jax.P("data")))
+    return {"w": make(), "n": jnp.zeros(())}
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+with jax.set_mesh(mesh) if sys.argv[3] == "set" else contextlib.nullcontext(), tr.Checkpointer(sys.argv[2]) as ckpts:
+    state, step = ckpts.restore_or_init(init)
+    assert (state["w"] == jnp.arange(48.0).reshape(24, 2)).all()
+    w, n = state["w"].sharding, state["n"].sharding
+    print("devices", len(w.device_set), *w.spec, len(n.device_set))
+    ckpts.save(step + 1, state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["set", "not set"])
+def test_a_job_with_more_or_fewer_devices_goes_where_init_says(tmp_path: pathlib.Path, how: str) -> None:
+    for count in (4, 8, 1, 2):
+        command = [sys.executable, "-c", ELASTIC, str(count), str(tmp_path / "run"), how]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert f"devices {count} data {count if how == 'set' else 1}" in said
+        warned = "cannot be placed where they were saved, and go where init() places them: w (a mesh of" in said
+        assert warned is (how == "not set" and count != 4)
+
+
+def test_arrays_of_unknown_place_go_where_init_says(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    where = NamedSharding(auto_mesh(), P("x"))
+    init = jax.jit(lambda: {"w": jnp.ones(8)}, out_shardings={"w": where})
+    tr.save(tmp_path / "run" / "checkpoint_5", {"w": np.arange(8.0, dtype=np.float32)}, format="flax")
+    with tr.Checkpointer(tmp_path / "run", prefix="checkpoint_") as ckpts:
+        state, step = ckpts.restore_or_init(init)
+        assert step == 5 and state["w"].sharding == where and state["w"].tolist() == list(range(8))
+    assert "init() is called to see where it places arrays whose place is not known: w" in caplog.text
+
+
+def test_a_sharding_goes_before_the_saved_place(tmp_path: pathlib.Path) -> None:
+    x, y = NamedSharding(auto_mesh(), P("x")), NamedSharding(auto_mesh(4, "y"), P("y"))
+    init = jax.jit(lambda: {"w": jnp.ones(8), "v": jnp.ones(8)}, out_shardings={"w": x, "v": x})
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        state, _ = ckpts.restore_or_init(init)
+        ckpts.save(1, state)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for wish in ({"w": y, "v": None}, lambda path, shape, dtype: y if path == "w" else None):
+            state, _ = ckpts.restore_or_init(init, sharding=wish)
+            assert state["w"].sharding == y and state["v"].sharding == x
