@@ -1,64 +1,38 @@
-"""Restoring: match, read, place, and the tree again."""
+"""Restoring: plan, read, place, and the tree again."""
 
-import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
 from .._core import dtypes
-from .._core.describe import mismatch
-from .._core.entries import NO_ARRAY, ArrayEntry, Entry
-from .._core.leaf_paths import below, few
-from .._core.part import name_of, whole_of
-from .._core.skeleton import LEAF, Node, Skeleton, build, nest
-from .._core.source import Source, origins, records_kinds, static_values
+from .._core.entries import NO_ARRAY, Entry
+from .._core.leaf_paths import few
+from .._core.part import name_of
+from .._core.source import Source
 from .._core.views import View
 from .._processes import progress_bar as _progress
 from .._processes.calls import Call
-from .._pytree import box_levels, devices, flax, iterators, static, walk
-from .._pytree.leaves import is_function
+from .._pytree import devices, iterators
 from .._threads.ahead import ahead
 from .._threads.python_gc import gc_paused
-from ..errors import Difference, MismatchError
-from . import match, positional, saved_kinds, saved_places, shared_reads
+from ..errors import MismatchError
 from . import place as _place
+from . import plans, saved_places, shared_reads
 from .groups import Group, entry_of, in_groups, on_host
-from .initial import Initial
 from .match import Policy
 from .place import Where
-from .targets import Differs, Target, check_width
+from .plans import Plan
+from .targets import Target
 
 _log = logging.getLogger("treering")
 _BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
 _SHARE, _MOST_TOGETHER = 128 << 20, 8 << 30  # bytes for each process to read at a time, and for all of them
 _MESSAGES = 64 << 20  # bytes of it, at most, for what processes that read together send to one another
-_NUMPY = ("numpy", "numpy-scalar")  # values of `Target.make` that give an array on the host
-_OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
-
-
-class _Plan(NamedTuple):
-    """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for.
-
-    `layouts` has the layouts of arrays that are not row-major. `uncommitted` are arrays that have a device without
-    being committed to it. `aliases` maps a leaf to the earlier one that is the same array object.
-    """
-
-    source: Source
-    entries: Mapping[str, Entry]
-    paths: Sequence[str]
-    targets: Sequence[Target]
-    places: Sequence[Where]
-    asked: Callable[[], Sequence[str]]
-    build: Callable[[list[Any]], Any]
-    layouts: Mapping[int, tuple[int, ...]] = {}
-    uncommitted: Collection[int] = ()
-    aliases: Mapping[int, int] = {}
 
 
 @devices.explicit()
@@ -88,9 +62,9 @@ def restore(
     name = name_of(source)
     with gc_paused():
         plan = (
-            _plan_without_template(source, policy, name, sharding)
+            plans.without_template(source, policy, name, sharding)
             if like is None
-            else _plan_by_template(source, like, policy, name, sharding)
+            else plans.by_template(source, like, policy, name, sharding)
         )
     values = _values(plan, verify, mmap, memory_limit, progress, read, call)
     source.check_present()  # of a bucket, what was not read is looked for now
@@ -103,152 +77,7 @@ def restore(
     return tree
 
 
-def _plan_without_template(source: Source, policy: Policy, name: str, sharding: Any) -> _Plan:
-    entries, skeleton = source.entries, source.skeleton
-    as_saved = isinstance(sharding, str)
-    to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
-    listed, paths = list(entries.values()), list(entries)
-    targets = match.untemplated(listed, policy, to_jax, name)
-    layouts: Mapping[int, tuple[int, ...]] = {}
-    uncommitted: Collection[int] = ()
-    if as_saved:
-        saved = saved_places.saved_places(source, listed, targets, exactly=False)
-        saved_places.check(saved, source, paths, targets, name)
-        places = _place.concrete(saved.wishes, paths, lambda: [_shaped(target) for target in targets])
-        layouts, uncommitted = saved.layouts, saved.uncommitted
-    else:
-        places = _untemplated_places(sharding, entries, skeleton)
-    build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return _Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree, layouts, uncommitted)
-
-
-def _plan_by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> _Plan:
-    split = like.split if isinstance(like, Initial) else flax.split(like)
-    template, join, walked = split.tree, split.join, walk.walk_split(split)
-    skeleton = source.skeleton
-    if source.positional:
-        source = positional.named(source, walked, name)
-    entries = source.entries
-    level = getattr(source, "level", "")
-    if level and skeleton and _has_level(walked.paths, entries, level):
-        alone = skeleton[0] == LEAF
-        entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
-        skeleton = [Node("dict", "", [level]), *skeleton]
-    as_written, entries = entries, box_levels.named(walked, entries)
-    initial = like if isinstance(like, Initial) else None
-    if initial and records_kinds(source):
-        policy = dataclasses.replace(policy, kinds="saved")
-    targets = match.match(
-        walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
-    )
-    plan = _Plan(
-        whole_of(source),
-        entries,
-        walked.paths,
-        targets,
-        [],
-        lambda: [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)],
-        lambda values: join(walk.rebuilt(template, values, walked.structure)),
-    )
-    _log_static(source, walked, name, resumed=initial is not None)
-    if initial and policy.kinds == "saved":
-        saved_kinds.log_changes(name, walked.paths, walked.leaves, targets)
-        plan = _with_aliases(plan)
-    return _with_places(plan, walked, template, sharding, initial, name)
-
-
-def _with_places(
-    plan: _Plan, walked: walk.Walk, template: Any, sharding: Any, initial: Initial | None, name: str
-) -> _Plan:
-    """Returns the plan with the place of each leaf: what `sharding` says, else what was saved, else the template's."""
-    paths, leaves, targets = walked.paths, walked.leaves, plan.targets
-    entries = [plan.entries.get(path) for path in paths]
-    arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
-    as_saved = isinstance(sharding, str)
-    layouts: dict[int, tuple[int, ...]] = {}
-    wished = [None] * len(paths) if as_saved or sharding is None else _place.wishes(
-        sharding, template, paths, leaves, lambda: [_on_request(target) for target in targets]
-    )  # fmt: skip
-    if as_saved or initial:
-        saved = saved_places.saved_places(plan.source, entries, targets, exactly=not as_saved)
-        if as_saved:
-            saved_places.check(saved, plan.source, paths, targets, name)
-        free = {n for n, wish in enumerate(wished) if wish is None}
-        layouts.update({n: layout for n, layout in saved.layouts.items() if n in free})
-        plan = plan._replace(uncommitted=saved.uncommitted & free)
-        rest = _place.wishes(None, template, paths, leaves, arrays)
-        if initial and not as_saved:
-            saved_places.log_moves(name, paths, saved, rest)
-            rest = saved_places.resumed(saved, rest, wished, paths, targets, initial, name)
-        else:
-            rest = [own if one is None else one for one, own in zip(saved.wishes, rest, strict=True)]
-        wished = [other if wish is None else wish for wish, other in zip(wished, rest, strict=True)]
-    elif sharding is None:
-        wished = _place.wishes(None, template, paths, leaves, arrays)
-        layouts.update(saved_places.template_layouts(leaves))
-        saved_places.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
-    else:
-        plan = plan._replace(targets=_moved(plan, wished, name))
-    return plan._replace(places=_place.concrete(wished, paths, arrays), layouts=layouts)
-
-
-def _moved(plan: _Plan, wishes: Sequence[Any], name: str) -> list[Target]:
-    """Returns the targets, in JAX for the NumPy leaves of the template that `sharding` places.
-
-    Raises `MismatchError` for a dtype that JAX does not have.
-    """
-    targets = list(plan.targets)
-    differences: list[Difference] = []
-    for n, (target, wish) in enumerate(zip(plan.targets, wishes, strict=True)):
-        if wish is None or target.make not in _NUMPY or target.entry is None:
-            continue
-        try:
-            check_width(target.dtype, target.entry)
-            targets[n] = msgspec.structs.replace(target, make="jax")
-        except Differs as difference:
-            differences.append(Difference(plan.paths[n], *difference.args))
-    if differences:
-        raise mismatch(name, differences, plan.paths, plan.entries, what="cannot become JAX arrays")
-    return targets
-
-
-def _on_request(target: Target) -> Any:
-    """Returns the shape and dtype of an array for a function that is passed as `sharding`, or None."""
-    if target.make in _NUMPY and target.entry is not None:
-        return _shape_and_dtype(target.entry.shape, target.dtype)
-    return _shaped(target)
-
-
-def _with_aliases(plan: _Plan) -> _Plan:
-    """Returns the plan with one array for all leaves that were one JAX array when they were saved."""
-    if isinstance(plan.source, View):
-        return plan
-    arrays = [n for n, target in enumerate(plan.targets) if target.make in _place.IN_JAX and target.entry is not None]
-    first: dict[Any, int] = {}
-    aliases: dict[int, int] = {}
-    targets = list(plan.targets)
-    names = origins(plan.source, [entry_of(targets[n]).path for n in arrays])
-    for n, name in zip(arrays, names, strict=True):
-        other = first.setdefault((name, targets[n].make, targets[n].dtype, targets[n].weak), n)
-        if other != n:
-            aliases[n] = other
-            targets[n] = Target("value")
-    return plan._replace(targets=targets, aliases=aliases) if aliases else plan
-
-
-def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) -> None:
-    if found := static.differences(static_values(source), walked.static):
-        _log.log(
-            logging.WARNING if resumed else logging.INFO,
-            "%s: %d static values differ from those of the job that saved: %s; the program's are kept, because static "
-            "values are a part of it. Keep what changes during training in an array or a Variable",
-            name,
-            len(found),
-            few(tuple(found)),
-        )
-
-
-def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[Any]:
+def _with_what_is_there(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
     """Sets iterators to their states; with `moved`, puts what `missing` took from the template where the rest goes."""
     for path, target in zip(plan.paths, plan.targets, strict=True):
         if target.state:  # in place, and so only now that everything else is there
@@ -266,11 +95,6 @@ def _with_what_is_there(plan: _Plan, values: list[Any], *, moved: bool) -> list[
     for n, first in plan.aliases.items():
         values[n] = values[first]
     return values
-
-
-def _asks(leaf: Any) -> bool:
-    """Whether a leaf of a template asks for something of the checkpoint."""
-    return leaf is not None and leaf is not ... and not is_function(leaf)
 
 
 def _tell(
@@ -291,44 +115,8 @@ def _tell(
     _log.info("restored %d leaves of %s%s in %.2f s%s", len(asked) - len(filled), step, name, seconds, rest)
 
 
-def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
-    """Whether all of a template lies at a level, and nothing of what was found."""
-    here = [below(path, level) is not None for path in template]
-    return bool(here) and all(here) and all(below(path, level) is None for path in found)
-
-
-def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None) -> list[Where]:
-    if sharding is None:
-        return [None] * len(entries)
-    listed = list(entries.values())
-    template = nest(entries, listed) if skeleton is None else build(skeleton, listed)
-    walked = walk.walk(template)
-    shaped = [_as_seen(leaf) if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
-    places = dict(
-        zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, lambda: shaped), strict=True)
-    )
-    return [places[path] for path in entries]
-
-
-def _as_seen(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
-    """An array with the shape that its user sees: of typed keys, the data has one more axis."""
-    return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
-
-
-def _shaped(target: Target) -> Any:
-    if target.make not in _place.IN_JAX:
-        return None
-    shape = target.entry.shape if target.entry else ()
-    return _shape_and_dtype(shape[:-1] if target.make == "key" else shape, target.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape_and_dtype(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def _values(
-    plan: _Plan,
+    plan: Plan,
     verify: bool,
     mmap: bool | None,
     limit: int | None,
@@ -387,7 +175,7 @@ def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
     return not platforms <= {"cpu"}
 
 
-def _as_they_are(plan: _Plan) -> bool:
+def _as_they_are(plan: Plan) -> bool:
     """Whether no array is made of another one that has to be in memory meanwhile."""
     if isinstance(plan.source, View):
         return False
