@@ -507,12 +507,23 @@ class Checkpointer:
     def restore_or_init(
         self, init: Callable[[], T], *, sharding: Any = None, fallback: bool = True, **options: "Unpack[ReadOptions]"
     ) -> tuple[T, int]:
-        """The latest good step's tree and its number, or what `init()` returns and 0 when there is none.
+        """Returns the latest valid step's tree and its number, or what `init()` returns and 0 if there is no step.
 
-        When there is a checkpoint, `init` is only traced (or called, if it cannot be traced): its result is the
-        template. The first job traces it, too, and raises `MismatchError` when that gives another tree. `sharding` says
-        where the arrays go in either case; `options` are those of `restore`. A run whose steps are all damaged raises
-        `CorruptError` rather than begin anew, and a directory that is one checkpoint `MismatchError`.
+        A resumed job is the interrupted job. Structure and functions come from `init`. Every leaf has the type, dtype,
+        weak type, sharding, memory kind and layout that it was saved with, and one JAX array in two leaves is one
+        again. Arrays that cannot go where they were, because the job has other devices, go where `init` places them; a
+        warning names them. Foreign formats do not record types, so there `init` decides, as a template does.
+
+        init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails,
+            if tracing would leave a tracer behind, and to see where it places arrays whose place is not known. The
+            first job traces and calls it.
+        sharding: goes before the saved sharding of JAX arrays; see `treering.restore`. Leaves for which it says nothing
+            (None in a tree, or as the result of a function) stay where they were saved. In the first job, arrays are
+            made there.
+        options: as for `restore`. `dtype="template"` takes the floating-point dtypes of `init`.
+
+        Raises `MismatchError` if tracing `init` gives another tree than calling it, if a shape differs, and for a
+        directory that is one checkpoint; `CorruptError` if all steps are damaged.
         """
         from .._restore import initial
 

@@ -93,9 +93,10 @@ def restore(
         or globs of the paths for which to take it.
     extra: what to do about the opposite: "error", "ignore", or globs of what may be left out.
     dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
-    sharding: wins over the template's: a sharding, a `PartitionSpec` for the mesh that is set, a function of (path,
-        shape, dtype), or a pytree of those that is a prefix of the template. "saved": as it was recorded, on the mesh
-        that is set, else on one like that of the save; without a template NumPy's arrays stay NumPy's then.
+    sharding: goes before the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of
+        (path, shape, dtype), or a pytree of those that is a prefix of the template. NumPy leaves that it places become
+        JAX arrays. "saved" places JAX arrays as they were: on the mesh that is set, else on one like that of the save,
+        or on the same device, in the same memory. NumPy arrays stay NumPy arrays then.
     verify: checks the checksum of every byte that is used before anything is returned.
     mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
     memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
