@@ -206,13 +206,15 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
-    if unreduced := getattr(getattr(array.sharding, "spec", None), "unreduced", None):
+    place = array.sharding
+    if isinstance(place, jax.NamedSharding) and (unreduced := getattr(place.spec, "unreduced", None)):
         axes = ", ".join(sorted(map(str, unreduced)))
         raise UnsupportedError(
             f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); add them up first, for "
             "example by jax.reshard to a PartitionSpec without unreduced="
         )
-    found.places[len(found.entries)] = placements.describe(array)
+    layout = placements.layout_of(array) if array.ndim > 1 else None
+    found.places[len(found.entries)] = placements.describe(place, array.committed, layout)
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself

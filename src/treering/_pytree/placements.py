@@ -24,22 +24,9 @@ class CannotFollow(Exception):
     """Says why this job cannot place an array where another job had it."""
 
 
-def describe(array: Any) -> Mapping[str, Any]:
-    """Returns the place of a JAX array as JSON; one object for all arrays with the same place. See `docs/format.md`."""
-    return _describe(array.sharding, array.committed, layout_of(array))
-
-
-def layout_of(array: Any) -> Layout:
-    """Returns the axes of a JAX array from major to minor, or None if it is row-major."""
-    if array.ndim < 2 or jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return None
-    layout = array.format.layout
-    order = None if layout is None else tuple(layout.major_to_minor)
-    return None if order is None or order == tuple(range(array.ndim)) else order
-
-
 @functools.lru_cache(maxsize=1024)
-def _describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[str, Any]:
+def describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[str, Any]:
+    """Returns a place as JSON, and one object for all arrays with the same place. See `docs/format.md`."""
     try:
         if isinstance(sharding, SingleDeviceSharding):
             found = _describe_device(sharding, committed)
@@ -55,6 +42,15 @@ def _describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[st
     if layout is not None:
         found["layout"] = list(layout)
     return found
+
+
+def layout_of(array: Any) -> Layout:
+    """Returns the axes of a JAX array from major to minor, or None if it is row-major."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return None
+    layout = array.format.layout
+    order = None if layout is None else tuple(layout.major_to_minor)
+    return None if order is None or order == tuple(range(array.ndim)) else order
 
 
 def _describe_device(sharding: SingleDeviceSharding, committed: bool) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ..
     for n, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:
             layout = _order(leaf)
-        elif isinstance(leaf, jax.Array):
+        elif getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
             layout = layout_of(leaf)
         else:
             continue

@@ -200,10 +200,12 @@ def placement(catalogue: Catalogue) -> Placement | None:
     """Returns the manifest's record of where the arrays were, or None if no array has a place."""
     places: list[dict[str, Any]] = []
     numbers: dict[int, int] = {id(None): -1}  # of the places by their object, of which equal arrays have the same
-    for place in {id(place): place for place in catalogue.places if place is not None}.values():
+    for place in dict(zip(map(id, catalogue.places), catalogue.places, strict=True)).values():
+        if place is None:
+            continue
         if (found := dict(place)) not in places:
             places.append(found)
         numbers[id(place)] = places.index(found)
-    by_leaf = [numbers[id(place)] for place in catalogue.places]
-    runs = [(sum(1 for _ in run), number) for number, run in itertools.groupby(by_leaf)]
+    by_leaf = map(numbers.__getitem__, map(id, catalogue.places))
+    runs = [(len(list(run)), number) for number, run in itertools.groupby(by_leaf)]
     return Placement(places, runs) if places else None
