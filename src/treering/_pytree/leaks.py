@@ -9,6 +9,8 @@ import numpy as np
 from jax.core import Tracer
 
 _MAX_OBJECTS = 200_000  # beyond which the search ends, because what is that large holds data
+_BUILTIN = (dict, list, tuple, set, frozenset)
+_SKIPPED = frozenset((bool, int, float, complex, str, bytes, type(None), np.ndarray, jax.ShapeDtypeStruct))
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
 
 
@@ -39,13 +41,17 @@ def _inside(value: Any, holder: str) -> Iterable[tuple[Any, str]]:
         return
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        for one in value.values() if isinstance(value, dict) else value:
+            if type(one) not in _SKIPPED:
+                yield one, holder
+        if type(value) in _BUILTIN:
+            return
+    elif isinstance(value, Mapping):
         try:
             yield from ((one, holder) for one in list(value.values()))
         except Exception:  # a mapping of the user's may do anything
             pass
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((one, holder) for one in value)
     elif isinstance(value, types.MethodType):
         yield from ((one, holder) for one in (value.__func__, value.__self__))
     elif isinstance(value, types.CellType):

@@ -60,15 +60,18 @@ def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...]:
 
 def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[Target]) -> None:
     """Logs the leaves whose saved kind is not the one that `init` gives: another dtype at WARNING, the rest at INFO."""
-    known: dict[Any, tuple[str, bool]] = {}
+    known: dict[Any, tuple[str, bool]] = {}  # by what decides it, of which thousands of leaves are alike
     found: dict[bool, list[str]] = {True: [], False: []}
     for path, leaf, target in zip(paths, leaves, targets, strict=True):
-        if leaf is None or leaf is ... or target.filled or target.state or not _has_kind(leaf):
-            continue
-        key = (_kind_of(leaf), _kind_made(target))
-        if key not in known:
-            known[key] = _change(*key)
-        text, is_dtype = known[key]
+        kind, make = type(leaf), target.make
+        key = kind, getattr(leaf, "dtype", None), getattr(leaf, "weak_type", False), make, target.dtype, target.weak
+        if make == "value":
+            key = (*key, type(target.value), target.filled, target.state is None)
+        if (change := known.get(key)) is None:
+            change = known[key] = (
+                _change(_kind_of(leaf), _kind_made(target)) if _has_kind(leaf, target) else ("", False)
+            )
+        text, is_dtype = change
         if text:
             found[is_dtype].append(f"{path or '(root)'} ({text})")
     for is_dtype, listed in found.items():
@@ -87,8 +90,8 @@ def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets:
 _Kind = tuple[str, Any, bool]  # what it is, its dtype, whether that is weak
 
 
-def _has_kind(leaf: Any) -> bool:
-    return type(leaf) in _SCALARS or hasattr(leaf, "dtype")
+def _has_kind(leaf: Any, target: Target) -> bool:
+    return (type(leaf) in _SCALARS or hasattr(leaf, "dtype")) and not target.filled and target.state is None
 
 
 def _kind_of(leaf: Any) -> _Kind:

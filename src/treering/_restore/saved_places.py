@@ -196,7 +196,7 @@ def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ..
     """Yields the number and the layout of each template leaf that has a layout other than row-major."""
     for n, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:
-            layout = _order(leaf)
+            layout = None if leaf.sharding is None else _order(leaf)  # a layout comes with a sharding
         elif getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
             layout = layout_of(leaf)
         else:
