@@ -206,25 +206,21 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
-    place = array.sharding
-    if isinstance(place, jax.NamedSharding) and (unreduced := getattr(place.spec, "unreduced", None)):
-        axes = ", ".join(sorted(map(str, unreduced)))
-        raise UnsupportedError(
-            f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); add them up first, for "
-            "example by jax.reshard to a PartitionSpec without unreduced="
-        )
     layout = placements.layout_of(array) if array.ndim > 1 else None
-    found.places[len(found.entries)] = placements.describe(place, array.committed, layout)
+    place = placements.describe(array.sharding, array.committed, layout)
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself
     stored, text, packed = _storage(aval.dtype, cast)
+    if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
+        _check_reduced(sharding)
     leaf = len(found.entries)
+    found.places[leaf] = place
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
     copies = packed or aval.dtype != stored or not on_host(sharding)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding) and (alone or sharding.is_fully_addressable):
+    if single and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
         found.add(LocalShard(leaf, whole(aval.shape), stored, nbytes, copies), array)
         return
@@ -233,6 +229,15 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
         found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, copies), data)
+
+
+def _check_reduced(sharding: jax.sharding.Sharding) -> None:
+    if unreduced := getattr(getattr(sharding, "spec", None), "unreduced", None):
+        axes = ", ".join(sorted(map(str, unreduced)))
+        raise UnsupportedError(
+            f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); add them up first, for "
+            "example by jax.reshard to a PartitionSpec without unreduced="
+        )
 
 
 @functools.lru_cache(maxsize=512)

@@ -69,7 +69,8 @@ def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh):
         raise CannotFollow(f"a {type(sharding).__name__} over {sharding.num_devices} devices")
     spec = sharding.spec
-    if getattr(spec, "reduced", None) or not all(isinstance(name, str) for name in mesh.axis_names):
+    partial = getattr(spec, "reduced", None) or getattr(spec, "unreduced", None)
+    if partial or not all(isinstance(name, str) for name in mesh.axis_names):
         raise CannotFollow(f"{spec} on a mesh with the axes {mesh.axis_names}")
     found: dict[str, Any] = {"mesh": dict(mesh.shape), "spec": [_axis_to_json(axis) for axis in spec]}
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
