@@ -716,7 +716,14 @@ def test_a_copied_step_counts_as_what_its_name_says(tmp_path: pathlib.Path, capl
     assert "step-00000002 counts as step 2, as its name says, but was saved as step 1" in caplog.text
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.restore()
-        assert ckpts.restored_step == 2
+        assert ckpts.restored_step == ckpts.open().step == ckpts.open(2).step == 2
+    assert tr.open(tmp_path).step == tr.open(tmp_path, step=2).step == 2 and tr.open(tmp_path, step=1).step == 1
+    assert tr.open(tmp_path / "step-00000002").step == 1  # by its own path it is no step of a run
+    for ckpt in tr.follow(tmp_path, timeout=0):  # the loop of an evaluator
+        tr.record(tmp_path, ckpt.step, {"loss": float(os.path.basename(ckpt.path)[-1])})
+    assert [tr.open(tmp_path, step=step).metrics["loss"] for step in (1, 2)] == [1, 2]
+    tr.convert(tmp_path, tmp_path / "converted")
+    assert tr.open(tmp_path / "converted").step == 2
 
 
 def test_steps_are_numbers_that_every_reader_can_take(tmp_path: pathlib.Path) -> None:

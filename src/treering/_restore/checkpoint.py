@@ -1,9 +1,10 @@
 """An open checkpoint: names and shapes at once, contents on request."""
 
+import contextlib
 import datetime
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from .._core import dtypes
 from .._core import skeleton as _skeleton
@@ -50,6 +51,12 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     def step(self) -> int | None:
         """The step it was saved with, None when it was saved without."""
         return self._source.step
+
+    def _numbered(self, step: int) -> "Checkpoint":
+        """Returns this checkpoint as a step of a run: copied directories count by their names."""
+        with contextlib.suppress(AttributeError):  # a source may tell its step only
+            cast(Any, self._source).step = step
+        return self
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from ..formats.treering.read import Reader
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from . import run as _run
-from .latest_good import open_one
+from .latest_good import open_step
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.5  # seconds between looks at the run
@@ -77,7 +77,7 @@ def _mark(store: Store, path: str) -> object:
 
 def _open(store: Store, step: int, path: str) -> Checkpoint | None:
     try:
-        ckpt = open_one(store, path)
+        ckpt = open_step(store, path, step)
         if isinstance(ckpt._source, Reader):
             ckpt._source.hold()
     except NotFoundError:

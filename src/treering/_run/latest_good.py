@@ -139,15 +139,18 @@ def use_current(
     """
     for n in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
-            return use(opened if opened is not None and n == 0 else _open_step(store, path, step))
-    return use(_open_step(store, path, step))
+            return use(opened if opened is not None and n == 0 else open_step(store, path, step))
+    return use(open_step(store, path, step))
 
 
-def _open_step(store: Store, path: str, step: int | None) -> Checkpoint:
+def open_step(store: Store, path: str, step: int | None) -> Checkpoint:
+    """Opens a checkpoint as a step of a run, whose number it has then, whatever number it was saved with."""
     ckpt = open_one(store, path)
-    if ckpt.format == "treering" and step is not None and ckpt.step not in (None, step):
+    if step is None or ckpt.step == step:
+        return ckpt
+    if ckpt.step is not None:
         _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
-    return ckpt
+    return ckpt._numbered(step)
 
 
 def listed_again(attempt: Callable[[], T]) -> T:
