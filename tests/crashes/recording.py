@@ -179,6 +179,10 @@ class RecordingDisk(Disk):
         with self._step():
             super().set_mode(path, mode)  # which changes no content
 
+    def set_group(self, path: str, group: int) -> None:
+        with self._step():
+            super().set_group(path, group)  # nor does this
+
     def make_read_only(self, fd: int) -> None:
         with self._step():
             super().make_read_only(fd)  # nor does this

@@ -26,10 +26,17 @@ _log = logging.getLogger("treering")
 
 @contextlib.contextmanager
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWriter]:
-    """Yields a file to write within a `with` block; at its end it is in place, after an error it never was."""
+    """Yields a file to write within a `with` block; at its end it is in place, after an error it never was.
+
+    A file that replaces another has its mode and group. Where the path is a link, its target is replaced.
+    """
+    if overwrite and os.path.islink(path):
+        path = os.path.realpath(path)
     with _parents(disk, path):
         file = _new_file(disk, path)
         try:
+            if overwrite and (there := look(path)):  # before anything is in it that others may not read
+                _keep_access(disk, file.path, there, stat.S_IMODE(there.st_mode))
             yield file
             file.sync()
             if overwrite:
@@ -86,7 +93,7 @@ def new_directory(
         old: Replaced | None = None
         try:
             if there := look(path):
-                _set_mode(disk, temporary, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+                _keep_access(disk, temporary, there, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
             yield temporary
             _sync_tree(disk, temporary)  # this takes time, so the files to keep are listed after it
             if overwrite and look(path) is not None:
@@ -131,15 +138,25 @@ def _put_in_place_of(disk: Disk, new: str, old: str, replaced: Replaced) -> None
     """Gives the new directory the files that are kept, then exchanges it with the old one."""
     changed = replaced.carry_over(disk, old, new)
     if there := look(old):
-        changed = _set_mode(disk, new, stat.S_IMODE(there.st_mode)) or changed
+        changed = _keep_access(disk, new, there, stat.S_IMODE(there.st_mode)) or changed
     if changed:
         disk.sync_dir(new)
     _change_places(disk, new, old)
 
 
-def _set_mode(disk: Disk, path: str, mode: int) -> bool:
-    """Sets the mode of a directory; False where it has that mode already."""
-    if stat.S_IMODE(os.lstat(path).st_mode) == mode:
+def _keep_access(disk: Disk, path: str, old: os.stat_result, mode: int) -> bool:
+    """Gives a new file or directory the group of the old one and a mode. Returns False if it has both.
+
+    If this user may not give it to that group, another group gets no access.
+    """
+    new = os.lstat(path)
+    if new.st_gid != old.st_gid:
+        try:
+            disk.set_group(path, old.st_gid)
+        except PermissionError:
+            _log.warning("%s: this user may not give it to group %d; other groups have no access", path, old.st_gid)
+            mode &= ~stat.S_IRWXG
+    if stat.S_IMODE(new.st_mode) == mode and new.st_gid == old.st_gid:
         return False
     disk.set_mode(path, mode)
     return True

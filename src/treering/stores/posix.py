@@ -93,6 +93,11 @@ class Disk:
     def set_mode(self, path: str, mode: int) -> None:
         os.chmod(path, mode)
 
+    def set_group(self, path: str, group: int) -> None:
+        """Gives a file or directory to a group. Raises `PermissionError` unless this user is in it."""
+        if hasattr(os, "chown"):
+            os.chown(path, -1, group)
+
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
         if _hard_link(old, new):
@@ -138,7 +143,7 @@ class Disk:
         Not so on FUSE: there a program opens a file of its own for direct writing, which no call from here can end.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        mode = 0o644  # until it is complete: file servers may apply the mode to open files as well
+        mode = 0o666  # until it is complete: file servers may apply the mode to open files as well
         if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
             try:
                 return os.open(path, flags | direct, mode)
