@@ -150,8 +150,13 @@ def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path, us
         first.save(4, {"x": np.full(3, 4)})
         with pytest.raises(ExistsError, match="another Checkpointer of this process is saving; call its wait"):
             second.save(2, {"x": 22})
-        assert first.steps == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
+        assert first.committed_steps == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
+        assert first.steps == [1, 2, 3, 4] and first.latest_step == 4, "as `save` sees the run"
+        with pytest.raises(ExistsError):
+            first.save(first.latest_step, {"x": 4}, force=True)
         disk.gate.set()
+        first.wait()
+        assert first.committed_steps == first.steps == [1, 2, 3, 4]
     second.save(2, {"x": 22})
     second.close()
     assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4]

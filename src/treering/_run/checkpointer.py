@@ -176,9 +176,7 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         """Shows what the Checkpointer is doing, without reading anything."""
-        saving = [
-            f"saving step {step}" for step in sorted(self._under_way.steps(self._under_way.verdict().calls), key=str)
-        ]
+        saving = [f"saving step {step}" for step in sorted(self._under_way.pending_steps())]
         state = [
             *([] if self._restored is None else [f"restored step {self._restored}"]),
             *saving,
@@ -192,13 +190,21 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
+        """The steps of the run, ascending: those committed, and those that this `Checkpointer` is saving.
+
+        These are the steps that `save` refuses to save again. A save that fails takes its step away again.
+        """
+        return sorted({*self._under_way.pending_steps(), *self._directory.all_steps()})
+
+    @property
+    def committed_steps(self) -> list[int]:
         """The committed steps, ascending, with those that another library has left in the directory."""
         return list(self._directory.all_steps())
 
     @property
     def latest_step(self) -> int | None:
-        """The newest committed step, None when there is none."""
-        return max(self._directory.all_steps(), default=None)
+        """The newest of `steps`, or None if there is none."""
+        return max(self.steps, default=None)
 
     @property
     def restored_step(self) -> int | None:

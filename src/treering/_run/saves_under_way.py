@@ -71,6 +71,10 @@ class UnderWay:
         """The steps that these calls save."""
         return {pending.step for pending in self._saves if pending._call.name in calls}
 
+    def pending_steps(self) -> set[int]:
+        """Returns the steps of the saves that are under way."""
+        return {pending.step for pending in self._saves if not pending.done() and pending.step is not None}
+
     def last(self) -> PendingSave:
         """The save that ends last."""
         return self._saves[-1]
