@@ -127,6 +127,24 @@ def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
             tr.verify(tmp_path / "step-00000001")
 
 
+def test_a_step_that_is_being_deleted_is_skipped(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
+    """Retention removes a manifest first. The directory is still there when `verify` comes to it."""
+    for n in range(3):
+        tr.save(tmp_path / f"step-{n:08}", {"x": np.full(10, n)})
+
+    class Deleting(Disk):
+        def open(self, path: str) -> int:
+            if "step-00000000" in path and path.endswith(".safetensors"):
+                (tmp_path / "step-00000001" / "treering.json").unlink(missing_ok=True)
+            return super().open(path)
+
+    use_disk(Deleting())
+    report = tr.verify(tmp_path)
+    assert report.ok and (tmp_path / "step-00000001").is_dir()
+    with pytest.raises(NotFoundError):
+        tr.verify(tmp_path / "step-00000001")
+
+
 def test_damage_that_stays_is_reported_once(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
     """A file of a checkpoint that is there, gone: nobody has replaced anything."""
     tr.save(tmp_path / "c", {"x": np.ones(3)})

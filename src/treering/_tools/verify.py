@@ -121,12 +121,17 @@ def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedErr
         try:
             total += _verify_one(store, part, "" if part == place else posixpath.relpath(part, place), found, share)
         except NotFoundError:
-            if part == place or store.stat(part):
+            if part == place or not _is_deleted(store, part):
                 raise
-            continue  # deleted since it was listed
         except UnsupportedError as error:
             unsupported.append(error)
     return VerifyReport(place, total, tuple(found)), unsupported, len(parts)
+
+
+def _is_deleted(store: Store, step: str) -> bool:
+    """Returns True if a step that was listed is gone. Its manifest goes first, and its directory last."""
+    with reading(step):
+        return store.stat(step) is None or summary.look(store, step) is None
 
 
 def _verify_one(store: Store, path: str, below: str, found: list[Problem], share: Share) -> int:
