@@ -4,12 +4,16 @@ The files were written by the release that introduced the version of the format,
 """
 
 import collections
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 Adam = collections.namedtuple("Adam", "count mu")
 
@@ -72,6 +76,36 @@ def sharded() -> Any:
     values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     return {
         name: jax.device_put(values + n, jax.NamedSharding(mesh, spec)) for n, (name, spec) in enumerate(specs.items())
+    }
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["epoch", "sizes"])
+@dataclasses.dataclass
+class Static:
+    w: Any
+    epoch: int = 3
+    sizes: tuple[int, ...] = (1, 2)
+
+
+def placed() -> Any:
+    """Arrays in places of every kind, and static values."""
+    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    backwards = Mesh(np.array(jax.devices()[:8][::-1]), ("x",))
+    device = jax.devices()[3]
+    square = np.arange(64, dtype=np.float32).reshape(8, 8)
+    host = NamedSharding(backwards, jax.P("x"), memory_kind="pinned_host")
+    tied = jax.device_put(square, NamedSharding(explicit, jax.P("data", None)))
+    return {
+        "uncommitted": jnp.arange(3.0),
+        "device": jax.device_put(square[0], device),
+        "layout": jax.device_put(square, Format(Layout((1, 0)), SingleDeviceSharding(device))),
+        "explicit": jax.device_put(square, NamedSharding(explicit, jax.P(("data", "model")))),
+        "tied": [tied, tied],
+        "host": jax.device_put(square, host),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(backwards, jax.P("x"))),
+        "numpy": square,
+        "static": Static(jnp.ones(2)),
+        "number": 1,
     }
 
 

@@ -24,6 +24,7 @@ LAYERS = [  # from top to bottom
     {"_core"},
     {"_threads"},
     {"errors", "_version"},
+    {"_printable"},
 ]
 
 

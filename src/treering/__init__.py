@@ -1,9 +1,10 @@
 """Treering saves, manages and restores the state of JAX training jobs."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import _printable, errors
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ._tools.verify import VerifyReport, verify
 
     open = open_checkpoint  # public, though it is not in `__all__`
+
+logging.getLogger("treering").addFilter(_printable.escape_record)
 
 # JAX and NumPy are imported by what needs them, when it is first used.
 _HOMES = {

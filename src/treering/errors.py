@@ -17,6 +17,8 @@ reading (permission denied, too many open files) are Python's own, with the path
 
 from typing import ClassVar, NamedTuple
 
+from ._printable import safe, safe_lines
+
 
 class TreeringError(Exception):
     """The base of every error raised on purpose. `entry` is the heading of docs/troubleshooting.md about its kind."""
@@ -27,13 +29,17 @@ class TreeringError(Exception):
         super().__init__(*arguments)
         self.add_note(f"More about it: docs/troubleshooting.md#{self.entry}")
 
+    def __str__(self) -> str:
+        """Returns the message. Names from files in it cannot control a terminal."""
+        return safe_lines(Exception.__str__(self))
+
 
 class NotFoundError(TreeringError, FileNotFoundError):
     """There is no checkpoint, step or leaf of that name."""
 
     entry = "notfounderror"
 
-    __str__ = Exception.__str__
+    __str__ = TreeringError.__str__
 
 
 class ExistsError(TreeringError, FileExistsError):
@@ -41,7 +47,7 @@ class ExistsError(TreeringError, FileExistsError):
 
     entry = "existserror"
 
-    __str__ = Exception.__str__
+    __str__ = TreeringError.__str__
 
 
 class Difference(NamedTuple):
@@ -53,7 +59,7 @@ class Difference(NamedTuple):
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.path or '(root)'}: expected {self.expected}, found {self.found}; {self.hint}"
+        return f"{safe(self.path) or '(root)'}: expected {self.expected}, found {self.found}; {self.hint}"
 
 
 class MismatchError(TreeringError, ValueError):
@@ -91,7 +97,7 @@ class SaveError(TreeringError, OSError):
 
     entry = "saveerror"
 
-    __str__ = Exception.__str__
+    __str__ = TreeringError.__str__
 
 
 class PeerError(TreeringError, ConnectionError):
@@ -99,4 +105,4 @@ class PeerError(TreeringError, ConnectionError):
 
     entry = "peererror"
 
-    __str__ = Exception.__str__
+    __str__ = TreeringError.__str__

@@ -18,7 +18,8 @@ import treering as tr
 from treering import stores
 from treering._cli.main import cli
 from treering._core.outline import outline
-from treering._core.readable import nbytes, number, safe
+from treering._core.readable import nbytes, number
+from treering._printable import safe
 
 ESCAPE = "\x1b[31m"
 

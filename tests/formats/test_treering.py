@@ -25,7 +25,11 @@ from treering.formats.treering import layout, manifest, parts
 from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-TREES = {"v1-everything": golden_trees.everything, "v1-sharded": golden_trees.sharded}
+TREES = {
+    "v1-everything": golden_trees.everything,
+    "v1-sharded": golden_trees.sharded,
+    "v1-placement": golden_trees.placed,
+}
 
 
 def host(leaf: Any) -> Any:
@@ -65,6 +69,19 @@ def test_golden_files_restore(name: str) -> None:
         found = tr.restore(GOLDEN / name, like=tree)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert not tr.diff(found, tree)
+
+
+def test_golden_arrays_go_where_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    tree = golden_trees.placed()
+    found = tr.restore(GOLDEN / "v1-placement", like=jax.eval_shape(lambda: tree), sharding="saved")
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        if isinstance(one, jax.Array) and isinstance(other, jax.Array):
+            assert one.sharding == other.sharding and one.committed == other.committed
+            assert jax.typeof(one) == jax.typeof(other)
+    assert found["layout"].format == tree["layout"].format
+    with caplog.at_level("INFO"):
+        tr.restore(GOLDEN / "v1-placement", like={**tree, "static": golden_trees.Static(jax.numpy.ones(2), 4, (1,))})
+    assert "static/epoch (saved 3, now 4), static/sizes (saved [1, 2], now [1])" in caplog.text
 
 
 def test_golden_iterators_and_metrics() -> None:

@@ -13,7 +13,8 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from .._core.outline import Node, outline
-from .._core.readable import count, nbytes, safe, safe_lines
+from .._core.readable import count, nbytes
+from .._printable import safe, safe_lines
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._tools.diff import diff

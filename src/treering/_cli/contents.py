@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes, number, safe
+from .._core.readable import count, nbytes, number
 from .._core.readable import sharding as sharding_text
+from .._printable import safe
 from ..errors import NotFoundError
 from .arguments import Subset
 from .leaf import describe_node

@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from .._core.readable import count, nbytes, safe
+from .._core.readable import count, nbytes
+from .._printable import safe
 from .arguments import Bytes, Rename
 from .output import PATH, as_json, say, say_json
 

@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .._core.readable import count, nbytes, number, safe
+from .._core.readable import count, nbytes, number
 from .._core.readable import sharding as sharding_text
+from .._printable import safe
 
 if TYPE_CHECKING:
     from .._core.lazy import LazyArray

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .._core.readable import nbytes, number, safe
+from .._core.readable import nbytes, number
+from .._printable import safe
 from .arguments import Bytes
 from .output import PATH, as_json, say, say_json
 

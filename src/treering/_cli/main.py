@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import click
 from click.shell_completion import get_completion_class
 
-from .._core.readable import safe, safe_lines
+from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
 from . import contents, copying, machine, report, runs

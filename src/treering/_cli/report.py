@@ -2,7 +2,8 @@
 
 import click
 
-from .._core.readable import nbytes, safe
+from .._core.readable import nbytes
+from .._printable import safe
 from .output import PATH, as_json, say, say_json
 
 

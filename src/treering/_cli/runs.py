@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes, number, safe
+from .._core.readable import count, nbytes, number
+from .._printable import safe
 from ..errors import NotFoundError, TreeringError
 from .arguments import KEEP, Keep, joined
 from .output import FAILED, PATH, as_json, iso, say, say_json, table, when

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from .._printable import safe
 from .entries import ArrayEntry, Entry
 from .outline import Node, outline
-from .readable import count, nbytes, safe
+from .readable import count, nbytes
 
 _MAX_NODES = 2000  # of a tree that are shown
 _OPEN_LEVELS = 1  # of the tree that are unfolded

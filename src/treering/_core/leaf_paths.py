@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from .._printable import safe
 from ..errors import MismatchError, UnsupportedError
 
 # `pathlib` and `os.path` make one slash of a URL's two; a single letter is a drive of Windows.
@@ -206,5 +207,5 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
 
 
 def few(names: tuple[str, ...]) -> str:
-    """The first five names of a list, and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """The first five names of a list, and the number of the others. Names from files cannot control a terminal."""
+    return ", ".join(map(safe, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

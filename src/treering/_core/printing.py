@@ -2,6 +2,7 @@
 
 import itertools
 
+from .._printable import safe
 from . import html, readable
 from .describe import describe, shorten
 from .entries import ArrayEntry, Entry
@@ -13,7 +14,7 @@ def text(source: Source, most: int) -> str:
     """The names and shapes of so many leaves, one a line."""
     entries = source.entries
     step = "" if source.step is None else f", step {source.step}"
-    head = f"Checkpoint {name_of(source)} ({source.format}{step}, {len(entries)} leaves)"
+    head = f"Checkpoint {safe(name_of(source))} ({source.format}{step}, {len(entries)} leaves)"
     shown = dict(itertools.islice(entries.items(), most))
     width = max(map(len, shown), default=0)
     lines = []
@@ -21,7 +22,7 @@ def text(source: Source, most: int) -> str:
         value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
         if entry.type == "function":  # only its name is recorded, which may be any text
             value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
-        lines.append(f"  {path or '(root)':{min(width, 60)}}  {describe(entry)}{value}")
+        lines.append(f"  {safe(path) or '(root)':{min(width, 60)}}  {safe(describe(entry))}{value}")
     if more := len(entries) - len(shown):
         lines.append(f"  and {more} more; print() shows all")
     return "\n".join([head, *lines])

@@ -4,20 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .._printable import safe
+
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
-
-
-def safe(text: object) -> str:
-    """Text from a file as one line that a terminal takes for nothing but text: what does not print is escaped."""
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def safe_lines(text: object) -> str:
-    """Several lines of text, each as by `safe`."""
-    return "\n".join(safe(line) for line in str(text).split("\n"))
 
 
 def nbytes(count: float | None) -> str:

@@ -4,6 +4,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from .._printable import safe, safe_lines
 from .boxes import Box, whole
 from .entries import ArrayEntry, Entry
 from .leaf_paths import few
@@ -22,8 +23,8 @@ class Problem(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        place = self.file if self.block is None else f"{self.file}, block {self.block}"
-        return f"{place}: {self.what}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
+        place = safe(self.file) if self.block is None else f"{safe(self.file)}, block {self.block}"
+        return f"{place}: {safe_lines(self.what)}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
 
 
 class Share(NamedTuple):

@@ -13,6 +13,7 @@ from .._core.describe import describe, shorten
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.readable import count
 from .._core.tracebacks import at_the_caller
+from .._printable import safe
 from .._pytree import box_levels, devices, flax, leaves, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
@@ -72,9 +73,9 @@ class Diff:
 
     def __str__(self) -> str:
         lines = [f"{self.equal} leaves are equal"]
-        lines += [f"  - {path}" for path in self.only_a]
-        lines += [f"  + {path}" for path in self.only_b]
-        lines += [f"  ~ {path}: {what}" for path, what in self.changed.items()]
+        lines += [f"  - {safe(path)}" for path in self.only_a]
+        lines += [f"  + {safe(path)}" for path in self.only_b]
+        lines += [f"  ~ {safe(path)}: {safe(what)}" for path, what in self.changed.items()]
         return "\n".join(lines)
 
 

@@ -13,8 +13,9 @@ from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
 from ..._core.leaf_paths import matches
 from ..._core.outline import Node, outline
-from ..._core.readable import count, nbytes, safe
+from ..._core.readable import count, nbytes
 from ..._core.readable import sharding as sharding_text
+from ..._printable import safe
 from ..._processes.progress_bar import bar
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
