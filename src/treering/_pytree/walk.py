@@ -1,5 +1,6 @@
 """A pytree as paths and leaves, and its skeleton."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,11 +88,25 @@ def walk_split(split: flax.Split) -> Walk:
     walked = walk(split.tree)
     if not split.objects:
         return walked
+    return walked._replace(static={**walked.static, **_static_of(split)})
+
+
+_graph: tuple[Any, Any, Static] | None = None  # the last graph definition and outer structure, and their static values
+
+
+def _static_of(split: flax.Split) -> Static:
+    """Returns the static attributes of NNX graph objects; quickly if they are those of the last time."""
+    global _graph
+    last = _graph
+    with contextlib.suppress(Exception):  # what the user compares may raise anything
+        if last and bool(last[0] == split.graphdef) and bool(last[1] == split.outer):
+            return last[2]
     marks = [object() for _ in range(split.outer.num_leaves)]
     outer = walk(split.outer.unflatten(marks))
     at = {id(leaf): path for path, leaf in zip(outer.paths, outer.leaves, strict=True)}
-    graph = static.of_graph({at[id(marks[number])]: node for number, node in split.objects.items()})
-    return walked._replace(static={**walked.static, **graph})
+    found = static.of_graph({at[id(marks[number])]: node for number, node in split.objects.items()})
+    _graph = split.graphdef, split.outer, found
+    return found
 
 
 @calls_back
