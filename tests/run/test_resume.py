@@ -81,6 +81,10 @@ def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pyt
     caplog.clear()
     resumed(tmp_path / "same", init)
     assert "static" not in caplog.text
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.restore_or_init(lambda: init()["meta"], at="meta")
+    assert "1 static values differ" in caplog.text and "epoch (saved 7, now 0)" in caplog.text
+    caplog.clear()
     copy = tr.save(tmp_path / "copy", tr.open(tmp_path / "run")).path
     with caplog.at_level(logging.INFO):
         tr.restore(copy, like=init())

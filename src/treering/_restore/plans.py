@@ -13,7 +13,7 @@ from .._core import dtypes
 from .._core.describe import mismatch
 from .._core.entries import ArrayEntry, Entry
 from .._core.leaf_paths import below, few
-from .._core.part import whole_of
+from .._core.part import below_of, whole_of
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source, origins, records_kinds, static_values
 from .._core.views import View
@@ -186,7 +186,9 @@ def _with_aliases(plan: Plan) -> Plan:
 
 
 def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) -> None:
-    if found := static.differences(static_values(source), walked.static):
+    at = below_of(source)
+    saved = {place: named for path, named in static_values(source).items() if (place := below(path, at)) is not None}
+    if found := static.differences(saved, walked.static):
         _log.log(
             logging.WARNING if resumed else logging.INFO,
             "%s: %d static values differ from those of the job that saved: %s; the program's are kept, because static "

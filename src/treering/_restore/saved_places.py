@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.entries import ArrayEntry, Entry
 from .._core.leaf_paths import few
@@ -38,13 +38,14 @@ def saved_places(
     """Returns where the arrays of a template's leaves were. For `exactly` see `placements.follow`."""
     found = SavedPlaces([None] * len(targets), {}, set(), {})
     mesh = ambient_mesh()
-    known: dict[int, Placement | str] = {}  # by the record, of which all arrays in one place have the same object
+    known: dict[int, tuple[Any, Placement | str]] = {}  # by the record, which is held so that no other gets its id
     spread: dict[tuple[int, tuple[int, ...]], str] = {}
     for n, (entry, target) in enumerate(zip(entries, targets, strict=True)):
         if target.make not in IN_JAX or not isinstance(entry, ArrayEntry) or (record := source.sharding(entry)) is None:
             continue
-        if (place := known.get(id(record))) is None:
-            place = known[id(record)] = _followed(record, mesh, exactly)
+        if id(record) not in known:
+            known[id(record)] = record, _followed(record, mesh, exactly)
+        _, place = known[id(record)]
         shape = entry.shape[:-1] if entry.type == "key" else entry.shape
         if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
             key = id(record), shape
@@ -154,10 +155,12 @@ def log_moves(name: str, paths: Sequence[str], saved: SavedPlaces, own: Sequence
 
 
 def _differ(saved: Any, own: Any) -> bool:
-    if saved is UNCOMMITTED:
-        return True
-    spec = getattr(own, "spec", own)
-    return getattr(saved, "spec", None) != spec
+    specs = [getattr(one, "spec", one) for one in (saved, own)]
+    if not all(isinstance(spec, PartitionSpec) for spec in specs):
+        return specs[0] != specs[1]
+    one, other = (tuple(spec) for spec in specs)
+    axes = max(len(one), len(other))
+    return one + (None,) * (axes - len(one)) != other + (None,) * (axes - len(other))
 
 
 def warn_if_gathered(
