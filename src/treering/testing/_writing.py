@@ -10,6 +10,7 @@ import pytest
 
 from .. import stores
 from .._core import dtypes
+from .._printable import safe
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save.save import save, save_async
@@ -43,7 +44,7 @@ class Writing(Subject):
         text = str(caught.value)
         for group in (arrays, values, keys):
             assert [name for name in group if f"/{name}" not in text] == []
-        assert [name for name in names if _shown(name) not in text and f"bad/names/{name}" not in text] == []
+        assert [name for name in names if _shown(name) not in text and f"bad/names/{safe(name)}" not in text] == []
         assert [name for name in good if f"good/{name}" in text] == []
         assert listing(tmp_path) == {}
 
