@@ -14,6 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import treering as tr
+from treering._restore import place
 from treering.errors import MismatchError, UnsupportedError
 
 P = jax.P
@@ -60,6 +61,8 @@ def test_saved_places_of_every_kind(tmp_path: pathlib.Path, mesh: Mesh) -> None:
     }
     with jax.default_device(jax.devices()[5]):
         tree["elsewhere"] = jnp.ones(2)
+    tree["free layout"] = place.uncommitted(tree["layout"])
+    tree["free host"] = place.uncommitted(tree["host"])
     tr.save(tmp_path / "c", tree)
     tr.save(tmp_path / "copy", tr.open(tmp_path / "c"))
     tr.save(tmp_path / "inlined", {**tr.open(tmp_path / "c")})

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import gc
 import logging
 import pathlib
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 import treering as tr
+from treering._restore import restore as restore_module
 from treering.errors import MismatchError
 
 P = jax.P
@@ -138,6 +141,79 @@ def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Pa
     assert state["other"] is not state["embed"] and (np.asarray(state["head"]) == 1).all()
     restored = tr.restore(tmp_path / "run", like=saved)  # a template may be donated: its leaves share nothing
     assert restored["embed"] is not restored["head"]
+
+
+def test_leaves_of_one_array_go_to_two_places_if_sharding_says_so(tmp_path: pathlib.Path) -> None:
+    one = jnp.arange(8.0)
+    places = {"a": SingleDeviceSharding(jax.devices()[1]), "b": SingleDeviceSharding(jax.devices()[2]), "c": None}
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"a": one, "b": one, "c": one})
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        state, _ = ckpts.restore_or_init(lambda: {"a": one, "b": one, "c": one}, sharding=places)
+    assert [state[name].devices() for name in "abc"] == [{jax.devices()[n]} for n in (1, 2, 0)]
+    assert all(state[name].tolist() == one.tolist() for name in "abc")
+
+
+def test_a_mesh_beside_the_one_that_is_set_is_kept(tmp_path: pathlib.Path) -> None:
+    ambient, few = auto_mesh(), jax.sharding.Mesh(np.array(jax.devices()[6:]), ("x",))
+    backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("x",))
+    meshes = {"set": ambient, "few": few, "backwards": backwards}
+
+    def init() -> Any:
+        return {name: jax.device_put(np.ones(8), NamedSharding(mesh, P("x"))) for name, mesh in meshes.items()}
+
+    with jax.set_mesh(ambient):
+        saved, state = resumed(tmp_path / "run", lambda: jax.tree.map(jnp.zeros_like, init()), init())
+    assert all(state[name].sharding == saved[name].sharding for name in meshes)
+    other = jax.make_mesh((2, 4), ("y", "x"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(other), tr.Checkpointer(tmp_path / "run") as ckpts:
+        state, _ = ckpts.restore_or_init(lambda: jax.tree.map(jnp.zeros_like, init()))
+    assert state["set"].sharding == NamedSharding(other, P("x")) and state["few"].sharding == saved["few"].sharding
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Numbered:
+    w: Any
+    step: int = 0
+
+    def tree_flatten(self) -> Any:
+        return (self.w, self.step), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> "Numbered":
+        return cls(*children)
+
+
+def test_a_field_that_is_a_leaf_is_no_static_value(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, state = resumed(tmp_path / "run", lambda: Numbered(jnp.ones(2)), Numbered(jnp.ones(2), 7))
+    assert state.step == 7 and "static" not in caplog.text
+
+
+def test_no_array_of_an_init_that_is_called_is_alive_while_its_step_is_restored(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def init() -> Any:
+        net = Net()
+        if not isinstance(net.w.get_value(), jax.core.Tracer):
+            made.append(weakref.ref(net.w.get_value()))
+        return {"net": net, "n": float(jnp.ones(3).sum())}  # which cannot be traced
+
+    saved = init()
+    made.clear()
+    alive: list[bool] = []
+    read = restore_module._values
+
+    def reading(*args: Any) -> Any:
+        gc.collect()
+        alive.append(made[-1]() is not None)
+        return read(*args)
+
+    monkeypatch.setattr(restore_module, "_values", reading)
+    resumed(tmp_path / "run", init, saved)
+    assert alive == [False]
 
 
 class Trainer:

@@ -1,14 +1,16 @@
 """Tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
 
+import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-_MAX_OBJECTS = 200_000  # beyond which the search ends, because what is that large holds data
+_MAX_OBJECTS = 200_000  # The search ends there and reports no tracer. Structures that large hold data.
+_JITTED = type(jax.jit(lambda: None))
 _BUILTIN = (dict, list, tuple, set, frozenset)
 _SKIPPED = frozenset((bool, int, float, complex, str, bytes, type(None), np.ndarray, jax.ShapeDtypeStruct))
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
@@ -17,7 +19,8 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, n
 def find_tracer(roots: Iterable[Any]) -> str:
     """Returns a description of what holds a tracer, or "" if no tracer can be reached from `roots`.
 
-    The search follows containers, attributes, closures, defaults and partial arguments. Of the globals of a function
+    The search follows Python's own containers, attributes, closures, defaults and partial arguments, and runs no code
+    of the user's. Of the globals of a function
     it follows those that the function names, and functions of the same module.
     """
     stack: list[tuple[Any, str]] = [(root, "") for root in roots]
@@ -42,16 +45,13 @@ def _inside(value: Any, holder: str) -> Iterable[tuple[Any, str]]:
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
         return
     if isinstance(value, dict | list | tuple | set | frozenset):
-        for one in value.values() if isinstance(value, dict) else value:
-            if type(one) not in _SKIPPED:
-                yield one, holder
+        try:
+            items = list(value.values() if isinstance(value, dict) else value)
+        except Exception:  # a subclass may do anything, and another thread may change it
+            items = []
+        yield from ((one, holder) for one in items if type(one) not in _SKIPPED)
         if type(value) in _BUILTIN:
             return
-    elif isinstance(value, Mapping):
-        try:
-            yield from ((one, holder) for one in list(value.values()))
-        except Exception:  # a mapping of the user's may do anything
-            pass
     elif isinstance(value, types.MethodType):
         yield from ((one, holder) for one in (value.__func__, value.__self__))
     elif isinstance(value, types.CellType):
@@ -59,9 +59,10 @@ def _inside(value: Any, holder: str) -> Iterable[tuple[Any, str]]:
             yield value.cell_contents, holder
         except ValueError:  # it is empty
             pass
-    for name in ("__wrapped__", "func", "args", "keywords"):  # of jitted functions and partials
-        if (one := _attribute(value, name)) is not None:
-            yield one, holder
+    elif isinstance(value, functools.partial):
+        yield from ((one, holder) for one in (value.func, value.args, value.keywords))
+    elif isinstance(value, _JITTED):
+        yield _attribute(value, "__wrapped__"), holder
     if isinstance(own := _attribute(value, "__dict__"), dict):
         yield from ((one, holder or f"{type(value).__name__}.{name}") for name, one in list(own.items()))
     for kind in type(value).__mro__:

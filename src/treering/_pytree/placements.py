@@ -39,6 +39,8 @@ def describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[str
         found["memory_kind"] = memory
     if device is not None and device.platform != jax.default_backend():
         found["platform"] = device.platform
+    if "mesh" not in found and {"memory_kind", "platform"} & found.keys():
+        found.setdefault("device", 0)  # not the default device, even if it is not committed
     if layout is not None:
         found["layout"] = list(layout)
     return found
@@ -48,6 +50,8 @@ def layout_of(array: Any) -> Layout:
     """Returns the axes of a JAX array from major to minor, or None if it is row-major."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return None
+    if not (array.is_fully_addressable or array.addressable_shards):
+        return None  # no part of it lies in this process
     layout = array.format.layout
     order = None if layout is None else tuple(layout.major_to_minor)
     return None if order is None or order == tuple(range(array.ndim)) else order
@@ -108,8 +112,8 @@ def _devices(found: Mapping[str, Any], *, local: bool) -> Sequence[Any]:
 def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
     """Returns the recorded place as this job has it.
 
-    If the mesh that is set has the recorded axes, it is used instead of the recorded mesh. Otherwise a mesh of the
-    recorded devices is made.
+    An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if
+    there is no such mesh, if it only has other sizes, or if `exactly` is False.
 
     found: what `describe` returned in the job that saved, or the mesh and spec that another format records.
     ambient: the mesh that is set, or None.
@@ -134,11 +138,30 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
 def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
     spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]))
     named = {name for axis in spec if axis for name in ((axis,) if isinstance(axis, str) else axis)}
-    if ambient is not None and (named or set(found["mesh"])) <= set(ambient.axis_names):
-        return _with_memory(NamedSharding(ambient, spec), found)
-    if ambient is not None and not exactly:
+    if ambient is None:
+        return _with_memory(NamedSharding(_mesh(found, exactly), spec), found)
+    fits = (named or set(found["mesh"])) <= set(ambient.axis_names)
+    if not (exactly or fits):
         raise CannotFollow(f"{spec} does not fit the mesh that is set, of {dict(ambient.shape)}")
-    return _with_memory(NamedSharding(_mesh(found, exactly), spec), found)
+    mesh = ambient
+    try:
+        if exactly:
+            own = _mesh(found, exactly)
+            mesh = ambient if fits and _replaces(ambient, own) else own
+    except CannotFollow:
+        if not fits:
+            raise
+    return _with_memory(NamedSharding(mesh, spec), found)
+
+
+def _replaces(ambient: Mesh, recorded: Mesh) -> bool:
+    """Returns True if a set mesh is the recorded one, or has other sizes and like that spans the whole job.
+
+    A mesh of some devices, or of all in another order, is one that the program makes beside the mesh that it sets.
+    """
+    if dict(ambient.shape) == dict(recorded.shape):
+        return list(ambient.devices.flat) == list(recorded.devices.flat)
+    return ambient.size == recorded.size == jax.device_count()
 
 
 def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
@@ -162,9 +185,9 @@ def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
 
 def _on_device(found: Mapping[str, Any]) -> Sharding | None:
     """Returns the sharding on a device of this process, or None for the default device."""
-    if "device" not in found:
+    if not {"device", "memory_kind", "platform"} & found.keys():
         return None
-    number, local = found["device"], _devices(found, local=True)
+    number, local = found.get("device", 0), _devices(found, local=True)
     if number >= len(local):
         raise CannotFollow(f"local device {number} of a process with {len(local)}")
     return _with_memory(SingleDeviceSharding(local[number]), found)

@@ -18,10 +18,17 @@ _MAX_TEXT = 1_000  # characters of a value
 
 
 def of_node(value: Any, children: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a dataclass that are JSON and not among its children, by name."""
+    """Returns the fields of a dataclass that are JSON and not among its children, by name.
+
+    children: their names. If one of them names no field, the dataclass is flattened in a way of its own, and nothing
+        is known of its fields.
+    """
     if not dataclasses.is_dataclass(type(value)):
         return {}
-    names = [field.name for field in dataclasses.fields(value) if field.name not in children]
+    fields = [field.name for field in dataclasses.fields(value)]
+    if not set(children) <= set(fields):
+        return {}
+    names = [name for name in fields if name not in children]
     found = {name: to_json(getattr(value, name, ...)) for name in names}
     return {name: one for name, one in found.items() if one is not ...}
 

@@ -42,7 +42,7 @@ class Initial:
     `init` is traced, which computes nothing. If tracing fails, or leaves a tracer in a function or a static value of
     the tree, `init` is called instead and a warning says so.
 
-    split: the tree without NNX graph objects, as `init` made it; see `flax.split`.
+    split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `walked` is it, flattened.
     called: whether `init` was called. Then the sharding of every array is known. A traced array has the sharding that
         its type says, or none.
     """
@@ -55,6 +55,8 @@ class Initial:
         except _Untraceable as error:
             _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", error)
             self.split, self.called = self._from_call(), True
+        self.walked = walk.walk_split(self.split)
+        self.split = self.split._replace(objects={})  # which hold arrays, or tracers
 
     def _from_call(self) -> flax.Split:
         apart = _Apart(flax.split(self._init()))

@@ -73,7 +73,8 @@ def without_template(source: Source, policy: Policy, name: str, sharding: Any) -
 
 def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> Plan:
     split = like.split if isinstance(like, Initial) else flax.split(like)
-    template, join, walked = split.tree, split.join, walk.walk_split(split)
+    walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
+    template, join = split.tree, split.join
     skeleton = source.skeleton
     if source.positional:
         source = positional.named(source, walked, name)
@@ -102,8 +103,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     _log_static(source, walked, name, resumed=initial is not None)
     if initial and policy.kinds == "saved":
         saved_kinds.log_changes(name, walked.paths, walked.leaves, targets)
-        plan = _with_aliases(plan)
-    return _with_places(plan, walked, template, sharding, initial, name)
+    plan = _with_places(plan, walked, template, sharding, initial, name)
+    return _with_aliases(plan) if policy.kinds == "saved" else plan
 
 
 def _with_places(
@@ -119,7 +120,10 @@ def _with_places(
         sharding, template, paths, leaves, lambda: [_on_request(target) for target in targets]
     )  # fmt: skip
     if as_saved or initial:
-        saved = saved_places.saved_places(plan.source, entries, targets, exactly=not as_saved)
+        recorded = as_saved or records_kinds(plan.source)  # of a foreign format, init says where arrays go
+        saved = saved_places.saved_places(
+            plan.source, entries if recorded else [None] * len(entries), targets, exactly=not as_saved
+        )
         if as_saved:
             saved_places.check(saved, plan.source, paths, targets, name)
         free = {n for n, wish in enumerate(wished) if wish is None}
@@ -169,7 +173,7 @@ def _on_request(target: Target) -> Any:
 
 
 def _with_aliases(plan: Plan) -> Plan:
-    """Returns the plan with one array for all leaves that were one JAX array when they were saved."""
+    """Returns the plan with one array for all leaves that were one JAX array, and that go to one place."""
     if isinstance(plan.source, View):
         return plan
     arrays = [n for n, target in enumerate(plan.targets) if target.make in _place.IN_JAX and target.entry is not None]
@@ -178,11 +182,15 @@ def _with_aliases(plan: Plan) -> Plan:
     targets = list(plan.targets)
     names = origins(plan.source, [entry_of(targets[n]).path for n in arrays])
     for n, name in zip(arrays, names, strict=True):
-        other = first.setdefault((name, targets[n].make, targets[n].dtype, targets[n].weak), n)
+        target, place = targets[n], (plan.places[n], plan.layouts.get(n), n in plan.uncommitted)
+        other = first.setdefault((name, target.make, target.dtype, target.weak, place), n)
         if other != n:
             aliases[n] = other
             targets[n] = Target("value")
-    return plan._replace(targets=targets, aliases=aliases) if aliases else plan
+    if not aliases:
+        return plan
+    rest = {n for n in plan.uncommitted if n not in aliases}
+    return plan._replace(targets=targets, aliases=aliases, uncommitted=rest)
 
 
 def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) -> None:

@@ -87,9 +87,12 @@ def _with_what_is_there(plan: Plan, values: list[Any], *, moved: bool) -> list[A
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
             for value, target, place in zip(values, plan.targets, plan.places, strict=True)
         ]
-    for n, layout in plan.layouts.items():
-        if isinstance(values[n], jax.Array):
-            values[n] = saved_places.laid_out(values[n], layout)
+    arrays = {n: layout for n, layout in plan.layouts.items() if isinstance(values[n], jax.Array)}
+    for n in [n for n in arrays if values[n].is_fully_addressable]:
+        values[n] = saved_places.laid_out(values[n], arrays.pop(n))
+    if arrays:
+        named = few(tuple(plan.paths[n] or "(root)" for n in arrays))
+        _log.warning("%d arrays of several processes have the default layout, not their own: %s", len(arrays), named)
     for n in plan.uncommitted:
         values[n] = _place.uncommitted(values[n])
     for n, first in plan.aliases.items():

@@ -25,7 +25,9 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
     """
     shape = _shape_of(leaf)
     if isinstance(entry, ValueEntry):
-        if shape != () or entry.type not in ("bool", "int", "float", "complex", "str", "bytes"):
+        text = entry.type in ("str", "bytes")
+        other = entry.type != type(leaf).__name__ if text else type(leaf) in (str, bytes)
+        if shape != () or other or not (text or entry.type in ("bool", "int", "float", "complex")):
             return target_of(path, leaf, entry, asked, numbers_are_arrays)
         return Target("value", value=entry.decode())
     is_key = entry.type == "key"

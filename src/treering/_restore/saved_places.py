@@ -23,7 +23,7 @@ class SavedPlaces(NamedTuple):
     """The wishes of `place.concrete` that follow from what was saved, None for leaves of which nothing was saved.
 
     `layouts` are those that are not row-major, by the number of their leaf. `uncommitted` are leaves that have a device
-    without being committed to it. `problems` says of leaves why this job cannot place them where they were.
+    or a layout without being committed to it. `problems` says of leaves why this job cannot place them where they were.
     """
 
     wishes: list[Any]
@@ -56,7 +56,7 @@ def saved_places(
             found.problems[n] = place
             continue
         found.wishes[n] = UNCOMMITTED if place.sharding is None else place.sharding
-        if place.sharding is not None and not place.committed:
+        if not place.committed and (place.sharding is not None or place.layout is not None):
             found.uncommitted.add(n)
         if place.layout is not None and len(place.layout) == len(shape):
             found.layouts[n] = place.layout

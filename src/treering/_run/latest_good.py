@@ -144,7 +144,7 @@ def use_current(
 
 
 def open_step(store: Store, path: str, step: int | None) -> Checkpoint:
-    """Opens a checkpoint as a step of a run, whose number it has then, whatever number it was saved with."""
+    """Opens a step of a run. The checkpoint has the number of the step in its run, not the number it was saved with."""
     ckpt = open_one(store, path)
     if step is None or ckpt.step == step:
         return ckpt

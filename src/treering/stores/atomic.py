@@ -153,8 +153,8 @@ def _keep_access(disk: Disk, path: str, old: os.stat_result, mode: int) -> bool:
     if new.st_gid != old.st_gid:
         try:
             disk.set_group(path, old.st_gid)
-        except PermissionError:
-            _log.warning("%s: this user may not give it to group %d; other groups have no access", path, old.st_gid)
+        except OSError as error:  # not permitted, or a group that is unknown here, as in containers
+            _log.warning("%s: it cannot be given to group %d (%s); groups have no access", path, old.st_gid, error)
             mode &= ~stat.S_IRWXG
     if stat.S_IMODE(new.st_mode) == mode and new.st_gid == old.st_gid:
         return False
