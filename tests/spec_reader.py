@@ -480,7 +480,7 @@ def check_placement(placement, leaves):
             need(len(types) == len(mesh))
             need("devices" not in place or len(set(devices)) == len(devices) == math.prod(mesh.values()))
         need(all(is_int(place.get(field, 0)) for field in ("job_devices", "device")))
-        need(all(type(place.get(field, True)) is bool for field in ("local", "committed")))
+        need(all(type(place.get(field, True)) is bool for field in ("local", "committed", "cast")))
         need(all(type(place.get(field, "")) is str for field in ("platform", "memory_kind", "unrecorded")))
     for run in placement["leaves"]:
         need(type(run) is list and len(run) == 2 and is_int(run[0], 1))

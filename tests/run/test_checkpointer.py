@@ -472,7 +472,7 @@ def test_restore_or_init_begins_and_goes_on(tmp_path: pathlib.Path) -> None:
 
     with tr.Checkpointer(tmp_path) as ckpts:
         state, step = ckpts.restore_or_init(counted)
-        assert step == 0 and calls == [True, False] and ckpts.restored_step is None
+        assert step == 0 and calls == [False, True] and ckpts.restored_step is None
         calls.clear()
         ckpts.save(4, state | {"w": state["w"] * 2, "step": 4})
     with tr.Checkpointer(tmp_path) as ckpts:

@@ -245,6 +245,7 @@ def placements() -> Iterator[Case]:
         draft.fields["placement"] = {"places": listed, "leaves": [[count, 0]] if runs is None else runs}
 
     yield Case("placement", "every field of a place", changed(base, placed))
+    yield Case("placement-cast", "an array that was cast", changed(base, lambda d: placed(d, place={"cast": True})))
     rest = len(base().leaves) - 1
     yield Case("placement-runs", "runs of leaves", changed(base, lambda d: placed(d, [[1, 5], [rest, -1]])))
     yield Case("placement-unknown", "a field that is not known", changed(base, lambda d: placed(d, place={"x": None})))
@@ -267,6 +268,7 @@ def placements() -> Iterator[Case]:
         bad.append((f"the placement {whole}", lambda d, w=whole: d.fields.update(placement=w)))
     for found in (None, [], {"a": 1}, {"a": None}, {"a": []}, {"a": {"n": 1 << 64}}):
         bad.append((f"the static values {found}", lambda d, f=found: d.fields.update(static=f)))
+    bad.append(("the place {'cast': 1}", lambda d: (placed(d), d.fields["placement"].update(places=[{"cast": 1}]))))
     for name, (about, change) in zip(numbered("bad-placement", len(bad)), bad, strict=True):
         yield refused(name, f"a manifest with {about}", base, change)
 

@@ -1,6 +1,8 @@
 """Tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
 
+import collections
 import functools
+import gc
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +13,9 @@ from jax.core import Tracer
 
 _MAX_OBJECTS = 200_000  # The search ends there and reports no tracer. Structures that large hold data.
 _JITTED = type(jax.jit(lambda: None))
+_CACHED = type(functools.cache(lambda: None))
+_CACHE_PARTS = ("_lru_list_elem",)
+_TRACER = object()  # stands for the tracers of a cache that was cleared
 _BUILTIN = (dict, list, tuple, set, frozenset)
 _SKIPPED = frozenset((bool, int, float, complex, str, bytes, type(None), np.ndarray, jax.ShapeDtypeStruct))
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
@@ -21,30 +26,38 @@ def find_tracer(roots: Iterable[Any]) -> str:
 
     The search follows Python's own containers, attributes, closures, defaults and partial arguments, and runs no code
     of the user's. Of the globals of a function
-    it follows those that the function names, and functions of the same module.
+    it follows those that the function names: containers, functions of the same module and, in the module of a root,
+    instances. It does not look into modules and classes.
     """
     stack: list[tuple[Any, str]] = [(root, "") for root in roots]
+    homes = {id(getattr(getattr(root, "__func__", root), "__globals__", None)) for root, _ in stack}
     seen: set[int] = set()
     keep: list[Any] = []  # so that no id is used again
     while stack and len(seen) + len(stack) < _MAX_OBJECTS:
         value, holder = stack.pop()
-        if isinstance(value, Tracer):
+        if isinstance(value, Tracer) or value is _TRACER:
             return holder or "the tree"
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
-        stack.extend(_inside(value, holder))
+        stack.extend(_inside(value, holder, homes))
     return ""
 
 
-def _inside(value: Any, holder: str) -> Iterable[tuple[Any, str]]:
+def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str]]:
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from _of_function(value, homes)
+        return
+    if isinstance(value, _CACHED):
+        if any(isinstance(one, Tracer) for one in _cached(value)):
+            value.cache_clear()  # or init, when it is called, would get the tracers
+            yield from ((one, f"the cache of {value.__wrapped__.__qualname__}") for one in [_TRACER])
+        yield value.__wrapped__, holder
         return
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
         return
-    if isinstance(value, dict | list | tuple | set | frozenset):
+    if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
         try:
             items = list(value.values() if isinstance(value, dict) else value)
         except Exception:  # a subclass may do anything, and another thread may change it
@@ -79,7 +92,19 @@ def _attribute(value: Any, name: str) -> Any:
         return None
 
 
-def _of_function(function: types.FunctionType) -> Iterable[tuple[Any, str]]:
+def _cached(function: Any) -> Iterable[Any]:
+    """Yields what a function decorated by `functools.cache` or `lru_cache` holds, as far as arrays and containers."""
+    stack, seen = gc.get_referents(function), 0
+    while stack and seen < _MAX_OBJECTS:
+        seen += 1
+        one = stack.pop()
+        if type(one).__name__ in _CACHE_PARTS or type(one) in _BUILTIN:
+            stack += gc.get_referents(one)
+        else:
+            yield one
+
+
+def _of_function(function: types.FunctionType, homes: set[int]) -> Iterable[tuple[Any, str]]:
     name = f"the function {function.__qualname__}"
     for one in (function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}):
         yield one, name
@@ -89,7 +114,8 @@ def _of_function(function: types.FunctionType) -> Iterable[tuple[Any, str]]:
     for used in _names(function.__code__):
         one = space.get(used)
         own = isinstance(one, types.FunctionType) and one.__globals__ is space
-        if own or isinstance(one, Tracer | list | tuple | dict):
+        instance = id(space) in homes and not isinstance(one, types.FunctionType | types.BuiltinFunctionType)
+        if own or instance or isinstance(one, Tracer | list | tuple | dict | _CACHED):
             yield one, f"the global {used} of {name}"
 
 

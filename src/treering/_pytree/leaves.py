@@ -197,6 +197,7 @@ def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool
 def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
     stored, text, packed = _storage(array.dtype, cast)
     leaf = len(found.entries)
+    found.places[leaf] = placements.CAST if cast is not None and stored != array.dtype else None
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
     copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
     found.add(LocalShard(leaf, whole(array.shape), stored, array.size * stored.itemsize, copies), array)
@@ -207,7 +208,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
     layout = placements.layout_of(array) if array.ndim > 1 else None
-    place = placements.describe(array.sharding, array.committed, layout)
+    at, committed = array.sharding, array.committed
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself
@@ -215,7 +216,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
         _check_reduced(sharding)
     leaf = len(found.entries)
-    found.places[leaf] = place
+    found.places[leaf] = placements.describe(at, committed, layout, cast is not None and stored != aval.dtype)
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.

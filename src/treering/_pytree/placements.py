@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+CAST: Mapping[str, Any] = {"cast": True}  # of a NumPy array, which has no place
 Layout = tuple[int, ...] | None  # the axes from major to minor; None for row-major
 
 
@@ -25,8 +26,16 @@ class CannotFollow(Exception):
 
 
 @functools.lru_cache(maxsize=1024)
-def describe(sharding: Sharding, committed: bool, layout: Layout) -> Mapping[str, Any]:
-    """Returns a place as JSON, and one object for all arrays with the same place. See `docs/format.md`."""
+def describe(sharding: Sharding, committed: bool, layout: Layout, cast: bool) -> Mapping[str, Any]:
+    """Returns a place as JSON, and one object for all arrays with the same place. See `docs/format.md`.
+
+    cast: whether the array is saved in another dtype than it has.
+    """
+    found = _describe(sharding, committed, layout)
+    return {**found, "cast": True} if cast else found
+
+
+def _describe(sharding: Sharding, committed: bool, layout: Layout) -> dict[str, Any]:
     try:
         if isinstance(sharding, SingleDeviceSharding):
             found = _describe_device(sharding, committed)
@@ -132,7 +141,7 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
         raise CannotFollow(f"a place that JAX refuses: {error}") from None
     layout = tuple(found.get("layout") or ())
     is_order = layout and sorted(layout) == list(range(len(layout)))
-    return Placement(sharding, layout if is_order else None, bool(found.get("committed", True)))
+    return Placement(sharding, layout if is_order else None, "mesh" in found or bool(found.get("committed", True)))
 
 
 def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:

@@ -17,7 +17,11 @@ _ARRAY = object()
 
 
 class _Untraceable(Exception):
-    """Says why `init` cannot be traced."""
+    """Says why `init` cannot be traced, and whether tracing it has left tracers behind."""
+
+    def __init__(self, why: str, *, left_tracers: bool = False):
+        super().__init__(why)
+        self.left_tracers = left_tracers
 
 
 class _Apart:
@@ -66,6 +70,8 @@ class Initial:
     def places(self) -> Sequence[_place.Where]:
         """The place of each leaf in the state that `init` returns, which is called for that if it was only traced."""
         split = self.split if self.called else self._from_call()
+        if not self.called:
+            _check_same(walk.walk(split.tree), self.walked)
         leaves, _ = walk.flatten(split.tree)
         return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
 
@@ -76,18 +82,21 @@ def first(init: Callable[[], Any], sharding: Any = None) -> Any:
     A resumed job takes the traced tree for its template. Raises `MismatchError` if tracing `init` gives another tree
     than calling it. If `init` cannot be traced, its arrays are made first and moved then.
     """
+    tree = init() if sharding is None else None  # first, so that what init caches holds arrays
     try:
         traced = _traced(init)
     except _Untraceable as error:
         _log.info("init cannot be traced, so a resumed job will call it: %s", error)
         if sharding is None:
-            return init()
+            if error.left_tracers:  # where arrays were
+                del tree
+                tree = init()
+            return tree
         apart = _Apart(flax.split(init()))
         places = _array_places(sharding, apart.with_arrays([_shape(array) for array in apart.arrays]))
         moved = [one if to is None else jax.device_put(one, to) for one, to in zip(apart.arrays, places, strict=True)]
         return _joined(apart.with_arrays(moved))
     if sharding is None:
-        tree = init()  # after tracing, so that what init sets elsewhere holds arrays and no tracers
         _check_same(walk.walk(flax.split(tree).tree), walk.walk(traced.tree))
         return tree
     made: list[_Apart] = []
@@ -114,7 +123,8 @@ def _traced(init: Callable[[], Any]) -> flax.Split:
         raise _Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     split = made[0].with_arrays(shapes)
     if holder := find_tracer([split.tree, split.graphdef, init]):
-        raise _Untraceable(f"{holder} holds an array that init makes, and tracing would leave a tracer there")
+        why = f"{holder} holds an array that init makes, and tracing would leave a tracer there"
+        raise _Untraceable(why, left_tracers=True)
     return split
 
 

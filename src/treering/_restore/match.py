@@ -33,6 +33,7 @@ class Policy:
     at: str = ""  # what the caller gave, for the arguments that an error suggests
     rules: bool = False  # whether the caller gave some
     kinds: Literal["template", "saved"] = "template"  # what decides the type and dtype of a leaf
+    cast_leaves: frozenset[str] = frozenset()  # leaves of which the template decides them in any case
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
@@ -133,6 +134,7 @@ def _compare(
         kind: tuple[Any, ...] | None = None
         if isinstance(entry, ArrayEntry) and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
             kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
+            kind = (*kind, path in policy.cast_leaves) if policy.cast_leaves else kind
             if (like := alike.get(kind)) is not None:
                 used.add(path)
                 targets.append(Target(like.make, entry, like.dtype, like.weak))
@@ -154,7 +156,7 @@ def _compare(
             else:
                 assert entry is not None
                 found = True
-                make = saved_target if policy.kinds == "saved" else target_of
+                make = saved_target if policy.kinds == "saved" and path not in policy.cast_leaves else target_of
                 targets.append(make(path, leaf, entry, policy.dtype, numbers_are_arrays))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]

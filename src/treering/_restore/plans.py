@@ -87,7 +87,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     as_written, entries = entries, box_levels.named(walked, entries)
     initial = like if isinstance(like, Initial) else None
     if initial and records_kinds(source):
-        policy = dataclasses.replace(policy, kinds="saved")
+        policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
     targets = match.match(
         walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
     )
@@ -101,10 +101,16 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         lambda values: join(walk.rebuilt(template, values, walked.structure)),
     )
     _log_static(source, walked, name, resumed=initial is not None)
-    if initial and policy.kinds == "saved":
+    if initial and policy.kinds == "saved" and policy.dtype is None:
         saved_kinds.log_changes(name, walked.paths, walked.leaves, targets)
     plan = _with_places(plan, walked, template, sharding, initial, name)
     return _with_aliases(plan) if policy.kinds == "saved" else plan
+
+
+def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:
+    """Returns the leaves that were saved in another dtype than they had, by the argument `dtype` of the save."""
+    records = ((path, source.sharding(entry)) for path, entry in entries.items() if isinstance(entry, ArrayEntry))
+    return frozenset(path for path, record in records if record and record.get("cast"))
 
 
 def _with_places(
@@ -117,7 +123,7 @@ def _with_places(
     as_saved = isinstance(sharding, str)
     layouts: dict[int, tuple[int, ...]] = {}
     wished = [None] * len(paths) if as_saved or sharding is None else _place.wishes(
-        sharding, template, paths, leaves, lambda: [_on_request(target) for target in targets]
+        sharding, template, paths, leaves, arrays if initial else lambda: [_on_request(target) for target in targets]
     )  # fmt: skip
     if as_saved or initial:
         recorded = as_saved or records_kinds(plan.source)  # of a foreign format, init says where arrays go

@@ -517,12 +517,13 @@ class Checkpointer:
 
         A resumed job is the interrupted job. Structure and functions come from `init`. Every leaf has the type, dtype,
         weak type, sharding, memory kind and layout that it was saved with, and one JAX array in two leaves is one
-        again. Arrays that cannot go where they were, because the job has other devices, go where `init` places them; a
-        warning names them. Foreign formats do not record types, so there `init` decides, as a template does.
+        again. Leaves that were saved with `dtype=` have the dtype of `init`. Arrays that cannot go where they were,
+        because the job has other devices, go where `init` places them; a warning names them. Foreign formats do not
+        record types, so there `init` decides, as a template does.
 
         init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails,
             if tracing would leave a tracer behind, and to see where it places arrays whose place is not known. The
-            first job traces and calls it.
+            first job calls and then traces it, and calls it again if tracing left a tracer behind.
         sharding: goes before the saved sharding of JAX arrays; see `treering.restore`. Leaves for which it says nothing
             (None in a tree, or as the result of a function) stay where they were saved. In the first job, arrays are
             made there.

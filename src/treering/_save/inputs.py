@@ -1,7 +1,7 @@
 """The one source of a save: checkpoints in a tree, rules, casts, boxes; and the shards that the writers take of it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -151,9 +151,18 @@ def described(
                 nbytes = math.prod(box_shape(part)) * dtype.itemsize
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda one: one[0])
-    places = [view.sharding(entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
+    places = [_place(view, live, entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
     catalogue = Catalogue(entries, {}, shardings, spread, places, view.static)
     return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
+
+
+def _place(view: views.View, live: LiveTree | None, entry: ArrayEntry) -> Mapping[str, Any] | None:
+    """Returns the place of an array, which says if the save casts it."""
+    place = view.sharding(entry)
+    origin = live.entries.get(view.source(entry.path)) if live else None
+    if not isinstance(origin, ArrayEntry) or origin.dtype == entry.dtype or not view.is_elementwise(entry.path):
+        return place
+    return {**(place or {}), "cast": True}
 
 
 def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:

@@ -5,7 +5,6 @@ A broken rule raises a `ValueError` or a `TreeringError` that names it: the seal
 
 import collections
 import datetime
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -57,6 +56,7 @@ class _Place(msgspec.Struct, frozen=True):
     platform: str | msgspec.UnsetType = msgspec.UNSET
     memory_kind: str | msgspec.UnsetType = msgspec.UNSET
     layout: list[_Natural] | msgspec.UnsetType = msgspec.UNSET
+    cast: bool | msgspec.UnsetType = msgspec.UNSET
     unrecorded: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -96,7 +96,9 @@ def _check_placement(placement: "Placement", leaves: int) -> None:
         if (found.mesh is msgspec.UNSET) != (found.spec is msgspec.UNSET):
             raise ValueError(f"place {number} has a mesh or a spec without the other")
         if isinstance(found.mesh, dict):
-            size = math.prod(found.mesh.values())
+            size = 1
+            for length in found.mesh.values():  # no further than a device could be counted
+                size = min(size * length, EXACT + 1)
             if isinstance(found.devices, list) and (len(found.devices) != size or len(set(found.devices)) != size):
                 raise ValueError(f"place {number} does not list the {size} devices of its mesh")
             if isinstance(found.axis_types, list) and len(found.axis_types) != len(found.mesh):
