@@ -57,3 +57,27 @@ def test_arrays_of_a_job_of_two_processes_are_where_they_were(tmp_path: pathlib.
     for name in ("spread", "explicit", "replicated", "free", "host"):
         assert alone.report[name] == first[0].report[name]
     assert "local (a mesh of 4 devices (own=4) in a job with 8)" in alone.output  # of one process, now
+
+
+HALVES = """
+import logging
+logging.getLogger("treering").addHandler(logging.StreamHandler(sys.stdout))
+halves = [NamedSharding(Mesh(devices[n : n + 4], ("x",)), P("x")) for n in (0, 4)]
+value = np.arange(8, dtype=np.float32)
+
+def init():
+    return [jax.make_array_from_callback((8,), half, lambda index: value[index], dtype=value.dtype) for half in halves]
+
+with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
+    state, step = ckpts.restore_or_init(init)
+    ckpts.save(step + 1, state)
+assert [array.sharding for array in state] == halves and all(same(array, value) for array in state)
+"""
+
+
+@pytest.mark.slow
+def test_arrays_of_one_process_go_where_init_says(tmp_path: pathlib.Path) -> None:
+    """As the stages of a pipeline. Their place is not recorded, which is said."""
+    run_job(tmp_path, HALVES, processes=2, devices=4)
+    for result in run_job(tmp_path, HALVES, processes=2, devices=4):
+        assert "0 (the devices of one process of several), 1 (the devices of one process" in result.output

@@ -47,6 +47,7 @@ _ON_A_HOST = 8  # processes, of which each asks whether there is room before any
 _AHEAD = 2  # slices, beside those that writers hold: four in all, which are what the limit allows
 _PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
 _log = logging.getLogger("treering")
+_OF_ONE_PROCESS = {"unrecorded": "the devices of one process of several"}
 _LEAST_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
 
 
@@ -274,6 +275,9 @@ def _write_native(
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
     if single:
         shares = assignment.plan(catalogue, call.count, single)
+        # To process 0, which writes the record, its own part of them looks like an array of every process.
+        places = [_OF_ONE_PROCESS if n in single else place for n, place in enumerate(catalogue.places)]
+        catalogue = catalogue._replace(places=places)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.own_disks)
     with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
         return native.write(target.store, job, supply, pool, call)
