@@ -88,7 +88,7 @@ def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str
 def _attribute(value: Any, name: str) -> Any:
     try:
         return object.__getattribute__(value, name)
-    except Exception:  # there is none, or it is computed and fails
+    except Exception:  # The attribute is missing, or computing it fails.
         return None
 
 

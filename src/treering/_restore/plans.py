@@ -53,6 +53,7 @@ class Plan(NamedTuple):
 
 
 def without_template(source: Source, policy: Policy, name: str, sharding: Any) -> Plan:
+    """Plans nested containers of NumPy arrays, or of JAX arrays where `sharding` says."""
     entries, skeleton = source.entries, source.skeleton
     as_saved = isinstance(sharding, str)
     to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
@@ -72,6 +73,7 @@ def without_template(source: Source, policy: Policy, name: str, sharding: Any) -
 
 
 def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> Plan:
+    """Plans a tree shaped like `like`. An `Initial` resumes a job: saved kinds and places override the template's."""
     split = like.split if isinstance(like, Initial) else flax.split(like)
     walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
     template, join = split.tree, split.join
