@@ -234,12 +234,18 @@ def cached_table(count: int) -> Any:
     return jnp.arange(float(count))
 
 
+@functools.cache
+def cached_scale() -> Any:
+    return jnp.float32(2)
+
+
 def test_a_cache_holds_no_tracers(tmp_path: pathlib.Path) -> None:
     def init() -> Any:
-        return {"w": cached_table(4) * 2}
+        return {"w": cached_table(4) * cached_scale()}
 
     for n in range(2):
         cached_table.cache_clear()  # as a new process has it
+        cached_scale.cache_clear()
         with tr.Checkpointer(tmp_path / "run") as ckpts:
             state, step = ckpts.restore_or_init(init)
             assert step == n and (state["w"] + cached_table(4)).tolist() == [0, 3, 6, 9]

@@ -24,25 +24,27 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, n
 def find_tracer(roots: Iterable[Any]) -> str:
     """Returns a description of what holds a tracer, or "" if no tracer can be reached from `roots`.
 
-    The search follows Python's own containers, attributes, closures, defaults and partial arguments, and runs no code
-    of the user's. Of the globals of a function
-    it follows those that the function names: containers, functions of the same module and, in the module of a root,
-    instances. It does not look into modules and classes.
+    The search follows Python's own containers, attributes, closures, defaults and partial arguments, and runs no user
+    code. Of the globals of a function it follows those that the function names: containers, functions of the same
+    module and, in the module of a root, instances. It does not look into modules and classes. A `functools.cache` that
+    holds a tracer is cleared.
     """
     stack: list[tuple[Any, str]] = [(root, "") for root in roots]
     homes = {id(getattr(getattr(root, "__func__", root), "__globals__", None)) for root, _ in stack}
+    found = ""
     seen: set[int] = set()
     keep: list[Any] = []  # so that no id is used again
     while stack and len(seen) + len(stack) < _MAX_OBJECTS:
         value, holder = stack.pop()
         if isinstance(value, Tracer) or value is _TRACER:
-            return holder or "the tree"
+            found = found or holder or "the tree"  # and on, because every cache with tracers has to be cleared
+            continue
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
         stack.extend(_inside(value, holder, homes))
-    return ""
+    return found
 
 
 def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str]]:
@@ -52,7 +54,7 @@ def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str
     if isinstance(value, _CACHED):
         if any(isinstance(one, Tracer) for one in _cached(value)):
             value.cache_clear()  # or init, when it is called, would get the tracers
-            yield from ((one, f"the cache of {value.__wrapped__.__qualname__}") for one in [_TRACER])
+            yield _TRACER, f"the cache of {value.__wrapped__.__qualname__}"
         yield value.__wrapped__, holder
         return
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
