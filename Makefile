@@ -54,10 +54,11 @@ bench: $(VENV)/bench
 
 # On a machine with a GPU and a JAX that uses it, as CUDA images have; takes less than ten minutes. What it needs beside JAX it
 # takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.
+# It goes into a folder on the path: a virtual environment would not see a JAX that is installed in another.
 gpu:
-	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	.venv-gpu/bin/python $(INSTALL) $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
-	env -u JAX_PLATFORMS PYTHONPATH=src .venv-gpu/bin/python -m benchmarks.gpu --write docs/benchmarks.md
+	$(PYTHON) $(INSTALL) --upgrade --no-deps --target .venv-gpu \
+	  $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
+	JAX_PLATFORMS= PYTHONPATH=src:.venv-gpu $(PYTHON) -m benchmarks.gpu --write docs/benchmarks.md
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary :all: --no-deps --dest wheels $(BESIDE_JAX)
