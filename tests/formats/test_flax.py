@@ -358,7 +358,6 @@ def test_a_latest_step_that_is_no_whole_number_is_named(tmp_path: Path, names: l
 def test_only_files_of_flax_are_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_2").write_bytes(b"text")
-    (tmp_path / "checkpoint_3").write_bytes(b"")
     (tmp_path / "checkpoint_4").write_bytes(pickle.dumps({"w": 1}))
     (tmp_path / "checkpoint_5_gda").mkdir()
     assert tr.steps(tmp_path) == []

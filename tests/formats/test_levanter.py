@@ -320,7 +320,6 @@ def test_what_levanter_cannot_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
         b"[]",
         b"{}",
         b'{"step":1}',

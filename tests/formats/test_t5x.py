@@ -247,9 +247,13 @@ def test_version_0_is_a_plain_state_dict(tmp_path: Path, state: Any) -> None:
 
 @pytest.mark.parametrize("version", [1, 4, -1, "3", 3.0, True, None])
 def test_other_versions_are_refused(tmp_path: Path, version: Any) -> None:
-    (tmp_path / "x").write_bytes(packed({"version": version, "optimizer": {"target": {}}}))
-    with pytest.raises(UnsupportedError, match="expected version 0, 2 or 3"):
-        tr.open(tmp_path / "x")
+    data = packed({"version": version, "optimizer": {"target": {}}})
+    (tmp_path / "checkpoint").write_bytes(data)
+    for path in (tmp_path, tmp_path / "checkpoint"):
+        with pytest.raises(UnsupportedError, match="expected version 0, 2 or 3"):
+            tr.open(path)
+    (tmp_path / "x").write_bytes(data)  # which is somebody's own, as `version` is a key that anybody may choose
+    assert tr.open(tmp_path / "x").format == "flax" and tr.open(tmp_path / "x")["version"] == version
 
 
 def test_a_lone_file(tmp_path: Path) -> None:

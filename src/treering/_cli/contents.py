@@ -25,29 +25,39 @@ if TYPE_CHECKING:
 _METADATA = 400  # characters of metadata that are shown
 
 
-def _open(path: str, step: int | None) -> "Checkpoint":
+def _open(path: str, step: int | None, format: str | None = None) -> "Checkpoint":
     from .._run.open import open_checkpoint
 
-    return open_checkpoint(path, step=step)
+    return open_checkpoint(path, step=step, format=format)
 
 
 _step = click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
+_format = click.option("--format", metavar="NAME", help="The format to read; by default what its files show.")
 
 
 @click.command()
 @click.argument("checkpoint", type=PATH)
 @click.argument("path", default="")
 @_step
+@_format
 @click.option("--all", "everything", is_flag=True, help="Every leaf: layers that are alike are not shown as one.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="No more than so many levels of the tree.")
 @as_json
-def show(checkpoint: str, path: str, step: int | None, everything: bool, depth: int | None, json_: bool) -> None:
+def show(
+    checkpoint: str,
+    path: str,
+    step: int | None,
+    format: str | None,
+    everything: bool,
+    depth: int | None,
+    json_: bool,
+) -> None:
     """Show the tree of a CHECKPOINT: names, shapes, dtypes, sizes and shardings.
 
     With the PATH of a leaf: its values, statistics and a histogram. With another PATH: the part of the tree below it.
     Layers that are alike are one line, such as layers/0…23.
     """
-    ckpt = _open(checkpoint, step)
+    ckpt = _open(checkpoint, step, format)
     if path and path in ckpt:
         _show_leaf(ckpt, path, json_)
         return
@@ -131,8 +141,9 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
 @click.argument("checkpoint", type=PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_step
+@_format
 @as_json
-def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, json_: bool) -> int:
+def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str | None, json_: bool) -> int:
     """Read the arrays of a CHECKPOINT and describe their values: range, mean, norm, zeros, NaN and infinities.
 
     With GLOBs only those leaves: * stays within one component of a path, ** spans any number. NaN and infinities are
@@ -142,7 +153,7 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, json_: bool
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
 
-    ckpt = _open(checkpoint, step)
+    ckpt = _open(checkpoint, step, format)
     if globs:
         ckpt = ckpt.select(globs)
     found: dict[str, Stats] = {}
@@ -220,8 +231,9 @@ def _apart(change: "ValueChange | None") -> str:
     type=Subset(),
     help="Only a part: 2/5 is the second of five equal ones; 10G is one at random of that size.",
 )
+@_format
 @as_json
-def verify(path: str, subset: tuple[int, int] | int | None, json_: bool) -> int:
+def verify(path: str, subset: tuple[int, int] | int | None, format: str | None, json_: bool) -> int:
     """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
 
     Where a format has no checksums, everything is read and decoded.
@@ -229,7 +241,7 @@ def verify(path: str, subset: tuple[int, int] | int | None, json_: bool) -> int:
     from .._tools.verify import check
 
     part = _part(path, subset) if isinstance(subset, int) else subset
-    report, unsupported, _ = check(path, part)
+    report, unsupported, _ = check(path, part, format)
     if json_:
         problems = [problem._asdict() for problem in report.problems]
         say_json(

@@ -14,6 +14,7 @@ from .output import PATH, as_json, say, say_json
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--format", metavar="NAME", help="The format of TARGET; by default what its suffix says, else treering.")
+@click.option("--source-format", metavar="NAME", help="The format of SOURCE; by default what its files show.")
 @click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
 @click.option("--at", default="", metavar="PATH", help="Only what lies below this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Leave leaves out.")
@@ -29,6 +30,7 @@ def convert(
     source: str,
     target: str,
     format: str | None,
+    source_format: str | None,
     step: int | None,
     at: str,
     drop: tuple[str, ...],
@@ -52,6 +54,7 @@ def convert(
         source,
         target,
         step=step,
+        source_format=source_format,
         format=format,
         at=at,
         rules=rules,

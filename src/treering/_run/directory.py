@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from .._core.entries import step_number
 from .._processes.calls import Call
 from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from ..formats import StepPath
 from ..formats.treering import pins, removal
 from ..keep import Saved
 from . import origin, run
@@ -70,17 +71,24 @@ class Directory:
 
     def all_steps(self) -> dict[int, str]:
         """The committed steps, ascending, and their paths, with those of other libraries."""
-        return run.all_steps(self._store, self._root, self._prefix)
+        return {step: one.path for step, one in self.located_steps().items()}
+
+    def located_steps(self) -> dict[int, StepPath]:
+        """As `all_steps`, with their formats."""
+        return run.located_steps(self._store, self._root, self._prefix)
 
     def candidates(self, step: int | None = None) -> list[Place]:
         """The copies of a step, or of all from the newest on. Raises `NotFoundError` when there is no such step."""
+        found = self.located_steps()
         if step is not None:
-            return [self.place(step_number(step), self.existing(step))]
-        return [self.place(number, path) for number, path in reversed(self.all_steps().items())]
+            number = step_number(step)
+            self._find(number, {one: located.path for one, located in found.items()})
+            return [self.place(number, *found[number])]
+        return [self.place(number, *one) for number, one in reversed(found.items())]
 
-    def place(self, step: int, path: str) -> Place:
+    def place(self, step: int, path: str, format: str | None = None) -> Place:
         """A copy of a step by its path."""
-        return Place(step, self._store, path)
+        return Place(step, self._store, path, format)
 
     def good(self, *, foreign: bool = False) -> list[Saved]:
         """The undamaged steps, ascending; with `foreign` also those of other libraries."""

@@ -52,11 +52,13 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     while True:
         with reading(run):
             finished = store.stat(posixpath.join(run, _run.FINISHED))  # asked first: then the listing below is complete
-        found = [(step, path, _mark(store, path)) for step, path in _run.all_steps(store, run).items() if step > after]
+        found = [
+            (step, one, _mark(store, one.path)) for step, one in _run.located_steps(store, run).items() if step > after
+        ]
         new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
-        for step, path, mark in new:
+        for step, one, mark in new:
             seen[step] = mark
-            if ckpt := _open(store, step, path):
+            if ckpt := _open(store, step, *one):
                 yield ckpt
                 waiting_since = time.monotonic()
         if new:
@@ -75,9 +77,9 @@ def _mark(store: Store, path: str) -> object:
     return None
 
 
-def _open(store: Store, step: int, path: str) -> Checkpoint | None:
+def _open(store: Store, step: int, path: str, format: str) -> Checkpoint | None:
     try:
-        ckpt = open_step(store, path, step)
+        ckpt = open_step(store, path, step, format)
         if isinstance(ckpt._source, Reader):
             ckpt._source.hold()
     except NotFoundError:

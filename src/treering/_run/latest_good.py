@@ -13,7 +13,7 @@ from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, 
 from ..formats.treering import summary
 from ..stores.read_errors import ReplacedError, reading
 from ..stores.store import Store
-from .run import all_steps
+from .run import located_steps
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -26,6 +26,7 @@ class Place(NamedTuple):
     step: int
     store: Store
     path: str
+    format: str | None = None  # its name; None where it is recognized when it is opened
 
 
 def open_one(store: Store, path: str, format: formats.Format | None = None) -> Checkpoint:
@@ -49,20 +50,32 @@ def _detected(store: Store, path: str) -> formats.Format:
         return formats.get("treering")
 
 
-def places_of(store: Store, place: str, step: int | None) -> list[Place] | formats.Format:
-    """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint."""
-    found = {} if summary.look(store, place) else all_steps(store, place)
+def places_of(
+    store: Store, place: str, step: int | None, format: formats.Format | None = None
+) -> list[Place] | formats.Format:
+    """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint.
+
+    format: taken as given: only steps of this format count, and one checkpoint is not looked at.
+    """
+    found = {} if summary.look(store, place) else located_steps(store, place, only=format)
     if not found:
-        format = check_known(store, place)
+        format = check_known(store, place) if format is None else check_there(store, place, format)
         if step is not None:
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
         return format
     if step is None:
-        return [Place(number, store, path) for number, path in reversed(found.items())]
+        return [Place(number, store, *one) for number, one in reversed(found.items())]
     number = step_number(step)
     if number not in found:
         raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
-    return [Place(number, store, found[number])]
+    return [Place(number, store, *found[number])]
+
+
+def check_there(store: Store, place: str, format: formats.Format) -> formats.Format:
+    """The format that a caller has given. Raises `NotFoundError` if the path is not of it and nothing is there."""
+    if store.stat(place) is None and not formats.accepts(format, store, place):
+        raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
+    return format
 
 
 def check_known(store: Store, place: str) -> formats.Format:
@@ -103,7 +116,7 @@ def latest_good(
         if n:
             _log_next(places[n - 1], place)
         last = not fallback and not any(other.step == place.step for other in places[n + 1 :])
-        attempt = functools.partial(use_current, place.store, place.path, place.step, use)
+        attempt = functools.partial(use_current, place.store, place.path, place.step, use, place.format)
         try:
             return place.step, on_all_processes(attempt)
         except CorruptError as error:
@@ -130,7 +143,12 @@ def _log_next(passed: Place, place: Place) -> None:
 
 
 def use_current(
-    store: Store, path: str, step: int | None, use: Callable[[Checkpoint], T], opened: Checkpoint | None = None
+    store: Store,
+    path: str,
+    step: int | None,
+    use: Callable[[Checkpoint], T],
+    format: str | None = None,
+    opened: Checkpoint | None = None,
 ) -> T:
     """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
 
@@ -139,13 +157,13 @@ def use_current(
     """
     for n in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
-            return use(opened if opened is not None and n == 0 else open_step(store, path, step))
-    return use(open_step(store, path, step))
+            return use(opened if opened is not None and n == 0 else open_step(store, path, step, format))
+    return use(open_step(store, path, step, format))
 
 
-def open_step(store: Store, path: str, step: int | None) -> Checkpoint:
+def open_step(store: Store, path: str, step: int | None, format: str | None) -> Checkpoint:
     """Opens a step of a run. The checkpoint has the number of the step in its run, not the number it was saved with."""
-    ckpt = open_one(store, path)
+    ckpt = open_one(store, path, None if format is None else formats.get(format))
     if step is None or ckpt.step == step:
         return ckpt
     if ckpt.step is not None:

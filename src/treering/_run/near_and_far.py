@@ -93,23 +93,23 @@ class NearAndFar:
         return dict(sorted({**self.far.all_steps(), **self.near_steps()}.items()))
 
     def candidates(self, step: int | None = None) -> list[Place]:
-        near, far = self.near_steps(), self.far.all_steps()
+        near, far = self.near_steps(), self.far.located_steps()
         if step is not None and (number := step_number(step)) not in near:
             return self.far.candidates(number)
         places: list[Place] = []
         for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
             if number in near:
                 places.append(self.place(number, near[number]))
-            if number in far and not (number in near and self._differ(near[number], far[number])):
-                places.append(self.far.place(number, far[number]))
+            if number in far and not (number in near and self._differ(near[number], far[number].path)):
+                places.append(self.far.place(number, *far[number]))
         return places
 
-    def place(self, step: int, path: str) -> Place:
+    def place(self, step: int, path: str, format: str | None = None) -> Place:
         if self.disks and self._side(path) is self.near:
             near, far = self.near, self.far
             both = host_parts.nearest(near.steps.store, near.root, far.steps.store, far.root)
             return Place(step, both, posixpath.join(near.root, posixpath.basename(path)))
-        return self._side(path).place(step, path)
+        return self._side(path).place(step, path, format)
 
     def to_read(self, step: int | None = None) -> list[Place]:
         """As `candidates`; where each host has a part, what is not far as well cannot be read."""

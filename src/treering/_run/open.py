@@ -8,7 +8,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
-from .. import stores
+from .. import formats, stores
 from .._core.entries import check_whole
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
@@ -27,10 +27,13 @@ _MANIFEST_BYTES = 1 << 20  # bytes of a manifest that are asked for at once
 
 
 @at_the_caller
-def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, format: str | None = None) -> Checkpoint:
     """Opens a checkpoint, or a run's latest good step (or the given one), without reading arrays.
 
     >>> ckpt = tr.open("runs/gpt", step=1000)
+
+    format: the name of the format to read it in, whatever it is recognized as; of a run, only steps of this format
+        count. By default it is recognized by its files.
 
     Good means here that the manifest is undamaged and the array files are there in their full size. Raises
     `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when all steps
@@ -43,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) ->
             check_whole(ckpt._source.entries.values())
         return ckpt
 
-    return _use(place, step, use, fallback=step is None)
+    return _use(place, step, use, format, fallback=step is None)
 
 
 @overload
@@ -52,11 +55,17 @@ def restore(
     like: None = None,
     *,
     step: int | None = None,
+    format: str | None = None,
     **options: "Unpack[RestoreOptions]",
 ) -> Any: ...
 @overload
 def restore(
-    path: str | os.PathLike[str], like: T, *, step: int | None = None, **options: "Unpack[RestoreOptions]"
+    path: str | os.PathLike[str],
+    like: T,
+    *,
+    step: int | None = None,
+    format: str | None = None,
+    **options: "Unpack[RestoreOptions]",
 ) -> T: ...
 @at_the_caller
 def restore(
@@ -64,6 +73,7 @@ def restore(
     like: Any = None,
     *,
     step: int | None = None,
+    format: str | None = None,
     at: str = "",
     rules: "Sequence[Rule]" = (),
     missing: str | Iterable[str] = "error",
@@ -87,6 +97,8 @@ def restore(
         `jax.Array`, a NumPy array a writable NumPy array, a Python scalar that type, a typed key a typed key; ``...``
         skips everything below. Without a template: nested dicts, lists and tuples of NumPy arrays.
     step: of a run; the latest good one by default.
+    format: the name of the format to read it in, whatever it is recognized as; of a run, only steps of this format
+        count. By default it is recognized by its files.
     at: only what lies below this path is restored (and read), and `like` is the template of that.
     rules: changes of names, shapes and values, see `treering.rules`; their paths are relative to `at`.
     missing: what to do about leaves of the template that the checkpoint lacks: "error", "template" (take its value),
@@ -123,17 +135,17 @@ def restore(
         "read": read,
     }
     if read == "once" and coordinator.several():
-        return _restore_together(place, step, like, options)
+        return _restore_together(place, step, format, like, options)
 
     def use(ckpt: Checkpoint) -> Any:
         return ckpt._restore(like, None, **options)
 
-    if step is None and (ckpt := _opened_at_once(place)):
+    if step is None and format is None and (ckpt := _opened_at_once(place)):
         with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
             return use(ckpt)
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
-    return _use(place, step, use, fallback=fallback)
+    return _use(place, step, use, format, fallback=fallback)
 
 
 def _opened_at_once(place: str) -> Checkpoint | None:
@@ -151,16 +163,18 @@ def _opened_at_once(place: str) -> Checkpoint | None:
     return None
 
 
-def _restore_together(place: str, step: int | None, like: Any, options: "RestoreOptions") -> Any:
+def _restore_together(place: str, step: int | None, format: str | None, like: Any, options: "RestoreOptions") -> Any:
     """Restores what process 0 finds in all processes of the job."""
     from .._processes import consistency
 
-    store = stores.of(place)
+    store, only = stores.of(place), None if format is None else formats.get(format)
 
-    def candidates() -> list[tuple[int, str]] | None:
+    def candidates() -> list[tuple[int, str, str | None]] | str:
         with reading(place), store.glance(place):
-            steps = places_of(store, place, step)
-        return [(one.step, one.path) for one in steps] if isinstance(steps, list) else None
+            found = places_of(store, place, step, only)
+        if not isinstance(found, list):
+            return found.name
+        return [(one.step, one.path, one.format) for one in found]
 
     with coordinator.begun(f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring") as call:
         on_all = functools.partial(consistency.on_all_processes, call)
@@ -168,28 +182,27 @@ def _restore_together(place: str, step: int | None, like: Any, options: "Restore
 
         def attempt() -> tuple[str, Any]:
             found = call.broadcast(candidates)
-            if found is None:
-                return on_all(lambda: use_current(store, place, None, use))
-            steps = [Place(number, store, path) for number, path in found]
+            if isinstance(found, str):
+                return on_all(lambda: use_current(store, place, None, use, found))
+            steps = [Place(number, store, path, name) for number, path, name in found]
             return latest_good(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
 
         return listed_again(attempt)[1]
 
 
-def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], *, fallback: bool) -> T:
+def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], format: str | None, *, fallback: bool) -> T:
     """The result of `use` for a checkpoint, or for a run's step."""
-
-    store = stores.of(place)
+    store, only = stores.of(place), None if format is None else formats.get(format)
 
     def attempt() -> T:
         ckpt: Checkpoint | None = None
         with reading(place), store.glance(place):
-            steps = places_of(store, place, step)
+            steps = places_of(store, place, step, only)
             if not isinstance(steps, list):
                 with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
                     ckpt = open_one(store, place, steps)
         if isinstance(steps, list):
             return latest_good(place, steps, use, fallback=fallback)[1]
-        return use_current(store, place, None, use, ckpt)
+        return use_current(store, place, None, use, format, ckpt)
 
     return listed_again(attempt)

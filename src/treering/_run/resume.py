@@ -45,11 +45,11 @@ def restore(
 ) -> tuple[int, Any]:
     """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
 
-    def choose() -> list[tuple[int, str]]:
-        return [(place.step, place.path) for place in directory.to_read(step)]
+    def choose() -> list[tuple[int, str, str | None]]:
+        return [(place.step, place.path, place.format) for place in directory.to_read(step)]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
-        places = [directory.place(number, path) for number, path in call.broadcast(choose)]
+        places = [directory.place(*one) for one in call.broadcast(choose)]
         if places and call.index and summary.look(places[0].store, places[0].path) is None:
             look_anew(places[0].store, places[0].path)
         return latest_good(

@@ -106,14 +106,24 @@ def committed(store: Store, run: str, prefix: str | None = None) -> dict[int, st
 
 
 def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
-    """The committed steps, ascending, and their paths, with those that other libraries have left in the directory.
+    """The committed steps, ascending, and their paths; see `located_steps`."""
+    return {step: one.path for step, one in located_steps(store, run, prefix).items()}
 
-    Where both have a step, Treering's counts.
+
+def located_steps(
+    store: Store, run: str, prefix: str | None = None, only: formats.Format | None = None
+) -> dict[int, formats.StepPath]:
+    """The committed steps, ascending, with those that other libraries have left in the directory.
+
+    Where both have a step, Treering's counts. only: the format of the steps that count.
     """
     with store.glance(run):
         names = committed(store, run, prefix)
-        own = {step: posixpath.join(run, name) for step, name in names.items()}
-        return dict(sorted({**formats.foreign_steps(store, run, set(names.values())), **own}.items()))
+        own = {step: formats.StepPath(posixpath.join(run, name), "treering") for step, name in names.items()}
+        if only is not None and only.name == "treering":
+            return own
+        foreign = formats.foreign_steps(store, run, set(names.values()), only)
+        return dict(sorted({**foreign, **({} if only else own)}.items()))
 
 
 @at_the_caller

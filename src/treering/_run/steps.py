@@ -69,7 +69,7 @@ class Steps:
         if foreign:
             names = {os.path.basename(path) for path in own.values()}
             others = formats.foreign_steps(self.store, self.root, names)
-            good += [saved for step, path in others.items() if step not in own and (saved := self._foreign(step, path))]
+            good += [saved for step, one in others.items() if step not in own and (saved := self._foreign(step, *one))]
             good.sort(key=lambda one: one.step)
         if self._events is None:
             return good
@@ -94,10 +94,10 @@ class Steps:
             with self._lock:
                 self._known[step] = signature, "unsupported"
 
-    def _foreign(self, step: int, path: str) -> Saved | None:
+    def _foreign(self, step: int, path: str, format: str) -> Saved | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, latest_good.open_one(self.store, path).metrics)
+                self._others[path] = Saved(step, latest_good.open_one(self.store, path, formats.get(format)).metrics)
             except ReplacedError:  # at this moment
                 return None
             except TreeringError as error:

@@ -18,6 +18,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     step: int | None = None,
+    source_format: str | None = None,
     format: str | None = None,
     at: str = "",
     rules: Sequence[Rule] = (),
@@ -32,9 +33,10 @@ def convert(
     >>> tr.convert("t5x/checkpoint_1000000", "model.safetensors", at="target")
 
     It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
-    along where the format has a place for them. memory_limit: bytes of arrays in memory at a time.
+    along where the format has a place for them. source_format: the `format` of `treering.open`. memory_limit: bytes of
+    arrays in memory at a time.
     """
-    ckpt = open_checkpoint(src, step=step).at(at)
+    ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
     return save(
         dst,
         ckpt,

@@ -100,7 +100,7 @@ def _names(store: Store, path: str) -> dict[int, str]:
     names = _run.committed(store, path)
     foreign = "written by another library; convert it instead"
     if others := formats.foreign_steps(store, path, set(names.values())):
-        raise UnsupportedError(f"{next(iter(others.values()))}: {foreign}")
+        raise UnsupportedError(f"{next(iter(others.values())).path}: {foreign}")
     if not names:
         check_known(store, path)
         raise UnsupportedError(f"{path}: {foreign}")

@@ -69,7 +69,7 @@ def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listin
         names = {os.path.basename(one) for one in own.values()}
         rows = [_row(steps, step, one) for step, one in own.items()]
         others = formats.foreign_steps(store, place, names)
-        rows += [_foreign(store, step, one) for step, one in others.items() if step not in own]
+        rows += [_foreign(store, step, *one) for step, one in others.items() if step not in own]
         known = {row.step for row in rows}
         for name in store.list(place):
             step = _run.parse(name, prefix)
@@ -141,12 +141,12 @@ def _row(steps: Steps, step: int, path: str) -> Row:
     return Row(step, path, verdict, nbytes=tree_bytes(steps.store, path), pinned=pinned, link=link)
 
 
-def _foreign(store: Store, step: int, path: str) -> Row:
+def _foreign(store: Store, step: int, path: str, format: str) -> Row:
     try:
-        ckpt = open_one(store, path)
+        ckpt = open_one(store, path, formats.get(format))
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", "?", nbytes=tree_bytes(store, path), link=store.is_link(path))
+        return Row(step, path, "damaged", format, nbytes=tree_bytes(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 

@@ -12,7 +12,7 @@ from .._core import html
 from .._core.readable import count, nbytes
 from .._core.source import WHOLE, Problem, Share, Source
 from .._core.tracebacks import at_the_caller
-from .._run.latest_good import check_known
+from .._run.latest_good import check_known, check_there
 from .._run.run import directories
 from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
@@ -55,7 +55,9 @@ class VerifyReport:
 
 
 @at_the_caller
-def verify(path: str | os.PathLike[str], *, subset: tuple[int, int] | None = None) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str], *, subset: tuple[int, int] | None = None, format: str | None = None
+) -> VerifyReport:
     """Checks every byte of a checkpoint, or of all steps of a run (of any library), against its checksum.
 
     >>> assert tr.verify("runs/gpt").ok
@@ -63,11 +65,12 @@ def verify(path: str | os.PathLike[str], *, subset: tuple[int, int] | None = Non
     subset: ``(2, 5)`` reads the second of five equal parts of the arrays' bytes; all five together read every byte.
         What is small (manifests, headers) is checked each time. Parts are equal as far as arrays can be read in part:
         blocks of 1 MiB in the native format, up to 128 MiB in others, of which `nbytes` then says about how much.
+    format: the format to read it in, whatever it is recognized as; of a run, only steps of this format are checked.
 
     Damage is reported, not raised. Raises `NotFoundError` when there is nothing to check, and `UnsupportedError` for
     what a later release wrote, when all else is checked: the message says what damage there is.
     """
-    report, unsupported, parts = check(path, subset)
+    report, unsupported, parts = check(path, subset, format)
     if unsupported and parts == 1 and report.ok:
         raise unsupported[0]
     if unsupported:
@@ -80,14 +83,15 @@ def verify(path: str | os.PathLike[str], *, subset: tuple[int, int] | None = Non
 
 
 def check(
-    path: str | os.PathLike[str], subset: tuple[int, int] | None
+    path: str | os.PathLike[str], subset: tuple[int, int] | None, format: str | None = None
 ) -> tuple[VerifyReport, list[UnsupportedError], int]:
     """The result of `verify`, why some of the checkpoints cannot be checked, and how many there are."""
     place = stores.absolute(path)
     share = _share(subset)
+    only = None if format is None else formats.get(format)
     try:
         with reading(place):
-            return _verify(place, share)
+            return _verify(place, share, only)
     except UnreadableError as error:
         return VerifyReport(place, 0, (Problem(place, (), None, str(error)),)), [], 1
 
@@ -105,21 +109,17 @@ def _share(subset: tuple[int, int] | None) -> Share:
     return Share(number, count)
 
 
-def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedError], int]:
+def _verify(place: str, share: Share, only: formats.Format | None) -> tuple[VerifyReport, list[UnsupportedError], int]:
     store = stores.of(place)
     with store.glance(place):
-        single = summary.look(store, place) is not None
-        names = [] if single else [name for _, name in directories(store, place)]
-        others = [] if single else formats.foreign_steps(store, place, set(names)).values()
-        parts = [posixpath.join(place, name) for name in names] + sorted(others)
-        if not parts or formats.is_known(store, place):  # such as the weights that a run began with, beside its steps
-            parts.insert(0, place)
+        parts = _parts(store, place, only)
     total = 0
     found: list[Problem] = []
     unsupported: list[UnsupportedError] = []
-    for part in parts:
+    for part, format in parts.items():
+        below = "" if part == place else posixpath.relpath(part, place)
         try:
-            total += _verify_one(store, part, "" if part == place else posixpath.relpath(part, place), found, share)
+            total += _verify_one(store, part, format, below, found, share)
         except NotFoundError:
             if part == place or not _is_deleted(store, part):
                 raise
@@ -128,19 +128,36 @@ def _verify(place: str, share: Share) -> tuple[VerifyReport, list[UnsupportedErr
     return VerifyReport(place, total, tuple(found)), unsupported, len(parts)
 
 
+def _parts(store: Store, place: str, only: formats.Format | None) -> dict[str, formats.Format | None]:
+    """The paths to check and their formats: None where it is found out when it is opened."""
+    single = summary.look(store, place) is not None
+    native, foreign = only is None or only.name == "treering", only is None or only.name != "treering"
+    names = [name for _, name in directories(store, place)] if native and not single else []
+    others = formats.foreign_steps(store, place, set(names), only).values() if foreign and not single else ()
+    parts: dict[str, formats.Format | None] = {posixpath.join(place, name): None for name in names}
+    parts.update(sorted((one.path, formats.get(one.format)) for one in others))
+    if not parts:
+        return {place: check_there(store, place, only) if only else None}
+    # Beside the steps of a run may lie the weights that it began with.
+    weights = formats.is_known(store, place) if only is None else formats.accepts(only, store, place)
+    return {place: only, **parts} if weights else parts
+
+
 def _is_deleted(store: Store, step: str) -> bool:
     """Returns True if a step that was listed is gone. Its manifest goes first, and its directory last."""
     with reading(step):
         return store.stat(step) is None or summary.look(store, step) is None
 
 
-def _verify_one(store: Store, path: str, below: str, found: list[Problem], share: Share) -> int:
+def _verify_one(
+    store: Store, path: str, known: formats.Format | None, below: str, found: list[Problem], share: Share
+) -> int:
     """Adds the damage to `found` and returns about how many bytes. Raises `UnsupportedError` when that is done."""
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
             with reading(path), store.glance(path):
-                format = check_known(store, path)
+                format = known or check_known(store, path)
                 file = summary.file(below) if format.name == "treering" else path
                 reader = format.open(store, path)
         except ReplacedError:

@@ -7,8 +7,8 @@ checkpoint as a `Source`: leaves by path and their contents on request; it is gi
 import importlib
 import logging
 import posixpath
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, Entry, ValueEntry
@@ -19,6 +19,7 @@ from ..stores import git_lfs
 from ..stores.nfs import warn_of_closed
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
+from ..stores.whole_files import opened
 from ._shared import kinds
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Format(Protocol):
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
-        Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold.
+        Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold; and
+        for a checkpoint that would not open as this format.
         """
         ...
 
@@ -120,6 +122,13 @@ class JointFormat(Format, Protocol):
         ...
 
 
+class StepPath(NamedTuple):
+    """Where a step of a run is, and the name of its format, which a damaged one does not show."""
+
+    path: str
+    format: str
+
+
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
 _MODULES = {
     "treering": "treering.formats.treering.format",
@@ -134,6 +143,7 @@ _MODULES = {
 }
 _registered: dict[str, Format] = {}
 _looked = False  # for what is installed
+_LOOK = 4096  # bytes of a file that is too damaged to be recognized
 _ALIASES = {"easylm": "fjformer"}
 
 
@@ -251,6 +261,20 @@ def is_step(format: Format, store: Store, path: str) -> bool:
     return False
 
 
+def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes], bool]) -> bool:
+    """Whether what has the name of a step is what is left of one that no format recognizes.
+
+    file: the file of it by which it is recognized: it is empty, or zeros, or `begins` as such a file does.
+    """
+    with reading(file):
+        found = store.stat(file)
+        if found is None or not found.is_file:
+            return False
+        with opened(store, file) as blob:
+            data = blob.read_up_to(_LOOK)
+    return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not kinds.is_other(data)
+
+
 def may_be_file(store: Store, path: str) -> bool:
     """Whether a path is a regular file, or unreadable: then opening it raises."""
     try:
@@ -276,12 +300,18 @@ def _steps(format: Format, store: Store, folder: str, listed: Sequence[str]) -> 
     return format.steps(store, folder, open_ones)
 
 
-def foreign_steps(store: Store, folder: str, ours: Container[str] = ()) -> dict[int, str]:
-    """The steps that other libraries have left in a folder, and their paths; `ours` are names that are known."""
-    found: dict[int, str] = {}
+def foreign_steps(
+    store: Store, folder: str, ours: Container[str] = (), only: Format | None = None
+) -> dict[int, StepPath]:
+    """The steps that other libraries have left in a folder; `ours` are names that are known.
+
+    only: the format that counts; by default each but the native one. A step that is too damaged to be recognized is
+    one of the format whose names it has.
+    """
+    found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
-        for name in names():
-            if name != "treering":
-                found = {**_steps(get(name), store, folder, listed), **found}
-    return {step: posixpath.join(folder, name) for step, name in found.items()}
+        for format in [get(name) for name in names() if name != "treering"] if only is None else [only]:
+            steps = _steps(format, store, folder, listed).items()
+            found = {**{step: StepPath(posixpath.join(folder, name), format.name) for step, name in steps}, **found}
+    return found

@@ -154,7 +154,7 @@ class Detection(Subject):
         for junk in ("junk", self.step_name.format("x"), self.step_name.format("")):
             (run / f"{junk}~").write_bytes(b"junk")
         (run / self.step_name.format(30)).mkdir()
-        (run / self.step_name.format(31)).write_bytes(b"")
+        (run / self.step_name.format(31)).write_bytes(b"junk")
         assert steps(run) == [0, 3, 20] and steps(tmp_path) == steps(tmp_path / "nothing") == []
         self.assert_holds(open_checkpoint(run), trees[20])
         for step, tree in trees.items():

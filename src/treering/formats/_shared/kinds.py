@@ -53,6 +53,11 @@ def described(store: Store, path: str) -> str | None:
     return None
 
 
+def is_other(data: bytes) -> bool:
+    """Whether a file that begins so is of a kind that is known, and no checkpoint."""
+    return any(data[at:].startswith(magic) for at, magic, _ in _BEGINNINGS)
+
+
 def _file(store: Store, path: str) -> str | None:
     with opened(store, path) as blob:
         begin = blob.read_up_to(_LONGEST)

@@ -5,7 +5,7 @@ that the structure of a file of any size is known after a few reads of a few kil
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -327,6 +327,20 @@ def beginning(store: Store, path: str, size: int = 4096) -> bytes:
         return b""
     with reading(path), opened(store, path) as blob:
         return blob.read_up_to(size)
+
+
+def begins_with(kind: int) -> Callable[[bytes], bool]:
+    """Tells whether bytes begin with a value of a kind, of which there may be no more than the first byte."""
+    return lambda data: bool(data) and _HEADS[data[0]][0] == kind
+
+
+def ending(store: Store, path: str, size: int) -> bytes:
+    """The last bytes of a file, fewer where it is shorter; b"" where there is no file."""
+    found = store.stat(path)
+    if found is None or not found.is_file:
+        return b""
+    with reading(path), opened(store, path) as blob:
+        return blob.read(max(blob.size - size, 0), min(blob.size, size))
 
 
 def tokens(data: bytes) -> Iterator[tuple[int, Any]]:

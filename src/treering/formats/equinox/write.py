@@ -13,6 +13,8 @@ from ..._core.leaf_paths import few
 from ..._core.source import Source
 from ...errors import UnsupportedError
 from ...stores.store import Store, Writer
+from .._shared.recognized import new_file
+from .schema import NAME
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
@@ -32,7 +34,7 @@ def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
             path,
             few(guessed),
         )
-    with store.new_file(path, overwrite=overwrite) as file:
+    with new_file(store, path, NAME, overwrite=overwrite) as file:
         if contents.metadata is not None:
             file.write(json.dumps(contents.metadata).encode() + b"\n")
         for entry in contents.entries.values():

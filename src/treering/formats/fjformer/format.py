@@ -24,8 +24,22 @@ from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.read_errors import raise_if_momentary, refusal
 from ...stores.store import Store
 from ...stores.whole_files import open_fetched
-from .. import accepts
-from .._shared.msgpack import BIN, DEPTH, LIST, NEVER, STR, Raw, beginning, bin_head, list_head, named, pack, tokens
+from .. import accepts, is_damaged_step
+from .._shared.msgpack import (
+    BIN,
+    DEPTH,
+    LIST,
+    NEVER,
+    STR,
+    Raw,
+    beginning,
+    begins_with,
+    bin_head,
+    list_head,
+    named,
+    pack,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from .._shared.state_dict import Leaves
@@ -83,7 +97,7 @@ class FJFormer:
         # What has its step in its name comes first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
             path = posixpath.join(folder, found[0])
-            if accepts(self, store, path):
+            if accepts(self, store, path) or (found[2] and is_damaged_step(store, path, path, begins_with(LIST))):
                 step = int(found[2]) if found[2] else _step_of(store, path)
                 if step is not None:
                     steps.setdefault(step, found[0])
@@ -95,6 +109,7 @@ class FJFormer:
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
+        from .._shared.recognized import new_file
 
         def refused(leaf: str, entry: Entry) -> str | None:
             if contents.skeleton is not None and len(contents.skeleton) == 1:
@@ -104,7 +119,7 @@ class FJFormer:
         writing.check(self.name, contents, options, refused)
         if not contents.entries:
             raise UnsupportedError(f"{path}: a tree without leaves, of which nothing would be left in a stream")
-        with store.new_file(path, overwrite=overwrite) as file:
+        with new_file(store, path, self.name, overwrite=overwrite) as file:
             for leaf, entry in contents.entries.items():
                 keys = split(leaf)
                 file.write(list_head(2) + list_head(len(keys)) + b"".join(map(pack, keys)))

@@ -26,8 +26,8 @@ from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from ...stores.whole_files import is_file, open_fetched, read_file
-from .. import accepts, may_be_file
-from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, tokens
+from .. import accepts, is_damaged_step, may_be_file
+from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, begins_with, tokens
 
 if TYPE_CHECKING:
     from .._shared.state_dict import Leaves
@@ -91,7 +91,8 @@ class Flax:
                     return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
                 return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
             if os.path.basename(path) == _INDEX:
-                return None if found.is_file else "not a file"
+                begin = beginning(store, path, 64).strip()[:1]
+                return None if begin in (b"{", b"[", b"") else "it is called an index, and is not JSON"
             data = beginning(store, path)
         except OSError as error:
             return refusal(error, path)
@@ -133,7 +134,7 @@ class Flax:
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = posixpath.join(folder, name)
-                if may_be_file(store, path) and accepts(self, store, path):
+                if may_be_file(store, path) and (accepts(self, store, path) or _is_damaged(store, path, named[0])):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
@@ -145,11 +146,17 @@ class Flax:
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
+        from .._shared.recognized import new_file
 
         writing.check(self.name, contents, options)
-        with store.new_file(path, overwrite=overwrite) as file:
+        with new_file(store, path, self.name, overwrite=overwrite) as file:
             writing.write(file, writing.tree_of(contents), contents)
         return file.size
+
+
+def _is_damaged(store: Store, path: str, prefix: str) -> bool:
+    """Whether a file with a name that Flax and clu give is what is left of a checkpoint."""
+    return (prefix == _PREFIX or path.endswith(_OF_CLU)) and is_damaged_step(store, path, path, begins_with(MAP))
 
 
 def _main(store: Store, path: str) -> str:

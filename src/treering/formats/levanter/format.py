@@ -10,13 +10,17 @@ import logging
 import posixpath
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
+
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.read_errors import UnreadableError, refusal
 from ...stores.store import Store
+from ...stores.whole_files import is_file
+from .. import is_damaged_step
 from .._zarr.joint_format import ZarrFolders
 from ..orbax.schema import CHECKPOINT, TREE
-from .schema import FILE, own_metadata, read_metadata
+from .schema import FILE, NAME, own_metadata, read_metadata
 
 _log = logging.getLogger("treering")
 
@@ -35,7 +39,7 @@ class Levanter(ZarrFolders):
                 return "there is nothing"
             if not there.is_folder:
                 return "it is a file"
-            if any(store.stat(posixpath.join(path, name)) for name in (CHECKPOINT, TREE)):
+            if any(is_file(store, posixpath.join(path, name)) for name in (CHECKPOINT, TREE)):
                 return "it was written with Orbax"
             if store.stat(posixpath.join(path, FILE)) is None:
                 return f"it is a folder without {FILE}"
@@ -57,6 +61,9 @@ class Levanter(ZarrFolders):
             path = posixpath.join(folder, name)
             try:
                 if self.refuses(store, path) is not None:  # or this process may not read it
+                    step = NAME.fullmatch(name)
+                    if step and is_damaged_step(store, path, posixpath.join(path, FILE), _is_cut_short):
+                        found.setdefault(int(step[1]), (datetime.datetime.min.replace(tzinfo=datetime.UTC), name))
                     continue
                 about = read_metadata(store, path)
             except UnreadableError as error:  # and it is unknown which step it is
@@ -72,6 +79,15 @@ class Levanter(ZarrFolders):
         from .write import write
 
         return write
+
+
+def _is_cut_short(data: bytes) -> bool:
+    """Whether a file is the beginning of a map in JSON, and no more. Other programs have files of this name, too."""
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return data.startswith(b"{")
+    return False
 
 
 FORMAT = Levanter()

@@ -20,9 +20,11 @@ from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.read_errors import refusal
 from ...stores.store import Store
+from ...stores.whole_files import is_file
 from .. import is_step
 from .._zarr.joint_format import ZarrFolders
 from .schema import (
+    ABOUT_ARRAY,
     ABOUT_ARRAYS,
     CHECKPOINT,
     COMMIT_TIME,
@@ -52,13 +54,13 @@ class Orbax(ZarrFolders):
                 return "it is a file"
             if UNFINISHED in os.path.basename(path):
                 return "it was never finished"
-            if store.stat(posixpath.join(path, CHECKPOINT)) is not None:
+            if is_file(store, posixpath.join(path, CHECKPOINT)):
                 return None if _is_committed(store, path) else "it was never committed"
             if _is_tree(store, path):
                 return None
             # Until 2024 there was no file about the checkpoint as a whole.
             names = store.list(path)
-            checkpoints = [name for name in names if store.stat(posixpath.join(path, name, CHECKPOINT)) is not None]
+            checkpoints = [name for name in names if is_file(store, posixpath.join(path, name, CHECKPOINT))]
             items = [name for name in names if _is_tree(store, posixpath.join(path, name))]
         except OSError as error:
             return refusal(error, path)
@@ -115,8 +117,13 @@ def _is_committed(store: Store, path: str) -> bool:
 
 def _is_tree(store: Store, folder: str) -> bool:
     """Whether a tree lies in a folder, even if the list of its leaves is gone."""
-    return tree_file(store, folder) is not None or any(
-        store.stat(posixpath.join(folder, name)) is not None for name in (SHARDINGS, ABOUT_ARRAYS)
+    about = posixpath.join(folder, ABOUT_ARRAYS)
+    return (
+        tree_file(store, folder) is not None
+        or is_file(store, posixpath.join(folder, SHARDINGS))
+        or any(
+            ABOUT_ARRAY.fullmatch(name) and is_file(store, posixpath.join(about, name)) for name in store.list(about)
+        )
     )
 
 

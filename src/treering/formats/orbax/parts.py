@@ -14,14 +14,24 @@ from .._zarr.folder import DATABASE
 from .._zarr.leaves import database_parts, parts_of
 from .items import VALUES
 from .metadata import STRINGS, read_metadata
-from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, STATE, STEP, TREE, read_about, read_json
+from .schema import (
+    ABOUT_ARRAY,
+    ABOUT_ARRAYS,
+    CHECKPOINT,
+    COMMITTED,
+    SHARDINGS,
+    STATE,
+    STEP,
+    TREE,
+    read_about,
+    read_json,
+)
 from .state import placeholder, read_aggregated
 
 _NESTED = 2  # levels of items that consist of items
 _VERSION_1 = "orbax.checkpoint"
 _DELETED = "_CHECKPOINT_DELETION"
 NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, DATABASE, "d", _VERSION_1, _DELETED}
-_ABOUT_ARRAY = re.compile(r"process_\d+")
 _ITERATOR = re.compile(r"process_\d+-of-\d+\.json")  # of Grain
 _MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the mark of completion begins
 
@@ -105,7 +115,7 @@ def _tree(store: Store, folder: str) -> Iterator[str]:
     for name in (SHARDINGS, STRINGS):
         yield from _json(store, folder, name)
     about_arrays = files_in(store, posixpath.join(folder, ABOUT_ARRAYS))
-    yield from (f"{ABOUT_ARRAYS}/{name}" for name in about_arrays if _ABOUT_ARRAY.fullmatch(name))
+    yield from (f"{ABOUT_ARRAYS}/{name}" for name in about_arrays if ABOUT_ARRAY.fullmatch(name))
     yield from database_parts(store, folder)
     for name in named:
         if not os.path.isabs(name) and ".." not in name.split("/"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import CorruptError, UnsafeError
 from ...stores.store import Store
-from ...stores.whole_files import read_file
+from ...stores.whole_files import is_file, read_file
 from .. import get
 from .._shared.msgpack import MAP, STR, beginning, tokens
 
@@ -18,6 +18,7 @@ STATE = "checkpoint"  # used instead in the first releases, and later with aggre
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # with which text in it begins that stands for an array
 SHARDINGS = "_sharding"
 ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
+ABOUT_ARRAY = re.compile(r"process_\d+")  # what those are called
 _METADATA_OF_ARRAYS = (".zarray", "zarr.json")
 COMMITTED = "commit_success.txt"
 COMMIT_TIME = "commit_timestamp_nsecs"
@@ -29,7 +30,7 @@ STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 def tree_file(store: Store, folder: str) -> str | None:
     """The file in a folder that says which tree lies there, None where there is none."""
-    if store.stat(posixpath.join(folder, TREE)) is not None:
+    if is_file(store, posixpath.join(folder, TREE)):
         return TREE
     data = beginning(store, posixpath.join(folder, STATE), 1 << 16)
     if any(prefix.encode() in data for prefix in PLACEHOLDERS):

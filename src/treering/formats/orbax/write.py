@@ -24,7 +24,7 @@ from .._zarr.leaves import add_array, add_number, chunks_of
 from .._zarr.writer import Writer
 from .metadata import DICT, SEQUENCE, STRINGS
 from .parts import NAMES, parts
-from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE
+from .schema import ABOUT_ARRAYS, CHECKPOINT, COMMITTED, SHARDINGS, TREE, UNFINISHED
 from .tree import KEY, LEVELS
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -65,6 +65,10 @@ def write(
     """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
     if options:
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
+    if UNFINISHED in posixpath.basename(path):
+        raise UnsupportedError(
+            f"{path}: Orbax takes a folder with {UNFINISHED!r} in its name for one that was never finished"
+        )
     leaves = list(_leaves(contents))
     _check(leaves)
     chunks = chunks_of(call, layouts, (leaf.entry for leaf in leaves))

@@ -15,6 +15,7 @@ from ..._core.values import encode_float
 from ..._pytree.leaves import alignment
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
+from .._shared.recognized import new_file
 from .header import Tensor, encode_header
 from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
@@ -49,7 +50,7 @@ def write(
     limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
     entries, metadata = _holdable(contents), _metadata(contents)
     if not folder:
-        with store.new_file(path, overwrite=overwrite) as file:
+        with new_file(store, path, "safetensors", overwrite=overwrite) as file:
             _write_tensors(file, *_laid_out(entries, metadata), contents)
         return file.size
     shards = cut(entries, limit)

@@ -9,17 +9,20 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from .. import is_step, may_be_file
-from .._shared.msgpack import MAP, STR, beginning, tokens
+from ...stores.whole_files import is_file
+from .. import is_damaged_step, is_step, may_be_file
+from .._shared.msgpack import MAP, NEVER, STR, VALUE, beginning, begins_with, ending, tokens
 from .._zarr.joint_format import ZarrFolders
-from .schema import FILE, OF_ORBAX
+from .schema import FILE, OF_ORBAX, PLACEHOLDER, VERSIONS
 
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
+_VERSION = re.compile(rb"\xa7version([\0-\x7f])\Z")
 _LEVELS = ("target", "state", "flax_mutables")  # of the state itself
 
 
@@ -38,27 +41,20 @@ class T5X(ZarrFolders):
             file = posixpath.join(path, FILE) if found.is_folder else path
             if store.stat(file) is None:
                 return f"it is a folder without a file {FILE}"
-            if file != path and any(store.stat(posixpath.join(path, name)) for name in OF_ORBAX):
+            if file != path and any(is_file(store, posixpath.join(path, name)) for name in OF_ORBAX):
                 return "it is a folder of Orbax"
             data = beginning(store, file, 1 << 16)
+            first = [*itertools.islice(tokens(data), 6), *[(NEVER, None)] * 6]
+            end = ending(store, file, 16) if first[1] == (STR, "optimizer") else b""
         except OSError as error:
             return refusal(error, path)
-        if b"PLACEHOLDER://" in data:
+        if PLACEHOLDER.encode() in data:
             return "it names arrays as old releases of Orbax do"
-        first = list(itertools.islice(tokens(data), 4))
-        kinds = [kind for kind, _ in first]
-        if kinds[:2] != [MAP, STR]:
+        if [kind for kind, _ in first[:2]] != [MAP, STR]:
             return "it does not begin like a state dict in MessagePack"
-        (_, count), (_, key) = first[:2]
-        own_name = os.path.basename(file) == FILE
-        inner = first[3][1] if kinds[2:] == [MAP, STR] else None
-        if (
-            (key == "version" and (count <= 2 or own_name))
-            or (key == "optimizer" and inner in _LEVELS and (count == 2 or (count == 1 and own_name)))
-            or (key in _LEVELS and own_name)
-        ):
+        if _is_state(first, end, own_name=os.path.basename(file) == FILE):
             return None
-        return f"it begins with {key!r:.100} and not with a version, as T5X's state dicts do"
+        return f"it begins with {first[1][1]!r:.100}, and has not the version and optimizer that T5X's state dicts are"
 
     def open(self, store: Store, path: str) -> Source:
         from .read import open_state
@@ -73,7 +69,10 @@ class T5X(ZarrFolders):
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), posixpath.join(folder, name)
-            if found and is_step(self, store, path) and may_be_file(store, posixpath.join(path, FILE)):
+            file = posixpath.join(path, FILE)
+            if not found or not may_be_file(store, file):
+                continue
+            if is_step(self, store, path) or is_damaged_step(store, path, file, begins_with(MAP)):
                 steps.setdefault(int(found[1]), name)
         return steps
 
@@ -90,6 +89,34 @@ class T5X(ZarrFolders):
         from .write import write
 
         return write
+
+
+def _is_state(first: Sequence[tuple[int, Any]], end: bytes, *, own_name: bool) -> bool:
+    """Whether a map with these first tokens and this end is a state dict of T5X's.
+
+    All of its keys have to be T5X's, for users have a `version` and an `optimizer`, too. A file with T5X's name may
+    also be of a version that is unknown here, or lack it.
+    """
+    (_, count), (_, key), *rest = first
+    if key == "version" and rest[0][0] in (VALUE, STR) and rest[1][0] == STR:
+        own_keys = rest[1][1] == "optimizer" or rest[1][1] in _LEVELS
+        return own_keys if own_name else count == 2 and _is_version(rest[0][1]) and _is_optimizer(rest[1:])
+    if key == "optimizer" and _is_optimizer(first[1:]):
+        found = _VERSION.search(end)  # behind it
+        return (count == 1 and own_name) or (
+            count == 2 and found is not None and (own_name or _is_version(found[1][0]))
+        )
+    return key in _LEVELS and own_name
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and value in VERSIONS
+
+
+def _is_optimizer(tokens: Sequence[tuple[int, Any]]) -> bool:
+    """Whether a key and its value begin like the state itself."""
+    (_, key), (kind, _), (_, inner) = tokens[:3]
+    return key == "optimizer" and kind == MAP and inner in _LEVELS
 
 
 FORMAT = T5X()

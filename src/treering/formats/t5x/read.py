@@ -20,9 +20,8 @@ from .._shared.state_dict import Elsewhere, StateDict, numbered, own_step
 from .._zarr import array as zarr
 from .._zarr.folder import Folder
 from .._zarr.leaves import ZarrReader, folder_size
-from .schema import FILE
+from .schema import FILE, SPEC, VERSIONS
 
-_SPEC = {"driver", "kvstore", "metadata"}  # what makes a map a TensorStore spec
 _STORES = ("file", "gfile", "gcs")  # different names of one place; the folder may have been moved since
 _BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
 
@@ -36,7 +35,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
 
     def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
         nonlocal beside
-        if type(value) is not dict or not value.keys() >= _SPEC:
+        if type(value) is not dict or not value.keys() >= set(SPEC):
             return None
         name = _name(value)
         check_inside(folder, name)
@@ -52,8 +51,9 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
     with gc_paused():
         tree = scanned.whole(0, opened.size)
     if type(tree) is dict:
-        version = tree.pop("version", 0)
-        if type(version) is not int or version not in (0, 2, 3):
+        whole = tree.keys() == {"version", "optimizer"}
+        version = tree.pop("version") if whole or next(iter(tree), None) == "version" else 0  # or it is a leaf
+        if type(version) is not int or version not in VERSIONS:
             raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
         seen_as.update(_BFLOAT16 if version == 2 else {})
         tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree

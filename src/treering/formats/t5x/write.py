@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._core import dtypes
+from ..._core import dtypes, skeleton
 from ..._core.boxes import Box
-from ..._core.entries import ArrayEntry, ValueEntry
-from ..._core.leaf_paths import split
+from ..._core.entries import ArrayEntry, Entry, ValueEntry
+from ..._core.leaf_paths import below, join, split
 from ..._core.source import Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
@@ -24,13 +24,14 @@ from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
+from .._shared.recognized import Watched, check
 from .._zarr import metadata
 from .._zarr.chunks import Chunks, assigned, divided
 from .._zarr.joint_write import write_folder
 from .._zarr.leaves import parts_of_arrays
 from .._zarr.writer import Writer
 from .read import open_state
-from .schema import FILE, OF_ORBAX
+from .schema import FILE, OF_ORBAX, PLACEHOLDER, SPEC
 
 INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
 CHUNK = 64 << 20  # bytes
@@ -52,7 +53,15 @@ def write(
     overwrite: bool,
 ) -> int:
     """Writes a step's folder and returns its size in bytes."""
-    writing.check("t5x", contents, options)
+    specs = _like_specs(contents)
+
+    def refused(leaf: str, entry: Entry) -> str | None:
+        if any(below(leaf, place) is not None for place in specs):
+            return f"T5X takes a map with the keys {', '.join(SPEC)} for an array that lies beside it; rename one"
+        text = entry.type == "str" and isinstance(entry, ValueEntry) and PLACEHOLDER in entry.decode()
+        return f"Orbax takes text with {PLACEHOLDER!r} for an array" if text else None
+
+    writing.check("t5x", contents, options, refused)
     found = (entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
     large = [entry for entry in found if _is_large(entry) or not _is_in_process_0(layouts.get(entry.path))]
     named = list(_names(large))
@@ -71,10 +80,19 @@ def write(
         for entry in contents.entries.values():
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
-        with file_of_new_folder(store, posixpath.join(folder, FILE)) as file:
+        with file_of_new_folder(store, posixpath.join(folder, FILE)) as opened:
+            file = Watched(opened)
             writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
+            check(path, {posixpath.join(path, FILE): file}, "t5x")
 
     return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=_owned, names=names)
+
+
+def _like_specs(contents: Source) -> list[str]:
+    """The containers that a reader would take for specs of arrays."""
+    places = skeleton.places(contents.entries)
+    found = [place.rpartition("/")[0] for place in places if place.rpartition("/")[2] == SPEC[0]]
+    return [one for one in found if all(join(one, key, root=not one) in places for key in SPEC)]
 
 
 def splits(entry: ArrayEntry) -> bool:

@@ -18,7 +18,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores.read_errors import reading, refusal
 from ...stores.store import Store
 from ...stores.whole_files import opened
-from .. import accepts
+from .. import accepts, is_damaged_step
 from .schema import NAME, index_of
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
@@ -55,8 +55,13 @@ class TensorFlow:
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
-        steps = [step for name in names if (step := _STEP.fullmatch(name))]
-        return {int(step[2]): step[0] for step in steps if accepts(self, store, posixpath.join(folder, step[0]))}
+        steps: dict[int, str] = {}
+        for name in names:
+            step, path = _STEP.fullmatch(name), posixpath.join(folder, name)
+            data = step and any(other.startswith(f"{step[1]}.data-") for other in names)
+            if step and (accepts(self, store, path) or (data and is_damaged_step(store, path, path, bool))):
+                steps[int(step[2])] = name
+        return steps
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()
