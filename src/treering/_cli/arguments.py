@@ -6,10 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core import expansion
+
 if TYPE_CHECKING:
     from ..keep import Policy
 
 KEEP = "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h."
+MAX_EXPANSION = click.option(
+    "--max-expansion",
+    type=float,
+    default=expansion.MOST,
+    show_default=True,
+    help="Bytes of arrays for each that is stored, beyond which nothing is read (from 64 MiB on); inf lifts it.",
+)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

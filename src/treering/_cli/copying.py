@@ -6,7 +6,7 @@ import click
 
 from .._core.readable import count, nbytes
 from .._printable import safe
-from .arguments import Bytes, Rename
+from .arguments import MAX_EXPANSION, Bytes, Rename
 from .output import PATH, as_json, say, say_json
 
 
@@ -24,6 +24,7 @@ from .output import PATH, as_json, say, say_json
 @click.option(
     "--memory-limit", type=Bytes(), default="1G", show_default=True, help="Bytes of arrays in memory at a time."
 )
+@MAX_EXPANSION
 @click.option("--max-shard-size", type=Bytes(), help="safetensors: a folder of files no larger than this.")
 @as_json
 def convert(
@@ -38,6 +39,7 @@ def convert(
     dtype: str | None,
     overwrite: bool,
     memory_limit: int,
+    max_expansion: float,
     max_shard_size: int | None,
     json_: bool,
 ) -> None:
@@ -61,6 +63,7 @@ def convert(
         dtype=dtype,
         overwrite=overwrite,
         memory_limit=memory_limit,
+        max_expansion=max_expansion,
         progress=not json_,
         **options,
     )

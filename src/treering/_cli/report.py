@@ -4,6 +4,7 @@ import click
 
 from .._core.readable import nbytes
 from .._printable import safe
+from .arguments import MAX_EXPANSION
 from .output import PATH, as_json, say, say_json
 
 
@@ -15,9 +16,16 @@ from .output import PATH, as_json, say, say_json
 )
 @click.option("--leaves", multiple=True, metavar="GLOB", help="Only the statistics of these leaves.")
 @click.option("--compare", type=int, nargs=2, metavar="A B", help="Compare two steps; by default the two latest.")
+@MAX_EXPANSION
 @as_json
 def report(
-    run: str, output: str, steps: int, leaves: tuple[str, ...], compare: tuple[int, int] | None, json_: bool
+    run: str,
+    output: str,
+    steps: int,
+    leaves: tuple[str, ...],
+    compare: tuple[int, int] | None,
+    max_expansion: float,
+    json_: bool,
 ) -> None:
     """Write a page about a RUN that opens in any browser, without a network: timeline, sizes, statistics, differences.
 
@@ -29,7 +37,9 @@ def report(
     place = stores.absolute(output)
     store = stores.of(place)
     tools.check_replaceable(store, place)
-    found = tools.gather(run, steps=steps, compare=compare or (), globs=leaves, progress=not json_)
+    found = tools.gather(
+        run, steps=steps, compare=compare or (), globs=leaves, progress=not json_, max_expansion=max_expansion
+    )
     data = tools.page(found).encode()
     with store.new_file(place, overwrite=True) as file:
         file.write(data)

@@ -136,6 +136,19 @@ def records_kinds(source: Source) -> bool:
     return getattr(source, "records_kinds", False)
 
 
+def arrays_of(source: Source) -> Iterator[ArrayEntry]:
+    """The arrays of a source."""
+    return (entry for entry in source.entries.values() if isinstance(entry, ArrayEntry))
+
+
+def expands(source: Source) -> bool:
+    """Returns whether the arrays of a source may be more bytes than are stored; see `expansion`.
+
+    A source has no need to know: without an attribute `expands` they may be.
+    """
+    return getattr(source, "expands", True)
+
+
 def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     """Returns the static values that a source records, by the path of their container and by name."""
     return getattr(source, "static", {})

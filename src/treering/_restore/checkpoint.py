@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
-from .._core import dtypes
+from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_whole, fits, is_lost_tree
 from .._core.lazy import LazyArray
@@ -216,6 +216,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         memory_limit: int | None = None,
         progress: bool = False,
         read: Literal["each", "once"] | None = None,
+        max_expansion: float = expansion.MOST,
     ) -> Any:
         """The tree, shaped like `like`. See `treering.restore`."""
         options: RestoreOptions = {
@@ -230,6 +231,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             "memory_limit": memory_limit,
             "progress": progress,
             "read": read,
+            "max_expansion": max_expansion,
         }
         if read != "once":
             return self._restore(like, None, **options)

@@ -19,6 +19,7 @@ class ReadOptions(TypedDict, total=False):
     memory_limit: int | None
     progress: bool
     read: Literal["each", "once"] | None
+    max_expansion: float
 
 
 class RestoreOptions(ReadOptions, total=False):

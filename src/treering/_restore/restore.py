@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core import dtypes
+from .._core import dtypes, expansion
 from .._core.entries import NO_ARRAY, Entry
 from .._core.leaf_paths import few
 from .._core.part import name_of
@@ -48,6 +48,7 @@ def restore(
     memory_limit: int | None = None,
     progress: bool = False,
     read: str | None = None,
+    max_expansion: float = expansion.MOST,
 ) -> Any:
     """The tree of a source in the shape of `like`, or as nested containers when that is None.
 
@@ -66,6 +67,7 @@ def restore(
             if like is None
             else plans.by_template(source, like, policy, name, sharding)
         )
+    expansion.check(source, (target.entry for target in plan.targets if target.entry), name, max_expansion)
     values = _values(plan, verify, mmap, memory_limit, progress, read, call)
     source.check_present()  # of a bucket, what was not read is looked for now
     values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .. import formats, stores
+from .._core import expansion
 from .._core.entries import check_whole
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
@@ -85,6 +86,7 @@ def restore(
     memory_limit: int | None = None,
     progress: bool = False,
     read: Literal["each", "once"] | None = None,
+    max_expansion: float = expansion.MOST,
 ) -> Any:
     """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
 
@@ -116,6 +118,8 @@ def restore(
     read: with several processes, "once" has each of them read a share of what more than one needs and send it to the
         others, from device to device; all must make the call. "each" has every process read what it needs. By default
         processes do not wait for one another here; a `Checkpointer` reads once unless the run is on a local disk.
+    max_expansion: bytes of arrays, for each byte that is stored, beyond which nothing is read (from 64 MiB on);
+        `math.inf` for a checkpoint that you trust and that compresses better, such as one of zeros.
 
     Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
@@ -133,6 +137,7 @@ def restore(
         "memory_limit": memory_limit,
         "progress": progress,
         "read": read,
+        "max_expansion": max_expansion,
     }
     if read == "once" and coordinator.several():
         return _restore_together(place, step, format, like, options)

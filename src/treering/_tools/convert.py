@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from .._core import expansion
+from .._core.source import arrays_of
 from .._core.tracebacks import at_the_caller
 from .._run.open import open_checkpoint
 from .._save.options import FormatOptions
@@ -25,6 +27,7 @@ def convert(
     dtype: Any = None,
     overwrite: bool = False,
     memory_limit: int | None = 1 << 30,
+    max_expansion: float = expansion.MOST,
     progress: bool = False,
     **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
@@ -34,9 +37,10 @@ def convert(
 
     It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
     along where the format has a place for them. source_format: the `format` of `treering.open`. memory_limit: bytes of
-    arrays in memory at a time.
+    arrays in memory at a time. max_expansion: as of `treering.restore`.
     """
     ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
+    expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
     return save(
         dst,
         ckpt,

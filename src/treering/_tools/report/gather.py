@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ... import stores
+from ..._core import expansion
 from ..._core.describe import describe
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
@@ -15,6 +16,7 @@ from ..._core.leaf_paths import matches
 from ..._core.outline import Node, outline
 from ..._core.readable import count, nbytes
 from ..._core.readable import sharding as sharding_text
+from ..._core.source import arrays_of
 from ..._printable import safe
 from ..._processes.progress_bar import bar
 from ..._restore.checkpoint import Checkpoint
@@ -44,6 +46,7 @@ def gather(
     compare: Sequence[int] = (),
     globs: Sequence[str] = (),
     progress: bool = False,
+    max_expansion: float = expansion.MOST,
 ) -> dict[str, Any]:
     """Looks at a run, and returns what its report says, as values that JSON has.
 
@@ -51,6 +54,7 @@ def gather(
     compare: the two steps that are compared value by value; the two latest by default, if any arrays are read.
     globs: the leaves with statistics; all by default, but no more than the 2,000 largest, which the report says.
     progress: shows a bar, in a terminal.
+    max_expansion: as of `treering.restore`; the arrays of a step beyond it are not read, which the report says.
 
     What could not be read is named in the report and in the log. Raises `NotFoundError` where there is no run or no
     good step, and `MismatchError` where `compare` names others.
@@ -65,7 +69,7 @@ def gather(
     chosen = [good[n] for n in _evenly(len(good), steps)]
     found = _Leaves(notes)
     if chosen:
-        found.read([(row.step, _opened(row, notes)) for row in chosen], globs, progress)
+        found.read([(row.step, _opened(row, notes, max_expansion)) for row in chosen], globs, progress)
     return {
         "run": safe(os.path.basename(listing.path) or listing.path),
         "path": safe(listing.path),
@@ -76,7 +80,7 @@ def gather(
         "treeStep": good[-1].step,
         "read": [row.step for row in chosen],
         "leaves": found.rows,
-        "diff": _difference(pair, notes) if pair else None,
+        "diff": _difference(pair, notes) if pair and all(_opened(row, notes, max_expansion) for row in pair) else None,
         "notes": [safe(note.split("\n")[0]) for note in dict.fromkeys(notes)],
     }
 
@@ -105,9 +109,12 @@ def _evenly(many: int, most: int) -> list[int]:
     return [round(n * (many - 1) / (most - 1)) for n in range(most)]
 
 
-def _opened(row: Row, notes: list[str]) -> Checkpoint | None:
+def _opened(row: Row, notes: list[str], most: float = math.inf) -> Checkpoint | None:
+    """A step, unless it cannot be opened or expands beyond a bound, which is noted."""
     try:
-        return open_checkpoint(row.path)
+        ckpt = open_checkpoint(row.path)
+        expansion.check(ckpt._source, arrays_of(ckpt._source), row.path, most)
+        return ckpt
     except TreeringError as error:
         raise_if_momentary(error)
         gone = stores.of(row.path).stat(row.path) is None

@@ -89,6 +89,8 @@ class _Lost:
 class ForeignReader:
     """See `treering.formats.Source`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
 
+    expands = False  # unless a format compresses
+
     positional = False
     ambiguous_dtypes: frozenset[str] = frozenset()
 

@@ -41,6 +41,8 @@ class ZarrReader(ForeignReader):
     `nbytes` are those of all files. Raises `UnsafeError` for arrays larger than any compression makes of them.
     """
 
+    expands = True
+
     def __init__(
         self,
         format: str,

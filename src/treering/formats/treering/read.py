@@ -88,7 +88,8 @@ class Reader:
         return numbers
 
     @functools.cached_property
-    def _has_ties(self) -> bool:
+    def expands(self) -> bool:
+        """Whether leaves are one array, and so more bytes than are stored."""
         rows = self._manifest.leaves
         if set(map(type, rows)) != {ArrayRow}:
             rows = [row for row in rows if isinstance(row, ArrayRow)]
@@ -197,7 +198,7 @@ class Reader:
             return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
         # Leaves that were one array when they were saved come back as several that share no memory.
         owners: dict[str, str] = {}
-        for n, (entry, _) in enumerate(wanted if len(wanted) > 1 and self._has_ties else ()):
+        for n, (entry, _) in enumerate(wanted if len(wanted) > 1 and self.expands else ()):
             if owners.setdefault(self._resolve(entry).path, entry.path) != entry.path:
                 arrays[n] = arrays[n].copy()
         return arrays

@@ -1,0 +1,31 @@
+"""A bound for what a checkpoint expands to: bytes of its arrays for each byte that is stored.
+
+A small file can claim a lot: many leaves may be one array, and compressed zeros take next to nothing. Neither is
+damage, so that the bound can be lifted.
+"""
+
+import math
+from collections.abc import Iterable
+
+from ..errors import MismatchError
+from .entries import ArrayEntry
+from .readable import nbytes
+from .source import Source, expands
+
+MOST = 100.0  # bytes for each that is stored
+_FREE = 64 << 20  # bytes that any checkpoint may expand to
+
+
+def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float) -> None:
+    """Raises `MismatchError` if arrays of a source expand beyond a bound: `most` bytes for each that is stored."""
+    if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 1:
+        raise MismatchError(f"max_expansion={most!r}: expected a number from 1, or math.inf")
+    if not expands(source) or most == math.inf:
+        return
+    total = sum(entry.nbytes for entry in entries)
+    if total > max(most * source.nbytes, _FREE):
+        raise MismatchError(
+            f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
+            f"{nbytes(total)}: many leaves are one array, or compress well, or the file is meant to fill the memory; "
+            "if you trust it, pass max_expansion=math.inf"
+        )
