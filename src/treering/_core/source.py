@@ -154,6 +154,14 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     return getattr(source, "static", {})
 
 
+def left_out(source: Source) -> Sequence[str]:
+    """Returns descriptions of what a checkpoint has beside its leaves and cannot be read here, such as a data iterator.
+
+    A source has no need to: without an attribute `left_out` it has nothing of the kind.
+    """
+    return getattr(source, "left_out", ())
+
+
 def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     """Returns for each leaf the path of the first leaf that was the same array object when it was saved.
 

@@ -10,7 +10,7 @@ from . import dtypes
 from .boxes import Box, box_shape, intersect, slices, whole
 from .entries import ArrayEntry, Entry, ValueEntry
 from .skeleton import Skeleton
-from .source import WHOLE, Problem, Share, Source, expands, pieces, records_kinds, static_values
+from .source import WHOLE, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,6 +191,7 @@ class View:
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.expands = expands(reader)
         self.records_kinds, self.static = records_kinds(reader), static_values(reader)
+        self.left_out = left_out(reader)
         self.skeleton = skeleton
         self.guessed: tuple[str, ...] = ()  # containers whose order is only inferred from the names in them
 

@@ -17,11 +17,12 @@ from .. import rules
 from .._core import views
 from .._core.describe import NOTHING
 from .._core.entries import Entry
-from .._core.leaf_paths import below, matches
+from .._core.leaf_paths import below, few, matches
 from .._core.skeleton import Skeleton, subtree
 from .._pytree.walk import Walk
 from .._rules.base import Rule, apply
 from ..errors import Difference, TreeringError
+from . import positions
 
 if TYPE_CHECKING:
     from .match import Policy
@@ -111,14 +112,20 @@ def likely(
 ) -> str:
     """The cause that explains most, as a sentence with the arguments that fix it; empty when none does.
 
-    Without differences, everything was allowed and nothing was found.
+    Without differences, everything was allowed and nothing was found. Arguments that would lose the position of a data
+    iterator are not proposed.
     """
     most = len(differences) or len(walked.paths)
+    held = positions.in_entries(entries)
 
     def left(cause: _Cause, like: Walk) -> int:
         try:
-            targets, found, rest = compare(like, *cause.entries(entries, skeleton), cause.policy(policy))
+            changed, tree = cause.entries(entries, skeleton)
+            targets, found, rest = compare(like, changed, tree, cause.policy(policy))
         except TreeringError:
+            return most
+        dropped = not cause.at and len(positions.in_entries(changed)) < len(held)
+        if dropped or positions.loses(walked, changed, policy, cause.policy(policy)):
             return most
         if differences or not found:
             return len(rest) if found else most
@@ -137,6 +144,9 @@ def likely(
         least, _, cause = min(tried, default=(most, 0, _Cause("")))
         if least <= most * _ENOUGH:
             rest = f", which leaves {least:,} of the {most:,}" if least else ""
+            outside = tuple(repr(path) for path in held if cause.at and below(path, cause.at) is None)
+            if outside:
+                rest += f"; the state of an iterator lies outside of that, at {few(outside)}: restore it, too"
             arguments = cause.arguments(policy)
             return f"{cause.text}: {arguments if like is walked else f'restore(like=init(), {arguments})'}{rest}"
     return ""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from .._pytree import box_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from ..errors import Difference, MismatchError
+from .positions import Elsewhere, with_hints
 from .saved_kinds import saved_target
 from .targets import Differs, Target, check_width, missing_target, target_of
 
@@ -78,6 +79,7 @@ def match(
     as_written: Mapping[str, Entry],
     *,
     numbers_are_arrays: bool,
+    elsewhere: Callable[[], Elsewhere],
 ) -> list[Target]:
     """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Source`.
 
@@ -99,6 +101,7 @@ def match(
     targets, found, differences = compare(walked, entries, skeleton, policy, written=False)
     filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
+        differences = with_hints(differences, walked, entries, elsewhere())
         from .causes import likely  # here, for only this error needs rules
 
         try:

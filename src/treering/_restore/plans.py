@@ -26,6 +26,7 @@ from .groups import entry_of
 from .initial import Initial
 from .match import Policy
 from .place import Where
+from .positions import Elsewhere
 from .targets import Differs, Target, check_width
 
 _log = logging.getLogger("treering")
@@ -77,7 +78,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     split = like.split if isinstance(like, Initial) else flax.split(like)
     walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
     template, join = split.tree, split.join
-    skeleton = source.skeleton
+    skeleton, elsewhere = source.skeleton, functools.partial(Elsewhere.of, source)
     if source.positional:
         source = positional.named(source, walked, name)
     entries = source.entries
@@ -91,7 +92,14 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     if initial and records_kinds(source):
         policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
     targets = match.match(
-        walked, entries, skeleton, policy, name, as_written, numbers_are_arrays=source.numbers_are_arrays
+        walked,
+        entries,
+        skeleton,
+        policy,
+        name,
+        as_written,
+        numbers_are_arrays=source.numbers_are_arrays,
+        elsewhere=elsewhere,
     )
     plan = Plan(
         whole_of(source),

@@ -50,7 +50,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
     on_host = isinstance(leaf, _ON_HOST)
     if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
         if iterators.is_iterator(type(leaf)):
-            return _iterator_target(leaf, entry)
+            return _iterator_target(path, leaf, entry)
         hint = iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -129,7 +129,7 @@ def _key_impl(dtype: Any) -> str:
     return names[0]
 
 
-def _iterator_target(leaf: Any, entry: Entry) -> Target:
+def _iterator_target(path: str, leaf: Any, entry: Entry) -> Target:
     index, count = coordinator.position()
     if not isinstance(entry, ValueEntry) or entry.type != "iterator":
         _differ(f"the state of a {type(leaf).__name__}", entry, "only iterators take it, and nothing else does")
@@ -138,8 +138,8 @@ def _iterator_target(leaf: Any, entry: Entry) -> Target:
         _differ(
             f"the states of {count} iterators, one per process",
             f"those of {saved}",
-            "restore with that many processes, or put `...` in its place and set its position yourself (Grain's "
-            "ElasticIterator has one state for any number of processes)",
+            f"restore with that many processes, or put `...` in its place and set it yourself, to one of the states in "
+            f"tr.open(…)[{path!r}] (Grain's ElasticIterator has one state for any number of processes)",
         )
     return Target("value", value=leaf, state=(state,))
 

@@ -1,0 +1,125 @@
+"""What errors say where the position of a data iterator is at stake: none proposes to lose one.
+
+The hint about any other leaf may say how to do without. An iterator that keeps the template's state begins its data
+anew, and no error would tell.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._core.describe import NOTHING
+from .._core.entries import Entry
+from .._core.leaf_paths import below, few
+from .._core.part import below_of, whole_of
+from .._core.source import Source, left_out
+from .._pytree import iterators
+from .._pytree.walk import Walk
+from ..errors import Difference
+
+if TYPE_CHECKING:
+    from .match import Policy
+
+_ALL = re.compile(r"(?:missing='template'|extra='ignore') or ")
+
+
+class Elsewhere(NamedTuple):
+    """What a checkpoint has outside the leaves that are restored: iterators, and what cannot be read here.
+
+    `at` is the path of the part that is restored.
+    """
+
+    iterators: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    at: str = ""
+
+    @classmethod
+    def of(cls, source: Source) -> "Elsewhere":
+        """What the checkpoint has outside a source that is a part of it."""
+        chosen = {entry.path for entry in source.entries.values()}
+        rest = [path for path in in_entries(whole_of(source).entries) if path not in chosen]
+        return cls(rest, left_out(source), below_of(source))
+
+
+def in_entries(entries: Mapping[str, Entry]) -> list[str]:
+    """The paths of the iterators among entries."""
+    return [path for path, entry in entries.items() if entry.type == "iterator"]
+
+
+def _in_template(walked: Walk) -> dict[str, Any]:
+    """The iterators of a template, by path."""
+    leaves = zip(walked.paths, walked.leaves, strict=True)
+    return {path: leaf for path, leaf in leaves if iterators.is_iterator(type(leaf))}
+
+
+def with_hints(
+    differences: Sequence[Difference], walked: Walk, entries: Mapping[str, Entry], elsewhere: Elsewhere
+) -> list[Difference]:
+    """The differences, with hints of their own for iterators that only one side has.
+
+    Then no hint about another leaf names an argument that means all leaves.
+    """
+    wanted = _in_template(walked)
+    free = [path for path in in_entries(entries) if path not in wanted]
+    absent = {one.path: wanted[one.path] for one in differences if one.found == NOTHING and one.path in wanted}
+    if not absent and not any(one.expected == NOTHING and one.path in free for one in differences):
+        return list(differences)
+    hinted: list[Difference] = []
+    for one in differences:
+        holder = next((path for path in absent if one.expected == NOTHING and below(one.path, path)), None)
+        if one.path in absent:
+            hint = _missing(one.path, absent, free, entries, elsewhere)
+        elif one.expected == NOTHING and one.path in free:
+            hint = "put the iterator in this place of the template: it goes on where it was saved"
+        elif holder is not None:
+            hint = f"it may be a part of the state of the iterator at {holder!r}"
+        else:
+            hint = _ALL.sub("", one.hint)
+        hinted.append(one._replace(hint=hint))
+    return hinted
+
+
+def _missing(
+    path: str, absent: Mapping[str, Any], free: Sequence[str], entries: Mapping[str, Entry], elsewhere: Elsewhere
+) -> str:
+    """The hint about an iterator of a template for which the checkpoint has nothing in its place.
+
+    `absent` has all of these, `free` the paths of the checkpoint's iterators for which the template has nothing.
+    """
+    leaf, at = absent[path], f"{elsewhere.at}/{path}".strip("/")
+    if free:
+        hint = f"the checkpoint has the state of an iterator at {few(tuple(map(repr, free)))}"
+        old, new = f"^{re.escape(free[0])}$", path.replace("\\", "\\\\")
+        rule = f"rules=[tr.rules.rename({old!r}, {new!r})] takes that"
+        return f"{hint}: {rule if len(free) == len(absent) == 1 else 'put the iterator there'}"
+    if elsewhere.iterators:
+        listed = few(tuple(map(repr, elsewhere.iterators)))
+        return f"the checkpoint has the state of an iterator outside of the part that is restored, at {listed}"
+    if inside := [one for one in entries if below(one, path) is not None]:
+        put = "set_state" if hasattr(leaf, "set_state") else "load_state_dict"
+        count = f"{len(inside)} leaf" if len(inside) == 1 else f"{len(inside)} leaves"
+        return (
+            f"the checkpoint has {count} below it, which may be its state: put `...` in its place, and set it with "
+            f"{put}(tr.restore(…, at={at!r}))"
+        )
+    if elsewhere.left_out:
+        return (
+            f"the checkpoint has what cannot be read here, {', '.join(elsewhere.left_out)}: where that is its "
+            "position, restore it with the library that wrote it, and put `...` in its place"
+        )
+    what = "its random numbers begin" if iterators.is_generator(type(leaf)) else "the data begins"
+    return f"missing='template' or missing=[{path!r}] takes the template's, and {what} anew with that"
+
+
+def loses(walked: Walk, entries: Mapping[str, Entry], given: "Policy", proposed: "Policy") -> bool:
+    """Returns True if a policy loses a position: it skips an iterator of one side, and the given policy does not."""
+    wanted = _in_template(walked)
+    absent = [path for path in wanted if path not in entries]
+    if any(proposed.allows("missing", path) and not given.allows("missing", path) for path in absent):
+        return True
+    taken = [*wanted, *(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...)]
+    free = [path for path in in_entries(entries) if all(below(path, at) is None for at in taken)]
+    return any(
+        proposed.allows("extra", path, entries[path]) and not given.allows("extra", path, entries[path])
+        for path in free
+    )
