@@ -91,6 +91,20 @@ def test_folders_of_fjformer_and_easylm() -> None:
             tr.open(pickled)
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("fjformer/streaming_state", "dataset.pkl"),
+        ("fjformer/streaming_state_7", "dataset_7.pkl"),
+        ("fjformer/streaming_params_7", ""),  # which nobody resumes
+    ],
+)
+def test_the_state_of_the_data_is_named(name: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    tr.restore(REAL / "fjformer" / name)
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(said) == bool(data) and all(f"left out, for it cannot be read here: {data} (" in one for one in said)
+
+
 def test_safetensors_of_fjformer(tmp_path: Path) -> None:
     path, leaves = REAL / "fjformer" / "fjformer" / "params.safetensors", described("fjformer")
     dotted = {key.replace("/", "."): leaf for key, leaf in leaves["fjformer/params.safetensors"].items()}

@@ -302,12 +302,19 @@ def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, st
         )
 
 
+POSITION = "the position of an iterator of TensorFlow"
 CLU = sorted(f"{run}/{path.stem}" for run in ("named", "state") for path in (CLUS / run).glob("*.flax"))
 
 
 @pytest.mark.parametrize("name", CLU)
-def test_real_files_of_clu(tmp_path: Path, name: str) -> None:
+def test_real_files_of_clu(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     run, step = CLUS / name.partition("/")[0], int(name[-1])
+    for path in (CLUS / name, CLUS / f"{name}.flax"):
+        caplog.clear()
+        tr.restore(path)
+        said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        file = f"{Path(name).name}.index"  # which has an iterator over data in it
+        assert said == [f"{path}: left out, for it cannot be read here: {file} ({POSITION}, which only that restores)"]
     for path in (CLUS / name, CLUS / f"{name}.flax"):
         assert (tr.open(path).format, tr.open(path).step) == ("flax", step) and tr.verify(path).ok
         assert_described(path, described("clu")[name])

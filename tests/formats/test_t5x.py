@@ -8,6 +8,8 @@ below stand in for T5X, with the libraries that it uses itself: Flax for the sta
 import json
 import math
 import os
+import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -145,13 +147,36 @@ def test_a_real_file_with_every_leaf_in_it(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "checkpoint_0"), expected)
 
 
-def test_iterators_over_data_that_t5x_wrote() -> None:
-    """They lie within a step's folder as checkpoints of TensorFlow, which are no steps of the folder."""
+def test_iterators_over_data_that_t5x_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They lie within a step's folder as checkpoints of TensorFlow, which are no steps of the folder.
+
+    They cannot be read here, and are named, once.
+    """
     path = REAL / "t5x" / "within" / "checkpoint_3"
     assert {"train_ds-000-of-001.index", "train_ds-000-of-001.data-00000-of-00001"} <= {*os.listdir(path)}
     for place in (path, path.parent, path / "checkpoint"):
         assert tr.open(place).format == "t5x" and tr.open(place).step == 3
     assert tr.steps(path) == [] and tr.steps(path.parent) == [3]
+    template = tr.restore(path)
+    position = r"train_ds-000-of-001 \(the position of an iterator of TensorFlow, which only that restores\)"
+    for call in (
+        lambda: tr.restore(path.parent),
+        lambda: tr.restore(path.parent, like=template),
+        lambda: tr.convert(path, tmp_path / "native"),
+    ):
+        caplog.clear()
+        call()
+        said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert len(said) == 1 and re.search(f"left out, for it cannot be read here: {position}", said[0])
+    with pytest.raises(MismatchError, match=f"data: expected Random, found nothing; .*{position}") as error:
+        tr.restore(path, like={**template, "data": random.Random()})
+    assert "missing=" not in str(error.value)
+    shutil.copytree(path, tmp_path / "run" / "checkpoint_3")
+    for file in (tmp_path / "run" / "checkpoint_3").glob("train_ds*"):
+        file.rename(file.with_name("train_ds-000-of-001")) if file.suffix == ".index" else file.unlink()
+    caplog.clear()
+    tr.open(tmp_path / "run")
+    assert "train_ds-000-of-001 (the position of an iterator)" in caplog.text
 
 
 def test_a_part_of_what_t5x_wrote(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from .extents import Runs, put_mapped, put_small
 
 _CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
 _AT_ONCE = 16  # files that are opened at a time where that takes long
+_log = logging.getLogger("treering")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -87,7 +89,10 @@ class _Lost:
 
 
 class ForeignReader:
-    """See `treering.formats.Source`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost."""
+    """See `treering.formats.Source`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost.
+
+    `left_out` describes what the checkpoint has beside its leaves and the reader does not read, which is logged.
+    """
 
     expands = False  # unless a format compresses
 
@@ -109,6 +114,7 @@ class ForeignReader:
         created: datetime.datetime | None = None,
         immutable: bool = False,
         numbers_are_arrays: bool = False,
+        left_out: Sequence[str] = (),
     ):
         self.format, self.path = format, path
         self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
@@ -120,6 +126,9 @@ class ForeignReader:
         lost = {path: _Lost(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
         self._arrays: Mapping[str, Stored] = {**arrays, **lost} if lost else arrays
         self.numbers_are_arrays = numbers_are_arrays
+        self.left_out = left_out
+        if left_out:
+            _log.warning("%s: left out, for it cannot be read here: %s", path, ", ".join(left_out))
         self._immutable = immutable  # files that are not rewritten in place may be mapped by default
 
     def check_present(self) -> None: ...

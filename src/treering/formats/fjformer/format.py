@@ -23,7 +23,7 @@ from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.read_errors import raise_if_momentary, refusal
 from ...stores.store import Store
-from ...stores.whole_files import open_fetched
+from ...stores.whole_files import is_file, open_fetched
 from .. import accepts, is_damaged_step
 from .._shared.msgpack import (
     BIN,
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
 _USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a whole state is more than parameters
 _LIMIT = 1 << 32  # bytes of a bin
-_PICKLE = "it is a pickle, as they lie beside streams (metadata, dataset); opening it could run anything, so none is"
+_PICKLED = "opening a pickle could run anything, so none is"
+_PICKLE = f"it is a pickle, as they lie beside streams (metadata, dataset); {_PICKLED}"
 
 
 class FJFormer:
@@ -89,7 +90,10 @@ class FJFormer:
         state_dict = functools.partial(inferred, lists=False, sort=False)  # as Flax has it
         order, skeleton = assemble(by_path, state_dict)
         entries = [by_path[path] for path in order]
-        return ForeignReader(self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes)
+        data = _data(store, main)
+        return ForeignReader(
+            self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes, left_out=data
+        )
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
@@ -133,6 +137,16 @@ def _main(store: Store, folder: str) -> str | None:
     """The stream without a step in a folder that is opened as a checkpoint; None where there is none."""
     paths = [posixpath.join(folder, name) for name in _USUAL]
     return next((path for path in paths if (found := store.stat(path)) and found.is_file), None)
+
+
+def _data(store: Store, path: str) -> Sequence[str]:
+    """Describes the state of the data that EasyLM puts beside a stream with the state of a job."""
+    found = _NAME.fullmatch(os.path.basename(path))
+    if found is None or found[1] == "streaming_params":
+        return ()
+    name = f"dataset_{found[2]}.pkl" if found[2] else "dataset.pkl"
+    there = is_file(store, posixpath.join(os.path.dirname(path), name))
+    return [f"{name} (the state of the data; {_PICKLED})"] if there else ()
 
 
 def _read(store: Store, path: str) -> "tuple[Leaves, int]":

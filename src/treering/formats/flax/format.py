@@ -99,6 +99,7 @@ class Flax:
         return None if _plausible(data, found.nbytes, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, store: Store, path: str) -> Source:
+        from .._shared import left_out
         from .._shared.reader import ForeignReader
         from .._zarr import array as zarr
         from .._zarr.leaves import ZarrReader
@@ -116,6 +117,7 @@ class Flax:
             skeleton=leaves.skeleton or None,
             step=named[1] if named and isinstance(named[1], int) else None,
             nbytes=nbytes,
+            left_out=left_out.beside(store, main.removesuffix(_OF_CLU) + _COMMIT) if main.endswith(_OF_CLU) else (),
         )
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:

@@ -14,6 +14,7 @@ from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Store
 from ...stores.whole_files import open_fetched
+from .._shared import left_out
 from .._shared.msgpack import named
 from .._shared.safety import check_inside
 from .._shared.state_dict import Elsewhere, StateDict, numbered, own_step
@@ -71,6 +72,8 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
         nbytes=nbytes,
         immutable=True,
         numbers_are_arrays=True,
+        # A file of another name has no folder of its own.
+        left_out=left_out.of_processes(store, folder) if os.path.basename(file) == FILE else (),
     )
 
 

@@ -1,0 +1,55 @@
+"""Describes what lies beside the leaves of a checkpoint and is not read here, such as TensorFlow's data iterators."""
+
+import posixpath
+import re
+from collections.abc import Sequence
+
+from ..._core.leaf_paths import few
+from ...errors import TreeringError
+from ...stores.read_errors import raise_if_momentary
+from ...stores.store import Store
+from ...stores.whole_files import is_file, read_file
+
+_INDEX = ".index"
+_ITERATOR = b"ITERATOR_STATE"  # the end of the name of an iterator's state in an index
+_OF_PROCESS = re.compile(r"(.+?-\d+-of-\d+)(?:\.index|\.data-\d{5}-of-\d{5})?")
+_POSITION = "the position of an iterator of TensorFlow"
+
+
+def described(store: Store, folder: str, files: Sequence[str]) -> str:
+    """Describes the files in a folder: the position of an iterator where TensorFlow wrote one, else their names."""
+    indices = tuple(name for name in files if name.endswith(_INDEX))
+    if indices and has_iterator(store, posixpath.join(folder, indices[0])):
+        return f"{_POSITION}: {few(tuple(name.removesuffix(_INDEX) for name in indices))}"
+    return f"files of an unknown kind: {few(tuple(files))}" if files else "an empty folder"
+
+
+def of_processes(store: Store, folder: str) -> Sequence[str]:
+    """Describes the positions of data in a folder of T5X, ``train_ds-000-of-001``: one for each process."""
+    found: dict[str, bool] = {}
+    for name in store.list(folder):
+        named = _OF_PROCESS.fullmatch(name)
+        if named and is_file(store, posixpath.join(folder, name)):
+            found[named[1]] = found.get(named[1], False) or name != named[1]
+    texts = {True: f"{_POSITION}, which only that restores", False: "the position of an iterator"}
+    return [
+        f"{few(names)} ({text})"
+        for kind, text in texts.items()
+        if (names := tuple(name for name, of_tensorflow in found.items() if of_tensorflow is kind))
+    ]
+
+
+def beside(store: Store, index: str) -> Sequence[str]:
+    """Describes the position of data in an index of TensorFlow beside another checkpoint, as clu writes it."""
+    return (
+        [f"{posixpath.basename(index)} ({_POSITION}, which only that restores)"] if has_iterator(store, index) else ()
+    )
+
+
+def has_iterator(store: Store, index: str) -> bool:
+    """Returns True for an index of TensorFlow with an iterator in it. One that cannot be read counts as one without."""
+    try:
+        return is_file(store, index) and _ITERATOR in read_file(store, index)
+    except (OSError, TreeringError) as error:
+        raise_if_momentary(error)
+        return False
