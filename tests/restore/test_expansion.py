@@ -14,11 +14,11 @@ from treering._cli.main import main
 from treering._tools.report import gather
 from treering.errors import MismatchError
 
-_MANY = 600
+_MANY = 130
 
 
 def one_array_many_times(path: Path) -> Path:
-    """1 MiB, and a manifest by which it is 600 leaves."""
+    """1 MiB, and a manifest by which it is 130 leaves."""
     tr.save(path, {"a0": np.random.default_rng(0).random(1 << 17)}, step=1)
     file = path / "treering.json"
     manifest = json.loads(file.read_bytes())

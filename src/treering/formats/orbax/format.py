@@ -1,12 +1,13 @@
 """Orbax: folders of items, most of them trees of zarr arrays, in plain files or in an OCDBT database.
 
 Reads what Orbax's ``Checkpointer``, ``CheckpointManager`` and version 1 write. Items are subtrees: ``state/…``,
-``config/…``; items in JSON are values; the item ``metrics`` is the metrics. An item has no level where the user has
-chosen no name for it: for a tree that lies right in the folder (``StandardCheckpointer``), for the item
-``default`` by itself (``CheckpointManager.save(step, args=StandardSave(tree))``), and for the item ``state`` (in early
-releases ``pytree``) by itself in a checkpoint of version 1 (``save(path, tree)``). Trees are as Orbax keeps them:
-tuples have become lists, named tuples and other classes dicts, and a node without children that is none of these
-``None``. Folders without marks of their completion are no checkpoints.
+``config/…``; items in JSON are values; those of Grain's iterators are leaves; the item ``metrics`` is the metrics. An
+item has no level where the user has chosen no name for it: for a tree that lies right in the folder
+(``StandardCheckpointer``), for the item ``default`` by itself (``CheckpointManager.save(step,
+args=StandardSave(tree))``), and for the item ``state`` (in early releases ``pytree``) by itself in a checkpoint of
+version 1 (``save(path, tree)``). Trees are as Orbax keeps them: tuples have become lists, named tuples and other
+classes dicts, and a node without children that is none of these ``None``. Folders without marks of their completion
+are no checkpoints.
 
 Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore`` and version 1's
 ``load``.

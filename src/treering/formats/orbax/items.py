@@ -1,8 +1,8 @@
-"""The items of an Orbax checkpoint: trees of arrays, and values in JSON."""
+"""The items of an Orbax checkpoint: trees of arrays, values in JSON, and the states of data iterators."""
 
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
@@ -11,8 +11,10 @@ from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Store
-from ...stores.whole_files import is_file
-from .schema import ABOUT_ARRAYS, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
+from ...stores.whole_files import files_in, is_file
+from .._shared import left_out as _left_out
+from . import iterators
+from .schema import ABOUT_ARRAYS, COMMITTED, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
 from .state import read_state
 from .tree import LEVELS, Tree, read_remnant, read_tree
 
@@ -36,12 +38,16 @@ _log = logging.getLogger("treering")
 
 
 class Items(NamedTuple):
-    """The tree of all items, the metrics, why there are none where there should be, and the name of an only item."""
+    """The tree of all items, the metrics, why there are none where there should be, and the name of an only item.
+
+    `left_out` describes the items that cannot be read here.
+    """
 
     tree: Tree
     metrics: Mapping[str, float]
     damage: str | None = None
     level: str = ""
+    left_out: Sequence[str] = ()
 
 
 def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
@@ -57,38 +63,38 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         expected = [name for name in expected if name != _METRICS]
     if damage:
         _log.warning("%s: opened without metrics: %s", path, damage)
-    if not names and not expected and (file := _value_file(store, path)):  # right in the folder, as trees may lie
-        return Items(_tree_of_values(read_json(store, file), None, file), metrics or {}, damage)
+    if (
+        not names and not expected and (tree := _read_values(store, path, None))
+    ):  # right in the folder, as trees may lie
+        return Items(tree, metrics or {}, damage)
     gone = [name for name in expected if name not in names]
+    left_out: list[str] = []
     if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
-        tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), _NESTED)
+        tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), left_out)
         if tree is not None:
-            return Items(tree, metrics or {}, damage, names[0])
+            return Items(tree, metrics or {}, damage, names[0], left_out)
     trees: dict[str, Tree] = {}
-    unknown: list[str] = []
     for name in names:
         at = key_text(name)
         try:
-            tree = _read_item(store, posixpath.join(path, name), at, handlers.get(name), _NESTED)
+            tree = _read_item(store, posixpath.join(path, name), at, handlers.get(name), left_out)
         except UnsafeError:
             raise
         except CorruptError as error:
             tree = Tree.lost(at, str(error))
-        if tree is None:
-            unknown.append(name)
-        else:
+        if tree is not None:
             trees[name] = tree
     for name in gone:
         trees[name] = Tree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
-    if unknown and not trees:
+    if left_out and not trees:
         raise UnsupportedError(
-            f"{path}: expected items that are trees of arrays or in JSON, found {', '.join(unknown)}"
+            f"{path}: expected items that are trees of arrays, in JSON, or Grain's iterators, found "
+            f"{', '.join(left_out)}"
         )
-    _leave_out(path, unknown)
     made = _together({name: trees[name] for name in sorted(trees)})
     if all(isinstance(entry, LostEntry) for entry in made.entries):
         check_whole(made.entries)
-    return Items(made, metrics or {}, damage)
+    return Items(made, metrics or {}, damage, "", left_out)
 
 
 def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
@@ -134,37 +140,47 @@ def _read_metrics(
     return None, None
 
 
-def _read_item(store: Store, path: str, at: str | None, handler: str | None, levels: int) -> Tree | None:
-    """An item as the tree at a path, None when it is of a kind that is not known here. Raises `CorruptError`."""
+def _read_item(
+    store: Store, path: str, at: str | None, handler: str | None, left_out: list[str], levels: int = _NESTED
+) -> Tree | None:
+    """An item as the tree at a path, None when it is of a kind that is not known here; adds a description of that.
+
+    Raises `CorruptError`.
+    """
     tree = read_tree_of(store, path, at)
     if tree is not None:
         return _as_saved(tree, path, at, handler)
-    file = _value_file(store, path)
-    if file is not None:
-        return _tree_of_values(read_json(store, file), at, file)
+    tree = _read_values(store, path, at)
+    if tree is not None:
+        return tree
     found: dict[str, Tree] = {}
     unknown: list[str] = []
     for name in _folders(store, path) if levels else ():
         below = join(at or "", key_text(name), root=at is None)
-        tree = _read_item(store, posixpath.join(path, name), below, None, levels - 1)
-        if tree is None:
-            unknown.append(name)
-        else:
+        tree = _read_item(store, posixpath.join(path, name), below, None, unknown, levels - 1)
+        if tree is not None:
             found[name] = tree
     if found:
-        _leave_out(path, unknown)
+        left_out += unknown
         return _as_saved(_together(found), path, at, handler)
     if handler in _TREES:
         raise CorruptError(f"{posixpath.join(path, TREE)}: expected the list of the tree's leaves, found nothing")
     if handler in _JSON:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing")
+    files = [name for name in files_in(store, path) if name != COMMITTED]
+    if handler in iterators.HANDLERS and not files:  # classes of this name may be others', with files of other names
+        raise CorruptError(f"{path}: expected the states of an iterator, process_0-of-1.json and so on, found nothing")
+    left_out.append(f"{at or posixpath.basename(path)} ({_left_out.described(store, path, files)})")
     return None
 
 
-def _leave_out(path: str, unknown: list[str]) -> None:
-    if unknown:
-        listed = ", ".join(unknown)
-        _log.warning("%s: left out, for they are no trees of arrays and not in JSON: %s", path, listed)
+def _read_values(store: Store, path: str, at: str | None) -> Tree | None:
+    """The values of a file in JSON, or the states of an iterator, as the tree at a path; None where there are none."""
+    file = _value_file(store, path)
+    if file is not None:
+        return _tree_of_values(read_json(store, file), at, file)
+    states = iterators.read_states(store, path, at)
+    return None if states is None else Tree([states], {}, [LEAF])
 
 
 def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:

@@ -2,8 +2,8 @@
 
 import os
 import posixpath
-import re
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from ...errors import TreeringError
 from ...stores.read_errors import raise_if_momentary
@@ -13,6 +13,7 @@ from .._shared.msgpack import MAP, beginning, tokens
 from .._zarr.folder import DATABASE
 from .._zarr.leaves import database_parts, parts_of
 from .items import VALUES
+from .iterators import HANDLERS, state_files
 from .metadata import STRINGS, read_metadata
 from .schema import (
     ABOUT_ARRAY,
@@ -32,7 +33,6 @@ _NESTED = 2  # levels of items that consist of items
 _VERSION_1 = "orbax.checkpoint"
 _DELETED = "_CHECKPOINT_DELETION"
 NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, DATABASE, "d", _VERSION_1, _DELETED}
-_ITERATOR = re.compile(r"process_\d+-of-\d+\.json")  # of Grain
 _MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the mark of completion begins
 
 
@@ -47,23 +47,30 @@ def parts(store: Store, folder: str) -> Collection[str]:
     tree = set(_tree(store, folder))
     if tree:  # right in the folder: then there are no items
         return found | tree
-    for name in _items(store, folder):
+    handlers = _handlers(store, folder)
+    if isinstance(handlers, str) and handlers.rpartition(".")[2] in HANDLERS:  # of what lies right in the folder
+        found.update(state_files(store, folder))
+    for name in _items(store, folder, handlers):
         found.update(f"{name}/{part}" for part in _item(store, posixpath.join(folder, name), _NESTED))
     return found
 
 
-def _items(store: Store, folder: str) -> list[str]:
+def _handlers(store: Store, folder: str) -> Any:
+    """The handlers of the items, as they are listed; None where they are not."""
+    try:
+        about = read_about(store, folder) if is_file(store, posixpath.join(folder, CHECKPOINT)) else {}
+        return about.get("item_handlers") if isinstance(about, Mapping) else ()
+    except (TreeringError, OSError) as error:
+        raise_if_momentary(error)
+        return None
+
+
+def _items(store: Store, folder: str, listed: Any) -> list[str]:
     """The names of the items: those that are listed.
 
     Before there was a list, a manager had steps of items, whose folders are called by their numbers; other folders may
     be those of several checkpoints.
     """
-    listed = None
-    try:
-        about = read_about(store, folder) if is_file(store, posixpath.join(folder, CHECKPOINT)) else {}
-        listed = about.get("item_handlers") if isinstance(about, Mapping) else ()
-    except (TreeringError, OSError) as error:
-        raise_if_momentary(error)
     folders = [name for name in store.list(folder) if is_folder(store, posixpath.join(folder, name))]
     if isinstance(listed, Mapping):
         return [name for name in folders if name in listed]
@@ -78,9 +85,10 @@ def _item(store: Store, folder: str, levels: int) -> Iterator[str]:
     if tree:
         yield from tree
         return
+    yield from state_files(store, folder)
     for name in store.list(folder):
         place = posixpath.join(folder, name)
-        if name in VALUES or _ITERATOR.fullmatch(name):
+        if name in VALUES:
             yield from _json(store, folder, name)
         elif levels and is_folder(store, place):
             yield from (f"{name}/{part}" for part in _item(store, place, levels - 1))

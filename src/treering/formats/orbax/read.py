@@ -19,6 +19,7 @@ from ...stores.whole_files import is_file
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
 from .items import Items, numbers, read_items, read_tree_of
+from .iterators import HANDLERS
 from .schema import CHECKPOINT, SHARDINGS, read_about, read_json
 
 _DELETED = "_CHECKPOINT_DELETION"
@@ -33,6 +34,7 @@ class OrbaxReader(ZarrReader):
     def __init__(self, store: Store, path: str, items: Items, *, nbytes: int, **about: Any):
         tree, level, damage = items.tree, items.level, items.damage
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
+        about["left_out"] = items.left_out
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._store, self._damage = store, damage
         self.level = level  # the name of an only item, which a template may have and the paths here lack
@@ -57,6 +59,7 @@ class _About(NamedTuple):
     """The facts about a checkpoint as a whole: the items that must be there, one that is being deleted, and others."""
 
     items: dict[str, str]  # with the classes of their handlers
+    handler: str  # the class of the handler of what lies right in the folder, "" where there are items
     version_1: bool
     deleted: Any
     metrics: Mapping[str, float]
@@ -73,6 +76,8 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
             found = Items(direct, {})
         else:
             found = read_items(store, path, about.items, about.deleted, version_1=about.version_1)
+            if about.handler in HANDLERS and not found.tree.entries:
+                raise CorruptError(f"{path}: expected the states of an iterator, found nothing")
     metadata = about.metadata or found.tree.metadata
     if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
         of_run = _read_root_metadata(store, os.path.dirname(path))
@@ -95,7 +100,8 @@ def _read_about(store: Store, path: str) -> _About:
     metrics = numbers(found.get("metrics")) or {}
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
     metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
-    return _About(classes, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+    handler = handlers.rpartition(".")[2] if isinstance(handlers, str) else ""
+    return _About(classes, handler, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
 
 
 def _read_root_metadata(store: Store, run: str) -> Any:

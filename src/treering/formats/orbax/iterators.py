@@ -1,0 +1,82 @@
+"""Items that are the states of data iterators: one file for each process, as Grain's handlers write them.
+
+``data/process_0-of-2.json`` is the state of process 0 of two. Grain writes the state of a `DatasetIterator` as JSON,
+and that of any other iterator, such as a `DataLoader`'s, as the bytes that it is, which may be JSON as well. The file
+does not say which: an iterator that gives bytes takes JSON as bytes, see `treering._pytree.iterators.put_back`.
+"""
+
+import json
+import posixpath
+import re
+from typing import Any
+
+from ..._core.entries import ValueEntry
+from ..._core.leaf_paths import few
+from ..._core.states import encode_state
+from ..._pytree.iterators import together
+from ...errors import CorruptError, MismatchError, UnsupportedError
+from ...stores.store import Store
+from ...stores.whole_files import is_file, read_file
+from .._shared.reader import attempts
+
+STATE = re.compile(r"process_(\d{1,9})-of-(\d{1,9})(?:\.\w+)?")
+HANDLERS = ("CheckpointHandler", "PyGrainCheckpointHandler", "GrainCheckpointHandler")  # classes of Grain and MaxText
+
+
+def state_files(store: Store, folder: str) -> list[str]:
+    """The names of the files of states in a folder."""
+    return [
+        name for name in store.list(folder) if STATE.fullmatch(name) and is_file(store, posixpath.join(folder, name))
+    ]
+
+
+def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
+    """The states of all processes in a folder, as one leaf; None where there is no file of one.
+
+    Raises `CorruptError` unless there is one state for each process of one job.
+    """
+    files: dict[tuple[int, int], str] = {}
+    for name in state_files(store, folder):
+        found = STATE.fullmatch(name)
+        assert found
+        index, count = int(found[1]), int(found[2])
+        if files.setdefault((count, index), name) != name:
+            raise CorruptError(f"{folder}: expected one state for each process, found two for process {index}")
+    if not files:
+        return None
+    counts = sorted({count for count, _ in files})
+    if len(counts) > 1:
+        listed = few(tuple(map(str, counts)))
+        raise CorruptError(f"{folder}: expected the files of one job, found those of jobs with {listed} processes")
+    there = sorted(index for _, index in files)
+    if len(there) != counts[0] or there[-1] >= counts[0]:
+        listed = few(tuple(map(str, there)))
+        raise CorruptError(
+            f"{folder}: expected the states of {counts[0]} processes, found those of {listed}; was the checkpoint "
+            "copied as a whole?"
+        )
+    paths = [posixpath.join(folder, files[counts[0], index]) for index in there]
+    states = attempts(store, paths, lambda path: _read(store, path))
+    for state in states:
+        if isinstance(state, CorruptError):
+            raise state
+    try:
+        return together(at or "", states)
+    except MismatchError as error:
+        raise CorruptError(f"{folder}: {error}") from None
+
+
+def _read(store: Store, path: str) -> Any:
+    """The state in a file: that of JSON, and of all else the bytes. Raises `CorruptError` where it is damaged."""
+    data = read_file(store, path)
+    if not data.strip(b"\0"):
+        what = "only 0s" if data else "an empty file"
+        raise CorruptError(f"{path}: expected the state of an iterator, found {what}")
+    try:
+        return encode_state(json.loads(data), "", 0)
+    except ValueError as error:
+        if data.lstrip()[:1] in (b"{", b"["):
+            raise CorruptError(f"{path}: expected JSON, as it begins: {error}") from None
+    except (RecursionError, UnsupportedError):
+        pass  # JSON that no state is made of
+    return encode_state(data, "", 0)

@@ -1,0 +1,370 @@
+"""The positions of data iterators in runs of Orbax, as Grain's own handlers write them."""
+
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grain
+import grain.checkpoint
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint.experimental import v1 as ocp1
+
+import treering as tr
+from helpers import assert_same
+from jobs import run_job
+from treering.errors import CorruptError, MismatchError, UnsupportedError
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::pytest.PytestWarning"),
+]
+
+STATE = {"w": np.arange(3.0), "step": np.array(2)}
+DRAWN = 3
+
+
+def dataset() -> Any:
+    return iter(grain.MapDataset.range(1000).shuffle(seed=1).batch(4).to_iter_dataset())
+
+
+def loader() -> Any:
+    sampler = grain.samplers.IndexSampler(1000, shuffle=True, seed=3, shard_options=grain.sharding.NoSharding())
+    return iter(grain.DataLoader(data_source=range(1000), sampler=sampler, worker_count=0))
+
+
+def elastic() -> Any:
+    return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, grain.sharding.NoSharding()))
+
+
+class Counter:
+    """An iterator whose state is bytes: text that is not JSON, or that is."""
+
+    def __init__(self, text: str):
+        self.n, self.text = 0, text
+
+    def __next__(self) -> int:
+        self.n += 1
+        return self.n
+
+    def get_state(self) -> bytes:
+        return self.text.format(self.n).encode()
+
+    def set_state(self, state: bytes) -> None:
+        before, after = self.text.split("{}")
+        self.n = int(state.decode().removeprefix(before).removesuffix(after))
+
+
+KINDS = {
+    "dataset": dataset,
+    "loader": loader,
+    "elastic": elastic,
+    "text": lambda: Counter("position {}"),
+    "number": lambda: Counter("{}"),
+}
+
+
+def drawn(make: Any) -> Any:
+    data = make()
+    for _ in range(DRAWN):
+        next(data)
+    return data
+
+
+def save(path: Path, data: Any, name: str = "data", state: str = "state", step: int = 2) -> Path:
+    """A run with a train state and an iterator."""
+    items = {
+        state: ocp.args.StandardSave(jax.tree.map(jnp.asarray, STATE)),
+        name: grain.checkpoint.CheckpointSave(data),
+    }
+    with ocp.CheckpointManager(path) as run:
+        run.save(step, args=ocp.args.Composite(**items))
+    return path
+
+
+def followed(data: Any) -> list[Any]:
+    return list(itertools.islice(data, 5)) if hasattr(data, "__iter__") else [next(data) for _ in range(5)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and one.name == "treering"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iterator_goes_on_where_orbax_saved_it(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    data = drawn(KINDS[kind])
+    save(tmp_path / "run", data)
+    expected = followed(data)
+    tr.convert(tmp_path / "run", tmp_path / "native")
+    for path in (tmp_path / "run", tmp_path / "run" / "2", tmp_path / "native"):
+        new = KINDS[kind]()
+        tree = tr.restore(path, like={"state": STATE, "data": new})
+        assert tree["data"] is new and np.array_equal(tree["state"]["w"], STATE["w"])
+        assert_same(followed(new), expected)
+        assert tr.verify(path).ok
+    assert not tr.diff(tmp_path / "run", tmp_path / "native") and not warnings(caplog)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:  # the run goes on
+        tree, step = ckpts.restore_or_init(lambda: {"state": STATE, "data": KINDS[kind]()})
+        assert step == 2
+        assert_same(followed(tree["data"]), expected)
+        ckpts.save(3, tree)
+    assert tr.steps(tmp_path / "run") == [2, 3]
+
+
+def test_maxtext(tmp_path: Path) -> None:
+    """`items` and `iter`, where the template may have only the one of them that is wanted."""
+    data = drawn(dataset)
+    save(tmp_path / "run", data, name="iter", state="items")
+    expected = followed(data)
+    ckpt = tr.open(tmp_path / "run")
+    assert list(ckpt) == ["items/step", "items/w", "iter"]
+    assert ckpt["iter"] == tr.restore(tmp_path / "run")["iter"] == [{"next_index": DRAWN}]
+    assert "iter        iterator [{'next_index': 3}]" in str(ckpt)
+    for like in ({"items": STATE, "iter": dataset()}, {"items": ..., "iter": dataset()}):
+        assert_same(followed(tr.restore(tmp_path / "run", like=like)["iter"]), expected)
+    assert_same(followed(tr.restore(tmp_path / "run", like=dataset(), at="iter")), expected)
+    with pytest.raises(UnsupportedError, match=r"iter: only the native format holds the state of data iterators"):
+        tr.convert(tmp_path / "run", tmp_path / "other", format="safetensors")
+    save(tmp_path / "run", data, name="iter", state="items", step=4)
+    shutil.copytree(tmp_path / "run" / "4" / "iter", tmp_path / "run" / "4" / "more" / "iter")  # an item within an item
+    assert tr.open(tmp_path / "run", step=4)["more/iter"] == [{"next_index": DRAWN + 5}]
+
+
+def test_iterators_by_themselves_and_of_version_1(tmp_path: Path) -> None:
+    data = drawn(dataset)
+    ocp.Checkpointer(grain.checkpoint.CheckpointHandler()).save(tmp_path / "alone", data)
+    with ocp.CheckpointManager(tmp_path / "only") as run:
+        run.save(2, args=grain.checkpoint.CheckpointSave(data))
+    ocp1.save_checkpointables(tmp_path / "v1", {"state": STATE, "data": data})
+    expected = followed(data)
+    for name in ("alone", "only"):
+        assert tr.restore(tmp_path / name) == [{"next_index": DRAWN}]
+        assert_same(followed(tr.restore(tmp_path / name, like=dataset())), expected)
+    assert_same(followed(tr.restore(tmp_path / "only", like={"default": dataset()})["default"]), expected)
+    found = tr.restore(tmp_path / "v1", like={"state": STATE, "data": dataset()})
+    assert_same(followed(found["data"]), expected)
+    (tmp_path / "alone" / "process_0-of-1.json").rename(tmp_path / "moved")
+    with pytest.raises(CorruptError, match="alone: expected the states of an iterator, found nothing"):
+        tr.open(tmp_path / "alone")
+    (tmp_path / "moved").rename(tmp_path / "alone" / "process_0-of-1.json")
+    tr.save(tmp_path / "alone", STATE, format="orbax", overwrite=True)
+    assert not (tmp_path / "alone" / "process_0-of-1.json").exists()
+
+
+@pytest.mark.parametrize("ending", ["pkl", "bin", "txt", ""])
+def test_states_in_other_files(tmp_path: Path, ending: str) -> None:
+    class Pickled(Counter):
+        def get_state(self) -> bytes:
+            return b"\x80\x04" + super().get_state()
+
+        def set_state(self, state: bytes) -> None:
+            super().set_state(state.removeprefix(b"\x80\x04"))
+
+    save(tmp_path / "run", drawn(dataset))
+    file = tmp_path / "run" / "2" / "data" / "process_0-of-1.json"
+    file.unlink()
+    data = drawn(lambda: Pickled("{}"))
+    file.with_suffix(f".{ending}" if ending else "").write_bytes(data.get_state())
+    new = Pickled("{}")
+    tr.restore(tmp_path / "run", like={"state": STATE, "data": new})
+    assert new.n == data.n and tr.open(tmp_path / "run")["data"] == [data.get_state()]
+    with pytest.raises(MismatchError, match=r"data: this .*Iterator does not take the state that was saved"):
+        tr.restore(tmp_path / "run", like={"state": STATE, "data": dataset()})
+
+
+def of_two(path: Path, *, make: Any = dataset) -> Path:
+    """A run of two processes, each with its own state, or in elastic iterators with the same."""
+    save(path, drawn(make))
+    folder = path / "2" / "data"
+    for index in range(2):
+        state = json.loads((folder / "process_0-of-1.json").read_text())
+        state = state if make is elastic else {"next_index": 10 + index}
+        (folder / f"process_{index}-of-2.json").write_text(json.dumps(state))
+    (folder / "process_0-of-1.json").unlink()
+    return path
+
+
+def test_another_number_of_processes(tmp_path: Path) -> None:
+    run = of_two(tmp_path / "run")
+    new = dataset()
+    with pytest.raises(MismatchError, match=r"data: expected the states of 1 iterators, .* found those of 2;") as error:
+        tr.restore(run, like={"state": STATE, "data": new})
+    assert_not_proposed(str(error.value))
+    assert_same(followed(new), followed(dataset()))
+    assert tr.open(run)["data"] == [{"next_index": 10}, {"next_index": 11}]
+    new.set_state(tr.open(run)["data"][1])
+    save(tmp_path / "same", drawn(elastic))
+    expected = followed(drawn(elastic))
+    found = tr.restore(of_two(tmp_path / "elastic", make=elastic), like={"state": STATE, "data": elastic()})
+    assert_same(followed(found["data"]), expected)
+
+
+@pytest.mark.slow
+def test_each_process_takes_its_own(tmp_path: Path) -> None:
+    """Grain writes and reads by the numbers of JAX's processes."""
+    body = """
+import grain, grain.checkpoint, orbax.checkpoint as ocp
+def make():
+    return iter(grain.MapDataset.range(1000)[INDEX::COUNT].shuffle(seed=2).to_iter_dataset())
+data = make()
+for _ in range(3 + 2 * INDEX):
+    next(data)
+state = {"w": put(np.arange(8.0), P("x"))}
+with ocp.CheckpointManager(tmp / "run") as run:
+    run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(data)))
+expected = [int(next(data)) for _ in range(4)]
+sync("saved")
+other = make()
+tr.restore(tmp / "run", like={"state": state, "data": other})
+assert [int(next(other)) for _ in range(4)] == expected
+report(expected)
+"""
+    first, second = run_job(tmp_path, body, processes=2)
+    assert first.report != second.report
+    assert tr.open(tmp_path / "run")["data"] == [{"next_index": 3}, {"next_index": 5}]
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, r"data: expected the states of an iterator, process_0-of-1\.json and so on, found nothing"),
+        ({"process_0-of-2.json": b"{}"}, r"data: expected the states of 2 processes, found those of 0"),
+        (
+            {"process_0-of-1.json": b"{}", "process_0-of-2.json": b"{}", "process_1-of-2.json": b"{}"},
+            r"data: expected the files of one job, found those of jobs with 1, 2 processes",
+        ),
+        (
+            {"process_0-of-1.json": b"{}", "process_0-of-1.txt": b"{}"},
+            r"data: expected one state for each process, found two for process 0",
+        ),
+        ({"process_0-of-1.json": b""}, r"process_0-of-1\.json: expected the state of an iterator, found an empty file"),
+        (
+            {"process_0-of-1.json": b"\0" * 40},
+            r"process_0-of-1\.json: expected the state of an iterator, found only 0s",
+        ),
+        ({"process_0-of-1.json": b'{"next_ind'}, r"process_0-of-1\.json: expected JSON"),
+        ({"process_3-of-2.json": b"{}"}, r"data: expected the states of 2 processes, found those of 3"),
+        (
+            {"process_0-of-999999999.json": b"{}"},
+            r"data: expected the states of 999999999 processes, found those of 0;",
+        ),
+        ({"process_0-of-0.json": b"{}"}, r"data: expected the states of 0 processes, found those of 0"),
+    ],
+)
+def test_damaged_states(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
+    """They are damage, and of all else nothing is lost."""
+    run = save(tmp_path / "run", drawn(dataset))
+    folder = run / "2" / "data"
+    (folder / "process_0-of-1.json").unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    for like in (None, {"state": STATE, "data": dataset()}, {"state": STATE}):
+        with pytest.raises(CorruptError, match=problem):
+            tr.restore(run / "2", like=like)
+    assert not tr.verify(run / "2").ok
+    assert_same(tr.restore(run / "2", like=STATE, at="state"), STATE)
+    assert tr.restore(run / "2", like={"state": STATE, "data": ...})["data"] is ...
+
+
+# What errors propose
+
+
+def assert_not_proposed(text: str) -> None:
+    """No text says how to begin anew where the checkpoint has a position."""
+    for way in ("'ignore'", "'template'", "drop(", "anew", "=['data", "=['iter", "=['more", "**"):
+        assert way not in text, text
+
+
+TREE = {"a": np.ones(2), "b": np.ones(3), "c": np.ones(4)}
+
+
+def save_tree(path: Path, name: str = "data") -> Path:
+    items = {"state": ocp.args.StandardSave(TREE), name: grain.checkpoint.CheckpointSave(drawn(dataset))}
+    with ocp.CheckpointManager(path) as run:
+        run.save(2, args=ocp.args.Composite(**items))
+    return path
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    ("like", "at", "said"),
+    [
+        ({"state": TREE}, "", r"data: expected nothing, found iterator; put the iterator in this place"),
+        ({}, "", r"data: expected nothing, found iterator; put the iterator in this place"),
+        ({"state": TREE, "iter": dataset}, "", r"iter: expected \w+, found nothing.*; the checkpoint has .* at 'data'"),
+        ({**TREE, "iter": dataset}, "state", r"iter: expected \w+, found nothing.*; the checkpoint has .* at 'data'"),
+        (
+            {"more": {"b": dataset, "a": dataset}},
+            "",
+            r"more/b: .*found nothing.*; the checkpoint has .* at 'data': put",
+        ),
+        ({"state": ..., "data": ..., "iter": dataset}, "", r"iter: .*; the checkpoint has .* at 'data'"),
+        (TREE, "", r"likely: the checkpoint has one level more: at='state'; .* outside of that, at 'data': restore it"),
+    ],
+)
+def test_no_suggestion_loses_a_position(tmp_path: Path, native: bool, like: Any, at: str, said: str) -> None:
+    run = save_tree(tmp_path / "run")
+    if native:
+        tr.convert(run, tmp_path / "native")
+    like = jax.tree.map(lambda leaf: leaf() if callable(leaf) else leaf, like)
+    with pytest.raises(MismatchError, match=said) as error:
+        tr.restore(tmp_path / "native" if native else run, like=like, at=at)
+    assert_not_proposed(str(error.value))
+
+
+def test_the_rule_that_an_error_names_takes_the_position(tmp_path: Path) -> None:
+    run, like = save_tree(tmp_path / "run"), {"state": TREE, "iter": dataset()}
+    with pytest.raises(MismatchError) as error:
+        tr.restore(run, like=like)
+    assert "rules=[tr.rules.rename('^data$', 'iter')]" in str(error.value)
+    found = tr.restore(run, like=like, rules=[tr.rules.rename("^data$", "iter")])
+    assert_same(followed(found["iter"]), followed(drawn(dataset)))
+
+
+def test_a_position_that_is_not_there(tmp_path: Path) -> None:
+    """The one way to go on is named, with what it means."""
+    with ocp.CheckpointManager(tmp_path) as run:
+        run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(TREE)))
+    own = dataset()
+    with pytest.raises(MismatchError, match=r"missing=\['data'\] takes the template's, and the data begins anew with"):
+        tr.restore(tmp_path, like={"state": TREE, "data": own})
+    assert tr.restore(tmp_path, like={"state": TREE, "data": own}, missing=["data"])["data"] is own
+
+
+def test_a_state_that_was_saved_as_json(tmp_path: Path) -> None:
+    data = drawn(dataset)
+    items = {"state": ocp.args.StandardSave(TREE), "data": ocp.args.JsonSave(data.get_state())}
+    with ocp.CheckpointManager(tmp_path) as run:
+        run.save(2, args=ocp.args.Composite(**items))
+    with pytest.raises(
+        MismatchError, match=r"data: .*the checkpoint has 1 leaf below it.*set_state.*at='data'"
+    ) as error:
+        tr.restore(tmp_path, like={"state": TREE, "data": dataset()})
+    assert_not_proposed(str(error.value))
+
+
+def test_positions_that_cannot_be_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of TensorFlow's iterators, as Kauldron and T5X put them into items."""
+    run = save(tmp_path / "run", drawn(dataset))
+    folder = run / "2" / "data"
+    (folder / "process_0-of-1.json").unlink()
+    real = Path(__file__).parents[1] / "real" / "t5x" / "within" / "checkpoint_3"
+    for file in real.glob("train_ds*"):
+        shutil.copy(file, folder)
+    about = json.loads((run / "2" / "_CHECKPOINT_METADATA").read_text())
+    about["item_handlers"]["data"] = "t5x.checkpoints.DatasetCheckpointHandler"
+    (run / "2" / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    assert_same(tr.restore(run, like={"state": STATE})["state"], STATE)
+    (said,) = warnings(caplog)
+    assert "left out" in said and "data (the position of an iterator of TensorFlow: train_ds-000-of-001" in said
+    with pytest.raises(MismatchError, match=r"found nothing; .*data \(the position of an iterator of TensorF") as error:
+        tr.restore(run, like={"state": STATE, "data": dataset()})
+    assert_not_proposed(str(error.value))
+    assert "put `...` in its place" in str(error.value)
+    assert tr.restore(run, like={"state": STATE, "data": ...})["data"] is ...
