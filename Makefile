@@ -18,7 +18,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test thorough quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
+.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
   lowest newest clean
 
 demo: $(VENV)/demo
@@ -27,6 +27,10 @@ demo: $(VENV)/demo
 
 test: $(VENV)/test
 	$(RUN) -m pytest -n 4 --dist worksteal
+
+# The same, with a table of the time that each folder and the slowest tests take, in durations.md.
+durations: $(VENV)/test
+	TEST_DURATIONS=durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
 # All of what `make test` takes a part of (tests/samples.py).
 thorough: $(VENV)/test

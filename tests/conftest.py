@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 import azurite
+import durations
 import gcs
 import s3
 import samples
@@ -33,6 +34,11 @@ settings.load_profile("part")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Says where the time of the tests goes; see `durations`."""
+    config.pluginmanager.register(durations)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
