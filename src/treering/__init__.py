@@ -5,6 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from . import _printable, errors
+from ._pytree.jax_private import imported_job_state
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ __all__ = [
     "verify",
 ]
 
+
+if (
+    _job := imported_job_state()
+) and _job.client is not None:  # A peer that makes no call is to be told from a dead one.
+    from ._processes import coordinator as _coordinator
+
+    _coordinator.join()
 
 if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
 

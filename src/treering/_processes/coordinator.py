@@ -6,6 +6,7 @@ from typing import Any
 
 from .._pytree.jax_private import imported_job_state, job_state
 from ..errors import MismatchError, UnsupportedError
+from . import roll
 from .calls import Call, SingleProcess
 from .multi_process import MultiProcess
 
@@ -33,7 +34,10 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
         )
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
-    return MultiProcess(*job, what, timeout) if job else SingleProcess()
+    if not job:
+        return SingleProcess()
+    roll.join(*job)
+    return MultiProcess(*job, what, timeout)
 
 
 @contextlib.contextmanager
@@ -54,6 +58,12 @@ def begun(what: str, doing: str) -> Iterator[Call]:
         call.doing(doing)
         yield call
         call.close()
+
+
+def join() -> None:
+    """Tells the peers, before the first call of this process, that it is alive; returns if it has none."""
+    if job := _job():
+        roll.join(*job)
 
 
 def several() -> bool:

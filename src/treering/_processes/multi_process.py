@@ -4,6 +4,7 @@ Never through device collectives, so that it may happen in a background thread, 
 one that timed out stays broken. Each process hears those below it in a tree (see `tree`) and sends their values on with
 its own; process 0 publishes its decision, which all read. In a call, each process renews its heartbeat; one whose
 heartbeat stops for `timeout` seconds is taken for dead by the process that hears it, and that fails the call for all.
+A process that is not in the call has no heartbeat there: `roll` says whether it is alive, and `blame` whom to name.
 
 A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
 out disturbs no call of another kind. Its keys: ``heartbeat/0/3`` is what process 3, which process 0 hears, is doing, or
@@ -33,7 +34,7 @@ import xxhash
 from .. import errors
 from .._threads.pool import start
 from ..errors import PeerError, TreeringError
-from . import host, tree
+from . import blame, host, roll, tree
 from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
@@ -43,10 +44,8 @@ _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: i
 _TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and not those of another job
 _ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # that a sign takes, at most, to the process that passes it on
 _TOKEN_SECONDS = 5.0  # seconds for which one waits for process 0 to make it
-_EVERYONE = (
-    "; every process must make this call: `if jax.process_index() == 0:` around it is the usual mistake; "
-    'processes="this" saves one process\'s data alone'
-)
+_ROLL_CERTAIN = 3.5  # intervals of the roll that one waits: it then knows of each process that was dead at their begin
+_ROLL_WAIT = 4.0  # intervals, at most, for which one waits beyond the time-out until the roll is settled
 
 
 @dataclasses.dataclass
@@ -166,6 +165,8 @@ class MultiProcess:
         if self._ended:
             return
         self._ended = True
+        if isinstance(error, PeerError):
+            roll.give_up()
         self._wake.put(None)
         if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: the thread ends when it begins
             self._heartbeat.join(self.timeout)  # so that no heartbeat overwrites the failure that is put there next
@@ -269,7 +270,7 @@ class MultiProcess:
         patience = {index: tree.patience(self._asked, seconds) for index, seconds in every.items()}
         silent = [index for index in awaited if self._silent[index][1] > patience.get(index, self.timeout)]
         if silent:
-            self._raise_silent(silent, patience.get(silent[0], self.timeout))
+            self._raise_if_known(silent, patience.get(silent[0], self.timeout))
         if self._ordered:  # a process that was seen in this call is in it, however slow
             self._check_gone([index for index in awaited if not self._silent[index][0]], now)
 
@@ -285,25 +286,37 @@ class MultiProcess:
             if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
                 self._ahead.pop(index, None)
             elif now - self._ahead.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
+                found = roll.read(self._store, self.count)
+                if found.silent.keys() - {self.index}:  # The process that has gone on gave up for the same reason.
+                    self._raise_silent([], 0, found, known=True)
                 raise PeerError(
                     f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
-                    f"one of the two stood still for long, they find together again at a later call{_EVERYONE}"
+                    f"one of the two stood still for long, they find together again at a later call{blame.EVERYONE}"
                 )
 
-    def _raise_silent(self, silent: list[int], seconds: float) -> None:
-        seen = {index: self._silent[index][0].partition(" ")[2] for index in silent}
-        shown = []
-        for index, doing in list(seen.items())[:5]:
-            what = "" if doing else msgspec.json.decode(self._store.get(_now_of(index), _NOWHERE))[0]
-            elsewhere = "not in this call" + (f"; its last is {what}" if what else "")
-            shown.append(f"process {index} ({f'last seen {doing}' if doing else elsewhere})")
-        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
-        hint = "; it is dead or cut off, and nothing was committed"
-        if self.undecided:
-            hint = "; it is dead or cut off, and whether the checkpoint was committed is not known here"
-        if not any(seen.values()):
-            hint = _EVERYONE
-        raise PeerError(f"{self._what}: nothing heard for {seconds:g} s from {', '.join(shown)}{more}{hint}")
+    def _raise_if_known(self, silent: list[int], seconds: float) -> None:
+        """Raises `PeerError`, unless the roll is about to tell which process the silent ones wait for."""
+        found, interval = roll.read(self._store, self.count), tree.roll_seconds(self.count)
+        waited = max(self._silent[index][1] for index in silent)
+        known = found.is_settled and waited >= _ROLL_CERTAIN * interval
+        is_seen = any(self._silent[index][0] for index in silent)  # in this call, in which it has fallen silent
+        if is_seen or known or 0 in found.unknown or waited > seconds + _ROLL_WAIT * interval:
+            self._raise_silent(silent, seconds, found, known=known)
+
+    def _raise_silent(self, silent: list[int], seconds: float, found: roll.Roll, *, known: bool) -> None:
+        seen = {index: doing for index in silent if (doing := self._silent[index][0].partition(" ")[2])}
+        here, undecided = self.index, self.undecided
+        cause = blame.find(found, silent, seen=seen, here=here, seconds=seconds, known=known, undecided=undecided)
+        shown = [f"process {index} ({self._doing_of(index, seen)})" for index in cause.processes[:5]]
+        more = f" and {len(cause.processes) - 5} more" if len(cause.processes) > 5 else ""
+        heard = f"nothing heard for {cause.seconds:.3g} s from {', '.join(shown)}{more}"
+        raise PeerError(f"{self._what}: {heard}{cause.ending}")
+
+    def _doing_of(self, index: int, seen: dict[int, str]) -> str:
+        if index in seen:
+            return f"last seen {seen[index]}"
+        what = msgspec.json.decode(self._store.get(_now_of(index), _NOWHERE))[0]
+        return f"not in this call; its last is {what}" if what else "not in this call, nor in one before"
 
     def _beat(self) -> None:
         try:

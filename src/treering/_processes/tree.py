@@ -5,6 +5,8 @@ import math
 FAN_OUT = 64  # processes that one hears; a job with no more than that beside process 0 is a star
 _REQUESTS = 2_000  # signs of life a second that the store in process 0 may get; it answers some 10,000 requests
 HEARTBEAT_SECONDS = 1.0  # seconds between signs of life, of jobs that are not too large for it
+_ROLL_REQUESTS = 400  # signs of life a second that it may get between calls
+_ROLL_SECONDS = 2.0  # seconds between those, of jobs that are not too large for it
 _MISSED = 4  # signs of life, after which a process is dead
 _LOOK_REQUESTS = 6  # of a process that hears others, each time it looks
 _POLL_SECONDS = 0.25  # seconds between looks at them
@@ -28,6 +30,11 @@ def is_large(count: int) -> bool:
 def heartbeat_seconds(count: float) -> float:
     """The seconds between signs of life of each of so many processes, or hosts."""
     return max(HEARTBEAT_SECONDS, count / _REQUESTS)
+
+
+def roll_seconds(count: int) -> float:
+    """The seconds between signs of life of each of so many processes, in a call or not; see `roll`."""
+    return max(_ROLL_SECONDS, count / _ROLL_REQUESTS)
 
 
 def poll_seconds(count: int, *, hears: bool) -> float:
