@@ -147,6 +147,12 @@ _LOOK = 4096  # bytes of a file that is too damaged to be recognized
 _ALIASES = {"easylm": "fjformer"}
 
 
+def __getattr__(name: str) -> Any:
+    if name == "t5_names":  # imported when it is first needed, as the formats are
+        return importlib.import_module(".t5_names", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def register(format: Format) -> None:
     """Adds a format of another package, or replaces the one of the same name.
 
