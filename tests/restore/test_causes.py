@@ -4,7 +4,7 @@ import collections
 import pathlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import treering as tr
+from bundles import Bundle
 from samples import some
 from treering.errors import MismatchError
 
@@ -90,7 +92,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a model that is not": (stacked(12), layers(12), {}, "rules=[tr.rules.unstack('layers/*/**')]"),
     "a new head": ({"params": params()}, {"params": params(20)}, {}, "all of it lies below 'params/head'"),
     "a new head and its moments": (state(ADAM), state(ADAM, 20), {}, "rules=[tr.rules.drop('**/head/**')]"),
-    "more optimizer": (state(ADAM), state(CLIPPED), {}, "missing=['opt/**']"),
+    "more optimizer": (state(ADAM), state(CLIPPED), {}, "rules=[tr.rules.rename('^opt/', 'opt/1/')]"),
     "another optimizer": (state(ADAM), state(MOMENTUM), {}, "rules=[tr.rules.drop('opt/**')], missing=['opt/**']"),
     "a smaller optimizer": (state(ADAM), state(LION), {}, "all of it lies below 'opt'"),
     "an optimizer with a state": (state(SGD), state(ADAM), {}, "the checkpoint lacks 'opt': missing=['opt/**']"),
@@ -123,6 +125,284 @@ def test_what_is_suggested_keeps_what_the_template_has_and_restores_the_rest(tmp
     found = tr.restore(tmp_path / "c", like, **suggested(caught.value))
     assert found["step"] == 3 and (found["params"]["body"]["w"] == 1).all()
     assert (found["opt"][0].trace["body"]["w"] == 5).all()
+
+
+# What is kept: for leaves of the template those of the checkpoint that they must become; None is the template's own.
+
+SCHEDULED, LION_SCHEDULED = (tx(optax.cosine_decay_schedule(1e-3, 10)) for tx in (optax.adam, optax.lion))
+GROUPED = optax.multi_transform({"a": ADAM, "b": SCHEDULED}, {"body": "a", "head": "b"})
+AT_A, AT_B = "opt/inner_states/a/inner_state", "opt/inner_states/b/inner_state"
+INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+INJECTED_SCHEDULE = optax.inject_hyperparams(optax.adam)(learning_rate=optax.cosine_decay_schedule(1e-3, 10))
+SCALED = [optax.scale_by_adam(), optax.scale_by_schedule(optax.cosine_decay_schedule(1e-3, 10))]
+WITH_DECAY = optax.chain(optax.masked(optax.add_decayed_weights(0.1), {"body": True, "head": False}), ADAM)
+NAMES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (4,)}
+FLAT = {name: np.zeros(shape) for name, shape in NAMES.items()}
+NESTED = {"a": {"weight": np.zeros((2, 3)), "bias": np.zeros(2)}, "b": {"weight": np.zeros(4)}}
+TIED = {"embed": {"embedding": np.zeros((9, 4))}, "mlp": {"kernel": np.zeros((4, 4))}}
+ONE_EACH = {"g": state(ADAM), "d": state(ADAM)}
+
+
+Origins = Mapping[str, str | None]
+
+
+def named(change: Callable[[str], str]) -> Any:
+    return {change(name): value for name, value in FLAT.items()}
+
+
+def after(prefix: str, only: str = "") -> tuple[Any, dict[str, str]]:
+    names = {name: prefix + name if name.startswith(only) else name for name in NAMES}
+    return named(names.__getitem__), {new: old for old, new in names.items()}
+
+
+def untied(head: Any) -> tuple[Any, Any]:
+    def whole(own: Any) -> Any:
+        return {"params": own, "opt": ADAM.init(own)}
+
+    return whole(TIED), whole({**TIED, **head})
+
+
+def chains(*transformations: Any) -> tuple[Any, Any]:
+    before, after = map(state, transformations)
+    return before, after
+
+
+def kept(old: Any, new: Any, origins: Origins) -> tuple[Any, Any, Origins]:
+    return old, new, origins
+
+
+def both_ways(name: str, old: Any, new: Any, origins: Origins, back: Origins) -> Any:
+    return {name: kept(old, new, origins), f"{name}, taken back": kept(new, old, back)}
+
+
+OWN = {f"opt/{name}": None for name in ("mini_step", "acc_grads", "hyperparams")}
+KEPT: dict[str, tuple[Any, Any, Origins]] = {
+    **both_ways("clip", *chains(ADAM, CLIPPED), {"opt/1": "opt"}, {"opt": "opt/1"}),
+    **both_ways(
+        "clip_by_global_norm",
+        *chains(ADAM, optax.chain(optax.clip_by_global_norm(1.0), ADAM)),
+        {"opt/1": "opt"},
+        {"opt": "opt/1"},
+    ),
+    **both_ways(
+        "a flat chain",
+        *chains(optax.chain(*SCALED), optax.chain(optax.clip(1.0), *SCALED)),
+        {"opt/1": "opt/0", "opt/2": "opt/1"},
+        {"opt/0": "opt/1", "opt/1": "opt/2"},
+    ),
+    **both_ways("decayed weights", *chains(ADAM, WITH_DECAY), {"opt/1": "opt"}, {"opt": "opt/1"}),
+    "a schedule": kept(*chains(ADAM, SCHEDULED), {"opt/1/count": "opt/0/count"}),
+    "a constant rate": kept(*chains(SCHEDULED, ADAM), {}),
+    "clip and a schedule": kept(
+        *chains(ADAM, optax.chain(optax.clip(1.0), SCHEDULED)), {"opt/1/1/count": "opt/0/count", "opt/1": "opt"}
+    ),
+    "another order": kept(
+        *chains(optax.chain(*SCALED), optax.chain(*SCALED[::-1])), {"opt/0": "opt/1", "opt/1": "opt/0"}
+    ),
+    **both_ways(
+        "MultiSteps",
+        *chains(ADAM, optax.MultiSteps(ADAM, 2)),
+        {**OWN, "opt/gradient_step": "opt/0/count", "opt/inner_opt_state": "opt"},
+        {"opt": "opt/inner_opt_state"},
+    ),
+    **both_ways(
+        "inject_hyperparams",
+        *chains(ADAM, INJECTED),
+        {**OWN, "opt/count": "opt/0/count", "opt/inner_state": "opt"},
+        {"opt": "opt/inner_state"},
+    ),
+    "a schedule that is injected": kept(
+        *chains(SCHEDULED, INJECTED_SCHEDULE),
+        {
+            **OWN,
+            "opt/count": "opt/1/count",
+            "opt/hyperparams_states/learning_rate/count": "opt/1/count",
+            "opt/inner_state": "opt",
+        },
+    ),
+    "an injected schedule, no more": kept(
+        *chains(INJECTED_SCHEDULE, SCHEDULED),
+        {"opt/1/count": "opt/hyperparams_states/learning_rate/count", "opt/0": "opt/inner_state/0"},
+    ),
+    **both_ways(
+        "multi_transform",
+        *chains(ADAM, GROUPED),
+        {f"{AT_B}/1/count": "opt/0/count", AT_A: "opt", AT_B: "opt"},
+        {"opt/0/mu/head": f"{AT_B}/0/mu/head", "opt/0/nu/head": f"{AT_B}/0/nu/head", "opt": AT_A},
+    ),
+    "an optimizer of another kind": kept(
+        *chains(SCHEDULED, LION_SCHEDULED), {"opt/0": None, "opt/2/count": "opt/1/count"}
+    ),
+    "an average, which begins at 0": kept(
+        *chains(ADAM, optax.chain(ADAM, optax.ema(0.9))), {"opt/1": None, "opt/0": "opt"}
+    ),
+    "squares that mean something else": kept(*chains(optax.rmsprop(1e-3), optax.adagrad(1e-3)), {"opt/0": None}),
+    "clip and a new head": kept(
+        state(ADAM),
+        state(CLIPPED, 20),
+        {**dict.fromkeys(["params/head", "opt/1/0/mu/head", "opt/1/0/nu/head"]), "opt/1": "opt"},
+    ),
+    "one of two optimizers": kept(ONE_EACH, {**ONE_EACH, "d": state(CLIPPED)}, {"d/opt/1": "d/opt"}),
+    "both of two optimizers": kept(
+        ONE_EACH, {"g": state(CLIPPED), "d": state(CLIPPED)}, {"d/opt/1": "d/opt", "g/opt/1": "g/opt"}
+    ),
+    **{f"before names: {it}": kept(FLAT, *after(it)) for it in ("module.", "model.", "_orig_mod.module.", "params/")},
+    **{
+        f"no more before names: {it}": kept(new, FLAT, {old: new for new, old in back.items()})
+        for it in ("module.", "model.", "_orig_mod.module.", "params/")
+        for new, back in [after(it.replace("/", "~1"))]
+        if "/" not in it
+    },
+    "before some names": kept(FLAT, *after("model.", "a.w")),
+    "before some names, no more": kept(after("model.", "a.w")[0], FLAT, {"a.weight": "model.a.weight"}),
+    "another word before names": kept(
+        after("module.")[0], after("model.")[0], {f"model.{name}": f"module.{name}" for name in NAMES}
+    ),
+    "dots and no levels": kept(FLAT, NESTED, {name.replace(".", "/"): name for name in NAMES}),
+    "levels and no dots": kept(NESTED, FLAT, {name: name.replace(".", "/") for name in NAMES}),
+    "dots, and a level more": kept(
+        after("module.")[0],
+        {"params": NESTED},
+        {f"params/{name.replace('.', '/')}": f"module.{name}" for name in NAMES},
+    ),
+    "parameters and their averages": kept({"ema": NESTED, "model": NESTED}, NESTED, {"a": "model/a", "b": "model/b"}),
+    **{
+        f"no longer tied: {'/'.join(names)}": kept(
+            *untied({names[0]: {names[1]: np.zeros(shape)}}),
+            {f"{at}/{'/'.join(names)}": f"{at}/embed/embedding" for at in ("params", "opt/0/mu", "opt/0/nu")},
+        )
+        for names, shape in [
+            (("head", "embedding"), (9, 4)),
+            (("lm_head", "kernel"), (4, 9)),
+            (("zz", "q"), (9, 4)),
+        ]
+    },
+    "no longer tied, in names with dots": kept(
+        {"model.wte.weight": np.zeros((9, 4)), "model.ln.weight": np.zeros(4)},
+        {"wte.weight": np.zeros((9, 4)), "ln.weight": np.zeros(4), "lm_head.weight": np.zeros((9, 4))},
+        {
+            "wte.weight": "model.wte.weight",
+            "ln.weight": "model.ln.weight",
+            "lm_head.weight": "model.wte.weight",
+        },
+    ),
+}
+
+
+def told_apart(tree: Any, sign: int) -> Any:
+    """A tree with values of which no two are equal, nor equal to those of the other sign."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    values = [sign * (1000 * n + np.arange(np.prod(s)).reshape(s)) for n, s in enumerate(shapes, 1)]
+    return structure.unflatten(
+        [int(v) if isinstance(leaf, int) else v.astype(leaf.dtype) for v, leaf in zip(values, leaves, strict=True)]
+    )
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in pairs}
+
+
+def origin(path: str, origins: Origins) -> str | None:
+    for new, old in origins.items():
+        if path == new or path.startswith(f"{new}/"):
+            return None if old is None else old + path[len(new) :]
+    return path
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_no_suggestion_loses_what_a_rule_keeps(tmp_path: pathlib.Path, case: str) -> None:
+    old, new, origins = KEPT[case]
+    saved, like = told_apart(old, 1), told_apart(new, -1)
+    tr.save(tmp_path / "c", saved)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", like)
+    restored = tr.restore(tmp_path / "c", like, **suggested(caught.value))
+    found, before, own = map(by_path, (restored, saved, like))
+    for path, value in found.items():
+        there = origin(path, origins)
+        expected = own[path] if there is None else before[there]
+        expected = expected if np.shape(value) == np.shape(expected) else np.transpose(expected)
+        np.testing.assert_array_equal(value, expected, err_msg=f"{path}: not {there}, by {lines_of(caught.value)[0]}")
+
+
+@pytest.mark.parametrize("format", ["treering", "flax", "orbax"])
+@pytest.mark.parametrize("tx", [SCHEDULED, optax.chain(optax.clip(1.0), SCHEDULED)])
+def test_the_moments_and_the_counts_of_an_nnx_optimizer_are_kept(
+    tmp_path: pathlib.Path, tx: optax.GradientTransformation, format: str
+) -> None:
+    def of(tx: optax.GradientTransformation, sign: int) -> Any:
+        states = nnx.state(nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
+        return told_apart(states, sign) if format != "flax" else nnx.to_pure_dict(told_apart(states, sign))
+
+    saved, like = of(ADAM, 1), of(tx, -1)
+    tr.save(tmp_path / "c", saved, format=format)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", like)
+    found = by_path(tr.restore(tmp_path / "c", like, **suggested(caught.value)))
+    count = next(value for path, value in by_path(saved).items() if path.removesuffix("/value").endswith("/0/count"))
+    counts = [value for path, value in found.items() if path.removesuffix("/value").endswith("/count")]
+    assert len(counts) == 2 and all(value == count for value in counts)
+    assert all((value > 0).all() for value in found.values())
+
+
+def test_the_names_of_t5_in_tensorflow_are_told(tmp_path: pathlib.Path) -> None:
+    bundle = Bundle()
+    block = "encoder/block_000/layer_000"
+    for name in (
+        f"{block}/SelfAttention/q",
+        f"{block}/layer_norm/scale",
+        "shared/embedding",
+        "shared/embedding_slot_vr",
+    ):
+        bundle.add(name, np.full(3, len(name), np.float32))
+    path = bundle.save(tmp_path / "model.ckpt-1")
+    for level in ("target", "params", ""):
+        layer = {"attention": {"query": {"kernel": np.zeros(3, np.float32)}}}
+        like: Any = {"encoder": {"layers_0": layer}, "token_embedder": {"embedding": np.zeros(3, np.float32)}}
+        like["encoder"]["layers_0"]["pre_attention_layer_norm"] = {"scale": np.zeros(3, np.float32)}
+        like = {level: like} if level else like
+        with pytest.raises(MismatchError) as caught:
+            tr.restore(path, like)
+        found = tr.restore(path, like, **suggested(caught.value))
+        found = found[level] if level else found
+        assert found["encoder"]["layers_0"]["attention"]["query"]["kernel"][0] == len(f"{block}/SelfAttention/q")
+        assert found["token_embedder"]["embedding"][0] == len("shared/embedding")
+
+
+IN_DOUBT: dict[str, tuple[Any, Any, str]] = {
+    "two levels": ({"ema": NESTED, "model": NESTED}, NESTED, "'ema'"),
+    "two words before names": ({**after("ema.")[0], **after("model.")[0]}, FLAT, "'ema.'"),
+    "two places for names": (FLAT, {**after("ema.")[0], **after("model.")[0]}, "'ema.'"),
+}
+
+
+@pytest.mark.parametrize("case", IN_DOUBT)
+def test_a_suggestion_in_doubt_names_the_other_choice(tmp_path: pathlib.Path, case: str) -> None:
+    saved, like, other = IN_DOUBT[case]
+    tr.save(tmp_path / "c", saved)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", like)
+    (line,) = lines_of(caught.value)
+    assert f"{other} would fit as well" in line
+    tr.restore(tmp_path / "c", like, **suggested(caught.value))
+
+
+NOT_TIED: dict[str, Any] = {
+    "a square matrix": {"new": np.ones((4, 4))},
+    "a new block": {"new": {"up": np.ones((9, 4)), "down": np.ones((4, 9))}},
+    "one more layer": {"mlp_1": {"kernel": np.ones((9, 4))}},
+}
+
+
+@pytest.mark.parametrize("case", NOT_TIED)
+def test_a_new_part_is_not_told_to_be_a_copy(tmp_path: pathlib.Path, case: str) -> None:
+    old = {"mlp_0": {"kernel": np.ones((9, 4))}, "sq": np.ones((4, 4))}
+    tr.save(tmp_path / "c", old)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", {**old, **NOT_TIED[case]})
+    assert "copy" not in str(caught.value)
 
 
 def test_the_closest_cause_is_told_although_it_leaves_a_difference(tmp_path: pathlib.Path) -> None:

@@ -5,13 +5,15 @@ with partitioning. Only the tree says where there are boxes: the template of a r
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from .._core.entries import Entry
 from .._core.skeleton import Node, Skeleton, containers
 from .walk import Walk
 
+_T = TypeVar("_T")
+
 Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
-_SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
+SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
 
 
 def shown(path: str, boxes: Boxes, kinds: Collection[str]) -> str:
@@ -33,7 +35,7 @@ def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> 
     return found
 
 
-def named(walked: Walk, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+def named(walked: Walk, entries: Mapping[str, _T]) -> Mapping[str, _T]:
     """The leaves of a checkpoint under the names that a tree has for them."""
     names = {there: path for path, there in hidden(walked.paths, walked.boxes, entries).items()}
     return {names.get(path, path): entry for path, entry in entries.items()} if names else entries
@@ -48,7 +50,7 @@ def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[st
     if boxes:
         listed = list(paths)
         most = sum(path in names for path in listed)
-        for kinds in _SHOWN:
+        for kinds in SHOWN:
             candidates = {path: shown(path, boxes, kinds) for path in listed}
             found = {path: name for path, name in candidates.items() if name in names}
             if len(found) > most:

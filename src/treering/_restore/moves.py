@@ -1,0 +1,257 @@
+"""Suggests rules that keep leaves which a checkpoint has under other paths, and say what to do with the rest."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .._core.entries import Entry
+from .._core.leaf_paths import above, below
+from .._core.skeleton import Skeleton
+from .._pytree import box_levels
+from .._pytree.walk import Walk
+from .._rules.base import Leaves
+from ..errors import TreeringError
+from .origins import Origins, is_absent, origins, wanted
+from .suggestion import Call, Cause, is_plain, renamed
+
+if TYPE_CHECKING:
+    from .match import Policy
+
+_MAX_CALLS = 16  # rules; nobody would read more
+_MAX_GLOBS = 12
+_NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with what ends it
+_T5 = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
+_ASIDE = "moved:"  # before new paths, as long as other leaves have these
+
+
+def moved(
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy", *, reordered: bool
+) -> Iterator[Cause]:
+    """Yields rules for all leaves that are found elsewhere; `reordered` says that containers are of another class."""
+    if not all(is_plain(path, entries) for path in entries):
+        return
+    yield from _moved(walked, walked, entries, skeleton, policy, reordered)
+    for kinds in box_levels.SHOWN if walked.boxes else ():
+        paths = [box_levels.shown(path, walked.boxes, kinds) for path in walked.paths]
+        if paths != walked.paths:
+            there = walked._replace(
+                paths=paths, skeleton=box_levels.shown_skeleton(walked.skeleton, walked.boxes, kinds), boxes={}
+            )
+            yield from _moved(there, walked, entries, skeleton, policy, reordered)
+
+
+def _moved(
+    there: Walk,
+    walked: Walk,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: "Policy",
+    reordered: bool,
+) -> Iterator[Cause]:
+    """Yields rules that make a checkpoint's leaves those of `there`: the template, with levels for boxes if need be."""
+    most = 0
+    for text, calls in _spellings(entries, there.paths):
+        try:
+            leaves = renamed(calls, entries)
+        except TreeringError:
+            continue
+        found = origins(there, {path: leaf.entry for path, leaf in leaves.items()}, None if calls else skeleton, policy)
+        own = list(_calls(there, {path: leaf.entry for path, leaf in leaves.items()}, found))
+        better = len(found.sources) > most
+        most = max(most, len(found.sources))
+        if not better or not (calls or _moves(found) or (own and reordered)):
+            continue
+        try:
+            made = renamed([*calls, *own], entries)
+        except TreeringError:
+            continue
+        if len(calls) + len(own) <= _MAX_CALLS and _gives(made, leaves, found, there):
+            names = dict(zip(there.paths, walked.paths, strict=True))
+            yield _cause(there, names, made, found, [text, *_texts(found)], (*calls, *own))
+
+
+def _spellings(entries: Mapping[str, Entry], paths: Sequence[str]) -> Iterator[tuple[str, list[Call]]]:
+    """Yields rules for all names that may have to come before others: none first."""
+    yield "", []
+    if any(_T5.match(path) for path in entries):
+        from ..formats.t5_names import T5_TO_T5X
+
+        yield "the checkpoint has TensorFlow's names of T5", [Call("*tr.formats.t5_names.T5_TO_T5X", T5_TO_T5X)]
+    for old, new in ((".", "/"), ("/", "."), ("~1", "/"), ("/", "~1")):
+        if any(old in path for path in entries) and any(new in path for path in paths):
+            text = f"the checkpoint has {old!r} where the template has {new!r}"
+            yield text, [Call.of("rename", r"\." if old == "." else old, new)]
+
+
+def _moves(found: Origins) -> bool:
+    return any(path != there for path, there in found.sources.items())
+
+
+def _first(found: Origins) -> dict[str, str]:
+    """The path of the template for each leaf that is found; the others that have the same one are copies."""
+    first = {there: path for path, there in found.sources.items() if path == there}
+    for path, there in found.sources.items():
+        if path not in found.copied:
+            first.setdefault(there, path)
+    return first
+
+
+def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> Iterator[Call]:
+    first = _first(found)
+    leaves = wanted(walked)
+    in_the_way = [path for path in entries if path in leaves and path not in first and not is_absent(entries[path])]
+    for glob in _globs(in_the_way, entries):
+        yield Call.of("drop", glob)
+    moves = {there: path for there, path in first.items() if there != path}
+    there = [path for path in entries if path not in in_the_way]
+    for pattern, new in _ordered(list(_renames(moves, there, first, leaves))):
+        yield Call.of("rename", pattern, new)
+    copies = {path: first[there] for path, there in found.sources.items() if first[there] != path}
+    for src, dst in _copies(copies, [first.get(path, path) for path in there]):
+        yield Call.of("copy", src, dst)
+    for path in sorted(found.turned):
+        yield Call.of("transpose", path, (1, 0))
+
+
+def _texts(found: Origins) -> Iterator[str]:
+    """Says what is suggested and what may be meant instead."""
+    first = _first(found)
+    heads = dict.fromkeys(_heads(there, path) for there, path in first.items() if there != path)
+    for old, new in list(heads)[:2]:
+        yield (
+            f"the checkpoint has {old!r} where the template has {new!r}"
+            if old and new
+            else (f"the checkpoint has {old!r} more" if old else f"the template has {new!r} more")
+        )
+    if len(heads) > 2:
+        yield f"{len(heads) - 2} more places like these"
+    for path, other in found.untied.items():
+        yield f"{path!r} may have been shared with {other!r}, or else it is new"
+    counts = {path: first[there] for path, there in found.sources.items() if path in found.counted}
+    for path, other in list(counts.items())[:1]:
+        yield f"{path!r} goes on from {other!r}" if path != other else f"{path!r} goes on"
+    for head in found.doubtful[:1]:
+        yield f"what is below {head!r} would fit as well"
+
+
+def _gives(made: Leaves, leaves: Leaves, found: Origins, walked: Walk) -> bool:
+    """Returns whether rules make each leaf of its origin, and no other leaf of the template."""
+    for path in wanted(walked):
+        there = found.sources.get(path)
+        if there is None and path in made and not is_absent(made[path].entry):
+            return False
+        if there is not None and (path not in made or made[path].source != leaves[there].source):
+            return False
+    return True
+
+
+def _cause(
+    walked: Walk, names: Mapping[str, str], made: Leaves, found: Origins, texts: Sequence[str], calls: tuple[Call, ...]
+) -> Cause:
+    """The rules, and globs of the template's own `names` and of what is left."""
+    skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
+    known = set(walked.paths)
+    missing = [names[path] for path in wanted(walked) if path not in found.sources]
+    extra = [
+        path
+        for path, leaf in made.items()
+        if path not in known and not is_absent(leaf.entry) and not any(below(path, at) is not None for at in skipped)
+    ]
+    text = "; ".join(filter(None, texts)) or "a state is another one"
+    globs = _globs(extra, {**made, **dict.fromkeys(known)})
+    return Cause(text, "", calls, _globs(missing, names.values()), globs if len(globs) <= _MAX_GLOBS else "ignore")
+
+
+def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
+    """Globs that match these paths and no others: of whole containers, where they are all that is in them."""
+    inside = set(paths)
+    mixed = {place for path in everything if path not in inside for place in above(path)}
+    found: dict[str, None] = {}
+    for path in paths:
+        place = next((place for place in above(path) if place not in mixed), None)
+        found[path if place is None else f"{place}/**"] = None
+    return tuple(found)
+
+
+def _heads(there: str, path: str) -> tuple[str, str]:
+    """What is different at the beginnings of two paths, to the end of a name."""
+    a, b = _names(there), _names(path)
+    same = 0
+    while same < min(len(a), len(b)) and a[-1 - same] == b[-1 - same]:
+        same += 1
+    return "".join(a[: len(a) - same]), "".join(b[: len(b) - same])
+
+
+def _names(path: str) -> list[str]:
+    return _NAME.findall(path)
+
+
+def _renames(
+    moves: Mapping[str, str], everything: Iterable[str], stay: Collection[str], taken: Collection[str]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yields old and new beginnings of the paths that move, and whether they are whole paths.
+
+    Each is as short as it can be without the beginning of a leaf that moves elsewhere or stays, or that would take the
+    place of another.
+    """
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for there, path in moves.items():
+        groups.setdefault(_heads(there, path), {})[there] = path
+    todo = list(groups.items())
+    while todo:
+        (old, new), members = todo.pop(0)
+        others = [path for path in everything if path.startswith(old) and path not in members]
+        if not any(path in stay or new + path[len(old) :] in taken for path in others):
+            whole = len(members) == 1 and old in members
+            yield old, new, whole
+            continue
+        narrower: dict[tuple[str, str], dict[str, str]] = {}
+        for there, path in members.items():
+            name = _names(there[len(old) :])[:1]
+            heads = (old + name[0], new + name[0]) if name else (there, path)
+            narrower.setdefault(heads, {})[there] = path
+        if list(narrower) == [(old, new)]:  # a leaf of which the path is the beginning of another's
+            yield old, new, True
+        else:
+            todo += narrower.items()
+
+
+def _ordered(renames: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str]]:
+    """The patterns and what they become, in an order in which none takes what another has made."""
+
+    def written(old: str, whole: bool) -> str:
+        return f"^{re.escape(old)}" + ("$" if whole else "")
+
+    def quoted(new: str) -> str:
+        return new.replace("\\", r"\\")
+
+    left, done = list(renames), list[tuple[str, str]]()
+    while left:
+        free = [one for one in left if not any(other is not one and _takes(other, one) for other in left)]
+        if not free:  # they change places
+            aside = [(written(old, whole), _ASIDE + quoted(new)) for old, new, whole in left]
+            return [*done, *aside, (f"^{_ASIDE}", "")]
+        done += [(written(old, whole), quoted(new)) for old, new, whole in free[:1]]
+        left.remove(free[0])
+    return done
+
+
+def _takes(other: tuple[str, str, bool], one: tuple[str, str, bool]) -> bool:
+    """Whether a rename would take what another has made, or has a leaf in its place."""
+    return other[0].startswith(one[1]) or one[1].startswith(other[0])
+
+
+def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]]:
+    """The sources and destinations: of containers, where all that is in one is copied."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for dst, src in copies.items():
+        groups.setdefault(_heads(src, dst), []).append(dst)
+    found: list[tuple[str, str]] = []
+    for (old, new), paths in groups.items():
+        src, dst = old.rstrip("/"), new.rstrip("/")
+        inside = [path for path in there if below(path, src) is not None]
+        if old.endswith("/") and new.endswith("/") and len(inside) == len(paths):
+            found.append((src, dst))
+        else:
+            found += [(copies[path], path) for path in paths]
+    return found

@@ -1,0 +1,112 @@
+"""The states of optimizers within a tree: named tuples such as optax's ``ScaleByAdamState``.
+
+The same state of another chain lies elsewhere. What lies in another class, or in another field, means something else.
+"""
+
+import collections
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import NamedTuple
+
+from .._core.leaf_paths import above, below
+from .._core.skeleton import Node, Skeleton, containers
+
+_COUNTS = frozenset(("count", "gradient_step"))  # of updates, which are the same in all states of one optimizer
+
+
+class State(NamedTuple):
+    """Where a leaf lies: the kind of the innermost state, the state's path, and the leaf's path in it."""
+
+    kind: Hashable
+    place: str
+    rest: str
+
+    @property
+    def field(self) -> str:
+        """The name of the state's field in which the leaf lies."""
+        return self.rest.partition("/")[0]
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the leaf counts updates."""
+        return self.field in _COUNTS
+
+
+class States:
+    """The states of a template and of a checkpoint, by the paths of their leaves.
+
+    Their kind is the class, or the names in them if one side has no classes.
+    """
+
+    def __init__(self, template: Iterable[str], like: Skeleton, found: Iterable[str], skeleton: Skeleton | None):
+        template, found = list(template), list(found)
+        self.names = _names(template)
+        kinds, others = _classes(like), _classes(skeleton or ())
+        self.have_classes = bool(kinds) and any(
+            isinstance(node, Node) and node.kind == "namedtuple" for node in skeleton or ()
+        )
+        if self.have_classes:
+            self.template, self.found = _states(template, kinds), _states(found, others)
+            return
+        ours = {place: names for place, names in self.names.items() if place in kinds or _is_state(names)}
+        known = set(ours.values())
+        theirs = {place: names for place, names in _names(found).items() if names in known or _is_state(names)}
+        self.template, self.found = _states(template, ours), _states(found, theirs)
+
+    def may_become(self, found: str, wanted: str) -> bool:
+        """Returns whether a leaf of the checkpoint means the same as a leaf of the template, as far as states go."""
+        theirs, ours = self.found.get(found), self.template.get(wanted)
+        if theirs and ours:
+            alike = theirs.kind == ours.kind
+            if found == wanted and not self.have_classes:
+                alike = alike or bool(self._names(theirs).intersection(self._names(ours)).difference(_COUNTS))
+            return alike and theirs.field == ours.field
+        if not theirs and not ours:
+            return True
+        if ours:
+            return not self.found and (ours.field in found.split("/") or ours.rest == found)
+        return not self.template and theirs is not None and theirs.field in wanted.split("/")
+
+    @staticmethod
+    def _names(state: State) -> frozenset[str]:
+        return state.kind if isinstance(state.kind, frozenset) else frozenset()
+
+
+def grouped(states: Mapping[str, State]) -> dict[tuple[Hashable, str], dict[str, str]]:
+    """The leaves of each state: its kind and path, and the leaves' paths by those within it."""
+    groups: dict[tuple[Hashable, str], dict[str, str]] = {}
+    for path, state in states.items():
+        groups.setdefault((state.kind, state.place), {})[state.rest] = path
+    return groups
+
+
+def _is_state(names: frozenset[str]) -> bool:
+    """Whether a container without a class has the names of a state: NNX and state dicts keep no more of one."""
+    return not names.isdisjoint(_COUNTS) or "trace" in names
+
+
+def _classes(skeleton: Skeleton) -> dict[str, str]:
+    """The classes of states, by path. By convention their names end in State; parameters may be named tuples too."""
+    return {
+        path: node.name
+        for _, path, node in containers(skeleton)
+        if isinstance(node, Node) and node.kind == "namedtuple" and node.name.endswith("State")
+    }
+
+
+def _names(paths: Collection[str]) -> dict[str, frozenset[str]]:
+    """The names in each container."""
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for path in paths:
+        for place in ("", *above(path)):
+            found[place].add((below(path, place) or "").partition("/")[0])
+    return {place: frozenset(names) for place, names in found.items()}
+
+
+def _states(paths: Collection[str], kinds: Mapping[str, Hashable]) -> dict[str, State]:
+    found: dict[str, State] = {}
+    for path in paths if kinds else ():
+        for place in (*reversed(above(path)), ""):
+            if place in kinds:
+                found[path] = State(kinds[place], place, below(path, place) or "")
+                break
+    return found

@@ -1,0 +1,307 @@
+"""Finds the leaves of a template that a checkpoint has under other paths."""
+
+import collections
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._core.entries import NO_ARRAY, Entry, ValueEntry
+from .._core.skeleton import Skeleton
+from .._pytree.leaves import is_function
+from .._pytree.walk import Walk
+from .optimizer_states import States, grouped
+from .targets import Differs, target_of
+
+if TYPE_CHECKING:
+    from .match import Policy
+
+_MAX_COMPARED_LEAVES = 20_000
+_MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
+_BOUNDARY = re.compile(r"/|\.|~1")
+_AVERAGE = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa|mu|nu|target)(?:$|[/._])", re.IGNORECASE)
+_MOST = 0.9  # of the parameters that one side has alone: a level of as many can have another name
+_EMBEDDING = re.compile(r"emb|wte|token|vocab|lookup|shared", re.IGNORECASE)
+
+
+class Origins(NamedTuple):
+    """The path in the checkpoint for paths of the template.
+
+    `untied` are paths with the one that they probably shared their array with when it was saved; `copied` are all that
+    begin as copies for that reason, `turned` those of them that are transposed. `counted` are counts of updates, which
+    the checkpoint has for something else. `doubtful` are beginnings of other paths that fit as well.
+    """
+
+    sources: dict[str, str]
+    untied: dict[str, str]
+    copied: set[str]
+    turned: set[str]
+    counted: set[str]
+    doubtful: list[str]
+
+
+class _Search:
+    def __init__(self, walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy"):
+        self.leaves = wanted(walked)
+        self.entries = {path: entry for path, entry in entries.items() if not is_absent(entry)}
+        self.states = States(self.leaves, walked.skeleton, self.entries, skeleton)
+        self.dtype = policy.dtype
+        self.sources: dict[str, str] = {}
+        self.untied: dict[str, str] = {}
+        self.copied: set[str] = set()
+        self.turned: set[str] = set()
+        self.counted: set[str] = set()
+        self.doubtful: list[str] = []
+
+    def fits(self, path: str, found: str) -> bool:
+        """Whether the template's leaf can be made of the checkpoint's."""
+        try:
+            target_of(path, self.leaves[path], self.entries[found], self.dtype, numbers_are_arrays=True)
+        except Differs:
+            return False
+        return True
+
+    def rest(self) -> list[str]:
+        return [path for path in self.leaves if path not in self.sources]
+
+    def in_place(self) -> None:
+        """Leaves under the same path."""
+        for path in self.leaves:
+            if path in self.entries and self.states.may_become(path, path) and self.fits(path, path):
+                self.sources[path] = path
+
+    def in_states(self) -> None:
+        """Leaves of states of the same kind: of the only one that has them, or of the one whose path is most alike."""
+        ours, theirs = grouped(self.states.template), grouped(self.states.found)
+        used = set(self.sources.values())
+        claims: dict[str, list[str]] = collections.defaultdict(list)
+        for (kind, place), leaves in ours.items():
+            others = {at: there for (other, at), there in theirs.items() if other == kind}
+            arrays = {rest: path for rest, path in leaves.items() if _rank(self.leaves[path])}
+            for rest, path in arrays.items():
+                having = [
+                    at
+                    for at, there in others.items()
+                    if path not in self.sources
+                    and rest in there
+                    and there[rest] not in used
+                    and self.fits(path, there[rest])
+                ]
+                best = _most_alike(place, having)
+                if len(best) == 1:
+                    claims[others[best[0]][rest]].append(path)
+        for found, paths in claims.items():
+            if len(paths) == 1:  # or it is not known whose it is
+                self.sources[paths[0]] = found
+        for (kind, place), leaves in ours.items():
+            others = {at: there for (other, at), there in theirs.items() if other == kind}
+            arrays = [path for path in leaves.values() if _rank(self.leaves[path])]
+            origins = {self.sources[path] for path in arrays if path in self.sources}
+            if arrays and not origins:  # a state that begins anew begins with its own numbers
+                continue
+            for rest, path in leaves.items():
+                having = [
+                    at
+                    for at, there in others.items()
+                    if path not in self.sources
+                    and rest in there
+                    and (not arrays or origins.intersection(there.values()))
+                    and self.fits(path, there[rest])
+                ]
+                if best := _most_alike(place, having):
+                    self.sources[path] = others[best[0]][rest]
+
+    def with_levels(self) -> None:
+        """Leaves whose paths have more or fewer levels, or parts of a name, in one place."""
+        used = set(self.sources.values())
+        rest = self.rest()[:_MAX_COMPARED_LEAVES]
+        ends: dict[str, list[str]] = collections.defaultdict(list)
+        for found in self.entries:
+            if found not in used:
+                for end in _ends(found):
+                    ends[end].append(found)
+        votes: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
+        for path in rest:
+            for end in _ends(path):
+                near = False
+                for found in ends.get(end, ())[:_MAX_ALIKE]:
+                    heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
+                    if _may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
+                        votes[heads][path] = found
+                        near = True
+                if near:
+                    break
+        moved: set[str] = set()
+        ours = sum(path not in self.states.template for path in rest)
+        theirs = sum(path not in self.states.found and path not in used for path in self.entries)
+        for heads, pairs in sorted(votes.items(), key=lambda vote: (-len(vote[1]), *map(is_average, vote[0]))):
+            old, new = heads
+            are_most = len(pairs) >= min(ours, theirs) * _MOST and (len(pairs) > 1 or moved.intersection(heads))
+            if not are_most and not _is_level(old, new):
+                continue
+            moved.update(heads)
+            if any(path in self.sources for path in pairs):
+                self.doubtful.append(old)
+            elif any(found in used for found in pairs.values()):
+                self.doubtful.append(new)
+            for path, found in pairs.items():
+                if path not in self.sources and found not in used:
+                    self.sources[path] = found
+                    used.add(found)
+                    ours -= path not in self.states.template
+                    theirs -= found not in self.states.found
+
+    def counts(self) -> None:
+        """Counts of updates that the template has more of, such as that of a new schedule."""
+        places = {found: path for path, found in self.sources.items()}
+        inside = collections.Counter(one.place for one in self.states.found.values())
+        for path in self.rest():
+            state, leaf = self.states.template.get(path), self.leaves[path]
+            if state is None or not state.is_count or _rank(leaf):
+                continue
+            names = self.states.names[state.place]
+            if len(names) > 1 and names.isdisjoint(("hyperparams", "gradient_step")):
+                continue  # such as that of an average, which corrects its bias by it
+            having = {
+                places.get(found, found): found
+                for found, one in self.states.found.items()
+                if one.is_count
+                and getattr(self.entries[found], "dtype", None) == str(leaf.dtype)
+                and self.fits(path, found)
+                and _is_near(path, places.get(found, found))
+            }
+            schedules = [place for place, found in having.items() if inside[self.states.found[found].place] == 1]
+            if best := _most_alike(path, schedules or list(having)):
+                self.sources[path] = having[best[0]]
+                self.counted.add(path)
+
+    def shared(self) -> None:
+        """A matrix that was another one when the checkpoint was saved, as a head that was tied to an embedding."""
+        rest = [path for path in self.rest() if path not in self.states.template]
+        for path in rest:
+            shape = _shape(self.leaves[path])
+            if len(shape) != 2 or min(shape) < 2:
+                continue
+            for turned in (False, True):
+                wished = shape[::-1] if turned else shape
+                alike = [
+                    other
+                    for other, found in self.sources.items()
+                    if other not in self.states.template
+                    and getattr(self.entries[found], "shape", None) == wished
+                    and getattr(self.entries[found], "dtype", None) == str(self.leaves[path].dtype)
+                ]
+                most = max((_lead(path, other) for other in alike), default=0)
+                alike = [other for other in alike if _lead(path, other) == most]
+                named = [other for other in alike if _EMBEDDING.search(other[len(_common(path, other)) :])]
+                best = alike if len(alike) == 1 else named
+                sure = bool(named) or (len(rest) == 1 and shape[0] != shape[1])
+                if len(best) == 1 and sure and _numberless(best[0]) != _numberless(path):
+                    self._share(path, best[0], turned)
+                    break
+
+    def _share(self, path: str, other: str, turned: bool) -> None:
+        head = len(_common(path, other))
+        new, old = path[head:], other[head:]
+        self.untied[path] = other
+        for one in self.rest():
+            before = one[: len(one) - len(new)]
+            source = before + old
+            if one.endswith(new) and (not before or before[-1] in "/.") and source in self.sources:
+                shape = _shape(self.leaves[source])
+                if _shape(self.leaves[one]) == (shape[::-1] if turned else shape):
+                    self.sources[one] = self.sources[source]
+                    self.copied.add(one)
+                    if turned:
+                        self.turned.add(one)
+
+
+def origins(walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy") -> Origins:
+    """Returns where the checkpoint has each leaf of the template; not those of which it is not clear."""
+    search = _Search(walked, entries, skeleton, policy)
+    search.in_place()
+    search.in_states()
+    search.with_levels()
+    search.counts()
+    search.shared()
+    return Origins(search.sources, search.untied, search.copied, search.turned, search.counted, search.doubtful)
+
+
+def wanted(walked: Walk) -> dict[str, Any]:
+    """The template's leaves that take something from a checkpoint."""
+    pairs = zip(walked.paths, walked.leaves, strict=True)
+    return {path: leaf for path, leaf in pairs if leaf is not None and leaf is not ... and not is_function(leaf)}
+
+
+def is_absent(entry: Entry) -> bool:
+    return isinstance(entry, ValueEntry) and entry.type in NO_ARRAY
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def _rank(leaf: Any) -> int:
+    return len(_shape(leaf))
+
+
+def _ends(path: str) -> Iterator[str]:
+    """The ends of a path, the longest first."""
+    yield path
+    for found in _BOUNDARY.finditer(path):
+        yield path[found.end() :]
+
+
+def is_average(head: str) -> bool:
+    """Returns whether a path begins as that of something that is computed of the parameters."""
+    return _AVERAGE.search(head) is not None
+
+
+def _may_be_levels(old: str, new: str) -> bool:
+    """Whether the beginnings of two paths may be levels of which one was put in the place of the other."""
+    return _is_level(old, new) or not _common(old, new)
+
+
+def _is_level(old: str, new: str) -> bool:
+    """Whether one beginning of a path is the other with more in one place."""
+    if old == new:
+        return False
+    few, many = sorted((old, new), key=len)
+    head = len(_common(few, many))
+    return many.endswith(few[head:])
+
+
+def _common(a: str, b: str) -> str:
+    """What two paths begin with, to the end of a name."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
+
+
+def _lead(a: str, b: str) -> int:
+    return _alike(a.split("/"), b.split("/"))
+
+
+def _alike(a: Sequence[str], b: Sequence[str]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _is_near(a: str, b: str) -> bool:
+    """Whether two leaves can be those of one optimizer: below one name, or in a tree that is the optimizer's."""
+    return _lead(a, b) > 0 or a.partition("/")[0].isdecimal() or "/" not in a or "/" not in b
+
+
+def _most_alike(place: str, places: Sequence[str]) -> list[str]:
+    """The places that have most names in common with one, at the beginning and at the end."""
+    names = place.split("/")
+
+    def common(other: str) -> tuple[int, int]:
+        theirs = other.split("/")
+        lead = _alike(names, theirs)
+        return lead + _alike(names[lead:][::-1], theirs[lead:][::-1]), lead
+
+    most = max(map(common, places), default=None)
+    return [other for other in places if common(other) == most]
+
+
+def _numberless(path: str) -> str:
+    return re.sub(r"\d+", "#", path)

@@ -1,0 +1,120 @@
+"""Levels of paths that a checkpoint and a template have otherwise, in the same way in many places."""
+
+import collections
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from .._core.entries import Entry
+from .._pytree.walk import Walk
+from .origins import is_average
+from .suggestion import Call, Cause, is_plain
+
+if TYPE_CHECKING:
+    from .match import Policy
+
+_SAMPLE = 8  # missing leaves that are compared with all others
+_MAX_COMPARED_LEAVES = 5000  # other leaves that they are compared with
+_TRIED = 6  # suggestions
+_NUMBER = re.compile(r"\d+")
+
+
+def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> list[Cause]:
+    """Levels that only one side has, or that are called otherwise, most likely first."""
+    wanted = set(walked.paths)
+    missing = [
+        path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if path not in entries and leaf is not ...
+    ]
+    others = [path for path in entries if path not in wanted][:_MAX_COMPARED_LEAVES]
+    boxes = {name for inside in walked.boxes.values() for _, name in inside}  # which may be levels of the checkpoint
+    short = {path: path.rpartition("/")[0] if path.rpartition("/")[2] in boxes else path for path in others}
+    votes: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for path in missing[:: len(missing) // _SAMPLE + 1]:
+        alike: dict[tuple[str, ...], int] = {}
+        for other in others:
+            for change, names in _changes(path, short[other]):
+                chance = len(missing) == 1 and change[0] == "last" and not getattr(entries[other], "shape", ())
+                if change[0] == "at" or (not chance and is_plain(other, entries)):
+                    alike[change] = max(alike.get(change, 0), names)
+        votes.update(alike)
+    likely = sorted(votes, key=lambda change: (-votes[change], is_average(change[1])))
+    return [_change(*change, ruled=policy.rules) for change in likely[:_TRIED]]
+
+
+def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The changes that may have turned `found` into `wanted`: kind and parts of each; the number of equal names."""
+    a, b = wanted.split("/"), found.split("/")
+    shorter = min(len(a), len(b))
+    if found.endswith(f"/{wanted}"):
+        yield ("at", found[: -len(wanted) - 1]), shorter
+    elif wanted.endswith(f"/{found}"):
+        yield ("below", wanted[: -len(found) - 1]), shorter
+    elif found.startswith(f"{wanted}/"):
+        yield ("end", found[len(wanted) + 1 :], ""), shorter
+    elif wanted.startswith(f"{found}/"):
+        yield ("end", "", wanted[len(found) + 1 :]), shorter
+    head = next((n for n in range(shorter) if a[n] != b[n]), shorter)
+    tail = next((n for n in range(shorter - head) if a[-1 - n] != b[-1 - n]), shorter - head)
+    old, new, same = b[head : len(b) - tail], a[head : len(a) - tail], head + tail
+    if len(old) == len(new) == 1 and (count := _NUMBER.findall(old[0])) == _NUMBER.findall(new[0]) and count:
+        yield ("numbered", _NUMBER.sub("#", old[0]), _NUMBER.sub("#", new[0])), same
+    if not same or len(old) + len(new) > 4:
+        return
+    if not tail:
+        if old and new:
+            yield ("last", "/".join(old), "/".join(new)), same
+        return
+    numbers = [name.isdecimal() for name in (*old, *new)]
+    if numbers == [True]:
+        yield ("stack" if old else "unstack", "/".join([*a[:head], "*", "**"])), same
+    if not any(numbers):
+        place = "/".join("#" if name.isdecimal() else name for name in a[:head])
+        yield ("within", place, "/".join(old), "/".join(new)), same
+        if old:
+            yield ("anywhere", "/".join(old), "/".join(new)), same
+
+
+def _change(kind: str, *said: str, ruled: bool) -> Cause:
+    """The cause that a change points to."""
+    if kind in ("at", "below"):
+        levels = said[0].count("/") + 1
+        more = f"has {'one level' if levels == 1 else f'{levels} levels'} more"
+        if kind == "at" and not ruled:
+            return Cause(f"the checkpoint {more}", at=said[0])
+        if kind == "at":
+            return Cause(f"the checkpoint {more}", rules=(Call.of("rename", f"^{re.escape(said[0])}/", ""),))
+        return Cause(f"the template {more}", rules=(Call.of("rename", "^", f"{_literal(said[0])}/"),))
+    if kind in ("stack", "unstack"):
+        one, other = ("checkpoint", "template") if kind == "stack" else ("template", "checkpoint")
+        text = f"the {one} has each layer by itself, the {other} all of them in one array"
+        return Cause(text, rules=(Call.of(kind, said[0]),))
+    *place, old, new = said
+    if kind == "end":
+        text = f"each path of the {'checkpoint' if old else 'template'} has {old or new!r} at its end"
+        if old in ("value", "raw_value"):
+            text = f"it looks like Flax NNX or partitioned Linen, of which others save a level {old!r} for each leaf"
+        call = Call.of("rename", f"/{re.escape(old)}$", "") if old else Call.of("rename", "$", f"/{_literal(new)}")
+        return Cause(text, rules=(call,))
+    if kind == "numbered":
+        pattern, groups = re.escape(old).replace(r"\#", r"(\d+)"), itertools.count(2)
+        name = re.sub("#", lambda _: rf"\g<{next(groups)}>", _literal(new))
+        call = Call.of("rename", rf"(^|/){pattern}(/|$)", rf"\1{name}\g<{next(groups)}>")
+    elif kind == "last":
+        call = Call.of("rename", rf"(^|/){re.escape(old)}$", rf"\1{_literal(new)}")
+    elif kind == "anywhere":
+        call = Call.of("rename", rf"(^|/){re.escape(old)}/", rf"\1{_literal(new)}/" if new else r"\1")
+    else:
+        groups = itertools.count(1)
+        heads = [name for name in place[0].split("/") if name]
+        pattern = "".join(r"(\d+)/" if name == "#" else f"{re.escape(name)}/" for name in heads)
+        kept = "".join(rf"\{next(groups)}/" if name == "#" else f"{_literal(name)}/" for name in heads)
+        old_part, new_part = f"{re.escape(old)}/" if old else "", f"{_literal(new)}/" if new else ""
+        call = Call.of("rename", f"^{pattern}{old_part}", f"{kept}{new_part}")
+    if old and new:
+        return Cause(f"the checkpoint has {old!r} where the template has {new!r}", rules=(call,))
+    return Cause(f"the {'checkpoint' if old else 'template'} has a level {old or new!r} more", rules=(call,))
+
+
+def _literal(text: str) -> str:
+    return text.replace("\\", r"\\")

@@ -1,0 +1,65 @@
+"""A part of a tree that only one side has, or that differs as a whole: a new head, another optimizer."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from .._core.describe import NOTHING
+from .._core.entries import Entry
+from .._core.leaf_paths import below, matches
+from .._pytree.walk import Walk
+from ..errors import Difference
+from .suggestion import Call, Cause, is_plain
+
+
+def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Difference]) -> Iterator[Cause]:
+    """A part of the tree in which all differences lie: a new head, another optimizer."""
+    if len(differences) < 2:
+        return
+    paths = [one.path for one in differences]
+    everything = {*walked.paths, *entries}
+    leaves = [one for one in differences if one.path in everything]  # not the containers of another class
+    fitting = {path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is not None}.difference(
+        paths
+    )
+    for place, glob in _globs(paths, everything):
+        inside = [path for path in everything if matches(path, glob)]
+        if len(inside) == len(everything):
+            continue
+        text = f"all of it lies below {place!r}, where the template can keep its own"
+        if all(one.found == NOTHING for one in leaves):
+            part = "a part of " if any(path in entries for path in inside) else ""
+            yield Cause(f"the checkpoint lacks {part}{place!r}", missing=(glob,))
+        elif all(one.expected == NOTHING for one in leaves):
+            part = "a part of " if any(matches(path, glob) for path in walked.paths) else ""
+            yield Cause(f"the template lacks {part}{place!r}", extra=(glob,))
+        whole = len(leaves) < len(differences) or not fitting.intersection(inside)
+        if whole and all(is_plain(path, entries) for path in inside):
+            there = any(matches(path, glob) for path in walked.paths)
+            own = text if there else f"the template lacks {place!r}"
+            yield Cause(own, rules=(Call.of("drop", glob),), missing=(glob,) if there else ())
+        if all(NOTHING in (one.found, one.expected) for one in leaves):
+            yield Cause(text, missing=(glob,), extra=(glob,))
+    if all(one.expected == NOTHING for one in leaves):
+        yield Cause("the template is a part of what the checkpoint has", extra="ignore")
+
+
+def _globs(paths: Sequence[str], everything: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The names that all the paths have in common, and a glob for each."""
+    parts = [path.split("/") for path in paths]
+    head: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        head.append(names[0])
+    while head and head[-1].isdecimal() and _is_all("/".join(head), "/".join(head[:-1]), everything):
+        head.pop()
+    common = set(parts[0]).intersection(*parts[1:]).difference(head)
+    if head:
+        yield "/".join(head), "/".join([*head, "**"])
+    for name in sorted(common, key=parts[0].index, reverse=True):
+        if not name.isdecimal():
+            yield name, f"**/{name}/**"
+
+
+def _is_all(place: str, around: str, everything: Collection[str]) -> bool:
+    """Whether a container has nothing but another."""
+    return all(below(path, place) is not None for path in everything if below(path, around) is not None)

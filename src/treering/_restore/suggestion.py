@@ -1,0 +1,94 @@
+"""A suggestion of an error about a template: arguments of a restore, as they are written and as they are tried."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import rules
+from .._core import views
+from .._core.entries import Entry
+from .._core.leaf_paths import below
+from .._core.skeleton import Skeleton, subtree
+from .._rules.base import Leaves, Rule, apply
+
+if TYPE_CHECKING:
+    from .match import Policy
+
+
+class Call(NamedTuple):
+    """What stands in a list of rules, as it is written, and the rules that it makes."""
+
+    text: str
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, name: str, *values: Any) -> "Call":
+        written = [f"r{value!r}".replace("\\\\", "\\") if "\\" in str(value) else repr(value) for value in values]
+        return cls(f"tr.rules.{name}({', '.join(written)})", (getattr(rules, name)(*values),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A possible cause of differences, and the arguments that fix it."""
+
+    text: str
+    at: str = ""
+    rules: tuple[Call, ...] = ()
+    missing: tuple[str, ...] = ()
+    extra: str | tuple[str, ...] = ()
+    dtype: str | None = None
+
+    def arguments(self, policy: "Policy") -> str:
+        """The arguments as the user would write them, with those that were given already."""
+        given = {}
+        if self.at:
+            given["at"] = repr(f"{policy.at}/{self.at}".lstrip("/"))
+        if self.rules:
+            given["rules"] = f"[{', '.join([*(['…'] if policy.rules else []), *(call.text for call in self.rules)])}]"
+        for name, globs in (("missing", self.missing), ("extra", self.extra)):
+            if globs:
+                value = _joined(getattr(policy, name), globs)
+                given[name] = repr(value if isinstance(value, str) else list(value))
+        if self.dtype:
+            given["dtype"] = repr(self.dtype)
+        return ", ".join(f"{name}={value}" for name, value in given.items())
+
+    def policy(self, policy: "Policy") -> "Policy":
+        return dataclasses.replace(
+            policy,
+            missing=_joined(policy.missing, self.missing),
+            extra=_joined(policy.extra, self.extra),
+            dtype=self.dtype or policy.dtype,
+        )
+
+    def leaves(self, entries: Mapping[str, Entry]) -> Leaves:
+        """The checkpoint's leaves with these arguments; `source` of each is its path without them.
+
+        Raises `TreeringError` if a rule does not fit.
+        """
+        if self.at:
+            entries = {path: entry for path, entry in entries.items() if below(path, self.at) is not None}
+        leaves = renamed(self.rules, entries)
+        return {below(path, self.at) or "": leaf for path, leaf in leaves.items()} if self.at else leaves
+
+    def skeleton(self, skeleton: Skeleton | None) -> Skeleton | None:
+        """The checkpoint's skeleton with these arguments, which rules leave unknown."""
+        return None if skeleton is None or self.rules else subtree(skeleton, self.at) if self.at else skeleton
+
+
+def renamed(calls: Sequence[Call], entries: Mapping[str, Entry]) -> Leaves:
+    """The leaves that rules make of a checkpoint's. Raises `TreeringError` if a rule does not fit."""
+    leaves = views.leaves_of({path: entry.at(path) for path, entry in entries.items()})
+    return apply([rule for call in calls for rule in call.rules], leaves)
+
+
+def is_plain(path: str, entries: Mapping[str, Entry]) -> bool:
+    """Returns whether rules see a leaf under this path, which may have a level that shows nowhere else."""
+    return path not in entries or entries[path].path.endswith(path)
+
+
+def _joined(given: Any, globs: str | tuple[str, ...]) -> Any:
+    """A list of globs with more; a value that allows everything stays."""
+    if isinstance(globs, str) or not globs or given in ("template", "ignore"):
+        return globs if isinstance(globs, str) else given
+    return tuple(dict.fromkeys((*(() if given == "error" else given), *globs)))
