@@ -1,7 +1,7 @@
 """Suggests rules that keep leaves which a checkpoint has under other paths, and say what to do with the rest."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .._core.entries import Entry
@@ -12,6 +12,8 @@ from .._pytree.walk import Walk
 from .._rules.base import Leaves
 from ..errors import TreeringError
 from .origins import Origins, is_absent, origins, wanted
+from .path_likeness import differing_heads
+from .prefix_renames import ordered, renames
 from .suggestion import Call, Cause, is_plain, renamed
 
 if TYPE_CHECKING:
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_CALLS = 16  # rules; nobody would read more
 _MAX_GLOBS = 12
-_NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with what ends it
 _T5 = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
-_ASIDE = "moved:"  # before new paths, as long as other leaves have these
 
 
 def moved(
@@ -104,7 +104,7 @@ def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> Iterat
         yield Call.of("drop", glob)
     moves = {there: path for there, path in first.items() if there != path}
     there = [path for path in entries if path not in in_the_way]
-    for pattern, new in _ordered(list(_renames(moves, there, first, leaves))):
+    for pattern, new in ordered(list(renames(moves, there, first, leaves))):
         yield Call.of("rename", pattern, new)
     copies = {path: first[there] for path, there in found.sources.items() if first[there] != path}
     for src, dst in _copies(copies, [first.get(path, path) for path in there]):
@@ -116,7 +116,7 @@ def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> Iterat
 def _texts(found: Origins) -> Iterator[str]:
     """Says what is suggested and what may be meant instead."""
     first = _first(found)
-    heads = dict.fromkeys(_heads(there, path) for there, path in first.items() if there != path)
+    heads = dict.fromkeys(differing_heads(there, path) for there, path in first.items() if there != path)
     for old, new in list(heads)[:2]:
         yield (
             f"the checkpoint has {old!r} where the template has {new!r}"
@@ -173,79 +173,11 @@ def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _heads(there: str, path: str) -> tuple[str, str]:
-    """What is different at the beginnings of two paths, to the end of a name."""
-    a, b = _names(there), _names(path)
-    same = 0
-    while same < min(len(a), len(b)) and a[-1 - same] == b[-1 - same]:
-        same += 1
-    return "".join(a[: len(a) - same]), "".join(b[: len(b) - same])
-
-
-def _names(path: str) -> list[str]:
-    return _NAME.findall(path)
-
-
-def _renames(
-    moves: Mapping[str, str], everything: Iterable[str], stay: Collection[str], taken: Collection[str]
-) -> Iterator[tuple[str, str, bool]]:
-    """Yields old and new beginnings of the paths that move, and whether they are whole paths.
-
-    Each is as short as it can be without the beginning of a leaf that moves elsewhere or stays, or that would take the
-    place of another.
-    """
-    groups: dict[tuple[str, str], dict[str, str]] = {}
-    for there, path in moves.items():
-        groups.setdefault(_heads(there, path), {})[there] = path
-    todo = list(groups.items())
-    while todo:
-        (old, new), members = todo.pop(0)
-        others = [path for path in everything if path.startswith(old) and path not in members]
-        if not any(path in stay or new + path[len(old) :] in taken for path in others):
-            whole = len(members) == 1 and old in members
-            yield old, new, whole
-            continue
-        narrower: dict[tuple[str, str], dict[str, str]] = {}
-        for there, path in members.items():
-            name = _names(there[len(old) :])[:1]
-            heads = (old + name[0], new + name[0]) if name else (there, path)
-            narrower.setdefault(heads, {})[there] = path
-        if list(narrower) == [(old, new)]:  # a leaf of which the path is the beginning of another's
-            yield old, new, True
-        else:
-            todo += narrower.items()
-
-
-def _ordered(renames: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str]]:
-    """The patterns and what they become, in an order in which none takes what another has made."""
-
-    def written(old: str, whole: bool) -> str:
-        return f"^{re.escape(old)}" + ("$" if whole else "")
-
-    def quoted(new: str) -> str:
-        return new.replace("\\", r"\\")
-
-    left, done = list(renames), list[tuple[str, str]]()
-    while left:
-        free = [one for one in left if not any(other is not one and _takes(other, one) for other in left)]
-        if not free:  # they change places
-            aside = [(written(old, whole), _ASIDE + quoted(new)) for old, new, whole in left]
-            return [*done, *aside, (f"^{_ASIDE}", "")]
-        done += [(written(old, whole), quoted(new)) for old, new, whole in free[:1]]
-        left.remove(free[0])
-    return done
-
-
-def _takes(other: tuple[str, str, bool], one: tuple[str, str, bool]) -> bool:
-    """Whether a rename would take what another has made, or has a leaf in its place."""
-    return other[0].startswith(one[1]) or one[1].startswith(other[0])
-
-
 def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]]:
     """The sources and destinations: of containers, where all that is in one is copied."""
     groups: dict[tuple[str, str], list[str]] = {}
     for dst, src in copies.items():
-        groups.setdefault(_heads(src, dst), []).append(dst)
+        groups.setdefault(differing_heads(src, dst), []).append(dst)
     found: list[tuple[str, str]] = []
     for (old, new), paths in groups.items():
         src, dst = old.rstrip("/"), new.rstrip("/")

@@ -1,9 +1,8 @@
 """Finds the leaves of a template that a checkpoint has under other paths."""
 
 import collections
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.entries import NO_ARRAY, Entry, ValueEntry
@@ -11,6 +10,7 @@ from .._core.skeleton import Skeleton
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from .optimizer_states import States, grouped
+from .path_likeness import common, ends, is_average, is_level, is_near, lead, may_be_levels, most_alike, numberless
 from .targets import Differs, target_of
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _MAX_COMPARED_LEAVES = 20_000
 _MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
-_BOUNDARY = re.compile(r"/|\.|~1")
-_AVERAGE = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa|mu|nu|target)(?:$|[/._])", re.IGNORECASE)
 _MOST = 0.9  # of the parameters that one side has alone: a level of as many can have another name
 _EMBEDDING = re.compile(r"emb|wte|token|vocab|lookup|shared", re.IGNORECASE)
 
@@ -87,7 +85,7 @@ class _Search:
                     and there[rest] not in used
                     and self.fits(path, there[rest])
                 ]
-                best = _most_alike(place, having)
+                best = most_alike(place, having)
                 if len(best) == 1:
                     claims[others[best[0]][rest]].append(path)
         for found, paths in claims.items():
@@ -108,25 +106,25 @@ class _Search:
                     and (not arrays or origins.intersection(there.values()))
                     and self.fits(path, there[rest])
                 ]
-                if best := _most_alike(place, having):
+                if best := most_alike(place, having):
                     self.sources[path] = others[best[0]][rest]
 
     def with_levels(self) -> None:
         """Leaves whose paths have more or fewer levels, or parts of a name, in one place."""
         used = set(self.sources.values())
         rest = self.rest()[:_MAX_COMPARED_LEAVES]
-        ends: dict[str, list[str]] = collections.defaultdict(list)
+        by_end: dict[str, list[str]] = collections.defaultdict(list)
         for found in self.entries:
             if found not in used:
-                for end in _ends(found):
-                    ends[end].append(found)
+                for end in ends(found):
+                    by_end[end].append(found)
         votes: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
         for path in rest:
-            for end in _ends(path):
+            for end in ends(path):
                 near = False
-                for found in ends.get(end, ())[:_MAX_ALIKE]:
+                for found in by_end.get(end, ())[:_MAX_ALIKE]:
                     heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
-                    if _may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
+                    if may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
                         votes[heads][path] = found
                         near = True
                 if near:
@@ -137,7 +135,7 @@ class _Search:
         for heads, pairs in sorted(votes.items(), key=lambda vote: (-len(vote[1]), *map(is_average, vote[0]))):
             old, new = heads
             are_most = len(pairs) >= min(ours, theirs) * _MOST and (len(pairs) > 1 or moved.intersection(heads))
-            if not are_most and not _is_level(old, new):
+            if not are_most and not is_level(old, new):
                 continue
             moved.update(heads)
             if any(path in self.sources for path in pairs):
@@ -168,10 +166,10 @@ class _Search:
                 if one.is_count
                 and getattr(self.entries[found], "dtype", None) == str(leaf.dtype)
                 and self.fits(path, found)
-                and _is_near(path, places.get(found, found))
+                and is_near(path, places.get(found, found))
             }
             schedules = [place for place, found in having.items() if inside[self.states.found[found].place] == 1]
-            if best := _most_alike(path, schedules or list(having)):
+            if best := most_alike(path, schedules or list(having)):
                 self.sources[path] = having[best[0]]
                 self.counted.add(path)
 
@@ -191,17 +189,17 @@ class _Search:
                     and getattr(self.entries[found], "shape", None) == wished
                     and getattr(self.entries[found], "dtype", None) == str(self.leaves[path].dtype)
                 ]
-                most = max((_lead(path, other) for other in alike), default=0)
-                alike = [other for other in alike if _lead(path, other) == most]
-                named = [other for other in alike if _EMBEDDING.search(other[len(_common(path, other)) :])]
+                most = max((lead(path, other) for other in alike), default=0)
+                alike = [other for other in alike if lead(path, other) == most]
+                named = [other for other in alike if _EMBEDDING.search(other[len(common(path, other)) :])]
                 best = alike if len(alike) == 1 else named
                 sure = bool(named) or (len(rest) == 1 and shape[0] != shape[1])
-                if len(best) == 1 and sure and _numberless(best[0]) != _numberless(path):
+                if len(best) == 1 and sure and numberless(best[0]) != numberless(path):
                     self._share(path, best[0], turned)
                     break
 
     def _share(self, path: str, other: str, turned: bool) -> None:
-        head = len(_common(path, other))
+        head = len(common(path, other))
         new, old = path[head:], other[head:]
         self.untied[path] = other
         for one in self.rest():
@@ -243,65 +241,3 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _rank(leaf: Any) -> int:
     return len(_shape(leaf))
-
-
-def _ends(path: str) -> Iterator[str]:
-    """The ends of a path, the longest first."""
-    yield path
-    for found in _BOUNDARY.finditer(path):
-        yield path[found.end() :]
-
-
-def is_average(head: str) -> bool:
-    """Returns whether a path begins as that of something that is computed of the parameters."""
-    return _AVERAGE.search(head) is not None
-
-
-def _may_be_levels(old: str, new: str) -> bool:
-    """Whether the beginnings of two paths may be levels of which one was put in the place of the other."""
-    return _is_level(old, new) or not _common(old, new)
-
-
-def _is_level(old: str, new: str) -> bool:
-    """Whether one beginning of a path is the other with more in one place."""
-    if old == new:
-        return False
-    few, many = sorted((old, new), key=len)
-    head = len(_common(few, many))
-    return many.endswith(few[head:])
-
-
-def _common(a: str, b: str) -> str:
-    """What two paths begin with, to the end of a name."""
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-    return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
-
-
-def _lead(a: str, b: str) -> int:
-    return _alike(a.split("/"), b.split("/"))
-
-
-def _alike(a: Sequence[str], b: Sequence[str]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _is_near(a: str, b: str) -> bool:
-    """Whether two leaves can be those of one optimizer: below one name, or in a tree that is the optimizer's."""
-    return _lead(a, b) > 0 or a.partition("/")[0].isdecimal() or "/" not in a or "/" not in b
-
-
-def _most_alike(place: str, places: Sequence[str]) -> list[str]:
-    """The places that have most names in common with one, at the beginning and at the end."""
-    names = place.split("/")
-
-    def common(other: str) -> tuple[int, int]:
-        theirs = other.split("/")
-        lead = _alike(names, theirs)
-        return lead + _alike(names[lead:][::-1], theirs[lead:][::-1]), lead
-
-    most = max(map(common, places), default=None)
-    return [other for other in places if common(other) == most]
-
-
-def _numberless(path: str) -> str:
-    return re.sub(r"\d+", "#", path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .._core.entries import Entry
 from .._pytree.walk import Walk
-from .origins import is_average
+from .path_likeness import is_average
 from .suggestion import Call, Cause, is_plain
 
 if TYPE_CHECKING:

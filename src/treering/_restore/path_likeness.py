@@ -1,0 +1,84 @@
+"""What two paths have in common, by their names: at the beginning, at the end, or with more in one place."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+_BOUNDARY = re.compile(r"/|\.|~1")
+_AVERAGE = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa|mu|nu|target)(?:$|[/._])", re.IGNORECASE)
+_NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with what ends it
+
+
+def ends(path: str) -> Iterator[str]:
+    """The ends of a path, the longest first."""
+    yield path
+    for found in _BOUNDARY.finditer(path):
+        yield path[found.end() :]
+
+
+def is_average(head: str) -> bool:
+    """Returns whether a path begins as that of something that is computed of the parameters."""
+    return _AVERAGE.search(head) is not None
+
+
+def may_be_levels(old: str, new: str) -> bool:
+    """Whether the beginnings of two paths may be levels of which one was put in the place of the other."""
+    return is_level(old, new) or not common(old, new)
+
+
+def is_level(old: str, new: str) -> bool:
+    """Whether one beginning of a path is the other with more in one place."""
+    if old == new:
+        return False
+    few, many = sorted((old, new), key=len)
+    head = len(common(few, many))
+    return many.endswith(few[head:])
+
+
+def common(a: str, b: str) -> str:
+    """What two paths begin with, to the end of a name."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
+
+
+def lead(a: str, b: str) -> int:
+    return _alike(a.split("/"), b.split("/"))
+
+
+def _alike(a: Sequence[str], b: Sequence[str]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def is_near(a: str, b: str) -> bool:
+    """Whether two leaves can be those of one optimizer: below one name, or in a tree that is the optimizer's."""
+    return lead(a, b) > 0 or a.partition("/")[0].isdecimal() or "/" not in a or "/" not in b
+
+
+def most_alike(place: str, places: Sequence[str]) -> list[str]:
+    """The places that have most names in common with one, at the beginning and at the end."""
+    names = place.split("/")
+
+    def alike(other: str) -> tuple[int, int]:
+        theirs = other.split("/")
+        head = _alike(names, theirs)
+        return head + _alike(names[head:][::-1], theirs[head:][::-1]), head
+
+    most = max(map(alike, places), default=None)
+    return [other for other in places if alike(other) == most]
+
+
+def numberless(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def differing_heads(there: str, path: str) -> tuple[str, str]:
+    """What is different at the beginnings of two paths, to the end of a name."""
+    a, b = names_of(there), names_of(path)
+    same = 0
+    while same < min(len(a), len(b)) and a[-1 - same] == b[-1 - same]:
+        same += 1
+    return "".join(a[: len(a) - same]), "".join(b[: len(b) - same])
+
+
+def names_of(path: str) -> list[str]:
+    return _NAME.findall(path)
