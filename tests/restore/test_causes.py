@@ -237,6 +237,7 @@ KEPT: dict[str, tuple[Any, Any, Origins]] = {
         *chains(ADAM, optax.chain(ADAM, optax.ema(0.9))), {"opt/1": None, "opt/0": "opt"}
     ),
     "squares that mean something else": kept(*chains(optax.rmsprop(1e-3), optax.adagrad(1e-3)), {"opt/0": None}),
+    "a count that means something else": kept(*chains(optax.adafactor(1e-3), ADAM), {"opt": None}),
     "clip and a new head": kept(
         state(ADAM),
         state(CLIPPED, 20),

@@ -84,11 +84,12 @@ def likely(
         return len(targets) - filled, left
 
     reordered = bool({one.path for one in differences}.difference(walked.paths, entries))
+    levels = elsewhere(walked, entries, policy)
     alone = list(own(walked, entries, differences))
     anew = list(moved(walked, entries, skeleton, policy, reordered=reordered))
     kinds: list[tuple[Walk, Iterable[Cause]]] = [
         (walked, _wider(differences, policy)),
-        (walked, elsewhere(walked, entries, policy)),
+        (walked, levels),
         (walked, alone),
         (walked, anew),
     ]
@@ -98,8 +99,9 @@ def likely(
     for kind, (like, causes) in enumerate(kinds):
         for n, cause in enumerate(causes):
             kept, left = tried(cause, like)
+            whole = not left or causes is levels  # what is told of a part must at least fix it
             if left <= most * _ENOUGH:
-                found[_Tried(-kept, kind, left, n)] = like, cause
+                found[_Tried(-kept if whole else 0, kind, left, n)] = like, cause
     if not found:
         return ""
     best = min(found)
