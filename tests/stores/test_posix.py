@@ -32,6 +32,7 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "fcntl", None)
         monkeypatch.setattr(module.sys, "platform", "other")
         monkeypatch.setattr(module, "_POPULATES", False)
+        monkeypatch.setattr(module, "RELATIVE", False)
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     return request.param
 

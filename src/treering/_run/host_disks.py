@@ -323,8 +323,9 @@ def set_aside_of(near: Steps, names: Collection[str]) -> set[str]:
 
 
 def folders(near: Steps) -> list[str]:
-    """The names of the folders of steps, committed or not."""
-    return [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
+    """The names of the folders of steps, committed or not. What a link leads to is no part of the run."""
+    names = [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
+    return [name for name in names if not near.store.is_link(posixpath.join(near.root, name))]
 
 
 def _not_here(*_: Any) -> Any:

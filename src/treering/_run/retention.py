@@ -77,8 +77,9 @@ class Retention:
                     with contextlib.suppress(FileNotFoundError):
                         store.remove_leftover(posixpath.join(place, name))
                 if run.parse(name, self._steps.prefix) is not None:
-                    removal.remove_leftovers(store, posixpath.join(place, name), remove_empty=True)
-                elif clock_of(name) == LOCK_NAME:  # its writer was killed before it could remove it
+                    if not store.is_link(step := posixpath.join(place, name)):  # what a link leads to is no run's
+                        removal.remove_leftovers(store, step, remove_empty=True)
+                elif not store.has_locks and clock_of(name) == LOCK_NAME:  # of a killed writer
                     with contextlib.suppress(FileNotFoundError):
                         store.delete(posixpath.join(place, name))
         run.settle_aside(store, root)

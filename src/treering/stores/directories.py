@@ -1,11 +1,12 @@
-"""Directories that are made with their parents, durably, and files that are open within a block."""
+"""Directories that are made with their parents, durably, and what is open within a block."""
 
 import contextlib
 import errno
 import os
 from collections.abc import Iterator
 
-from .posix import UNSUPPORTED, Disk
+from . import posix
+from .posix import UNSUPPORTED, Disk, Opened
 
 
 def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
@@ -38,3 +39,39 @@ def opened(disk: Disk, path: str) -> Iterator[int]:
         yield fd
     finally:
         disk.close(fd)
+
+
+def open_folder(disk: Disk, path: str) -> Opened:
+    """Opens a directory. Raises `NotADirectoryError` for a link to one."""
+    try:
+        return Opened(path, disk.open_dir(path))
+    except PermissionError:
+        if posix.RELATIVE or not posix.is_dir(path):
+            raise
+        return Opened(path, None)  # Windows opens no directories
+
+
+def close_folder(disk: Disk, opened: Opened) -> None:
+    if opened.fd is not None:
+        disk.close(opened.fd)
+
+
+@contextlib.contextmanager
+def folder(disk: Disk, path: str) -> Iterator[Opened]:
+    """Opens a directory within a `with` block. Raises `NotADirectoryError` for a link to one."""
+    found = open_folder(disk, path)
+    try:
+        yield found
+    finally:
+        close_folder(disk, found)
+
+
+@contextlib.contextmanager
+def trusted_folder(path: str) -> Iterator[Opened]:
+    """Opens a directory within a `with` block, to remove or move names in it. Raises what `open_trusted` does."""
+    fd = posix.open_trusted(path)
+    try:
+        yield Opened(path, fd)
+    finally:
+        if fd is not None:
+            os.close(fd)

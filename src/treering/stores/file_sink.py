@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from .posix import Disk
+from .posix import Disk, Opened
 
 
 class FileSink:
@@ -12,6 +12,10 @@ class FileSink:
         self.path = path
         self._disk = disk
         self._fd = disk.create(path)
+
+    @property
+    def opened(self) -> Opened:
+        return Opened(self.path, self._fd)
 
     def protect(self) -> bool:
         return self._disk.lock(self._fd) is not False and self._disk.same_file(self._fd, self.path)

@@ -3,16 +3,18 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from . import atomic
-from .directories import make_dirs, opened
+from .directories import make_dirs, opened, trusted_folder
 from .file_sink import FileSink
 from .lease import WriterLock
+from .nfs import warn_of_anothers
 from .open_file import File
-from .posix import Disk
+from .posix import Disk, Entry, is_anothers, look
 from .store import Beside, Owned, Stat, Writer
 from .whole_files import check_free
 
@@ -26,6 +28,7 @@ class Filesystem:
 
     def __init__(self, disk: Disk):
         self.disk = disk
+        self._sinks: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
 
     def stat(self, path: str) -> Stat | None:
         found = self.disk.stat(path)
@@ -42,7 +45,7 @@ class Filesystem:
 
     def is_local(self, path: str) -> bool:
         try:
-            fd = self.disk.open_dir(path) if os.path.isdir(path) else self.disk.open(path)
+            fd = self.disk.open_dir(os.path.realpath(path)) if os.path.isdir(path) else self.disk.open(path)
         except OSError:
             return False
         try:
@@ -62,20 +65,28 @@ class Filesystem:
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None: ...
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> FileSink:
-        return FileSink(self.disk, path)
+        sink = self._sinks[path] = FileSink(self.disk, path)
+        return sink
 
     def delete(self, path: str) -> None:
-        self.disk.unlink(path)
+        if path in self._sinks:  # a name that was drawn in this process: wherever a link leads, nothing else has it
+            self.disk.unlink(path)
+            return
+        with _in_folder(path) as entry:
+            self.disk.unlink(entry)
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
         failed: OSError | None = None
-        for name in names:
-            try:
-                self.disk.unlink(os.path.join(path, name))
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                failed = failed or error
+        if not (listed := list(names)):
+            return
+        with contextlib.suppress(FileNotFoundError), trusted_folder(path) as folder:
+            for name in listed:
+                try:
+                    self.disk.unlink(folder.entry(name))
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    failed = failed or error
         if failed:
             raise failed
 
@@ -84,17 +95,28 @@ class Filesystem:
             return self.disk.lock_shared(fd) is False
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+        with trusted_folder(os.path.dirname(path)) as folder:
+            entry = folder.entry(os.path.basename(path))
+            if (found := look(entry)) and stat.S_ISLNK(found.st_mode):
+                return True  # whose target is none of ours
+            if found and is_anothers(found, folder):
+                warn_of_anothers(path, found.st_uid)
+                return True
+            return self._delete_unused(entry, check)
+
+    def _delete_unused(self, entry: Entry, check: Callable[[], bool]) -> bool:
         disk = self.disk
-        with opened(disk, path) as fd:
+        with opened(disk, entry) as fd:
             free = disk.lock(fd)
             if free is None:  # over NFS a file open for reading cannot get it; two cleaners may share the other
                 free = disk.lock_shared(fd)
-            if free and check() and disk.same_file(fd, path):  # not a new one under its name
-                disk.unlink(path)
+            if free and check() and disk.same_file(fd, entry):  # not a new one under its name
+                disk.unlink(entry)
             return free is not None
 
     def remove_leftover(self, path: str) -> None:
-        atomic.remove_unlocked(self.disk, path)
+        with trusted_folder(os.path.dirname(path)) as folder:
+            atomic.remove_unlocked(self.disk, folder.entry(os.path.basename(path)), folder)
 
     def make_folder(self, path: str) -> None:
         self.disk.make_dir(path)
@@ -103,13 +125,15 @@ class Filesystem:
         make_dirs(self.disk, path, made)
 
     def remove_folder(self, path: str) -> None:
-        self.disk.remove_dir(path)
+        with _in_folder(path) as entry:
+            self.disk.remove_dir(entry)
 
     def settle(self, path: str) -> None:
         self.disk.sync_dir(path)
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        self.disk.rename_new(old, new)
+        with _in_folder(old) as here, _in_folder(new) as there:
+            self.disk.rename_new(here, there)
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
         check_free(self, path, overwrite=overwrite, folder=False)
@@ -139,6 +163,13 @@ class Filesystem:
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> WriterLock:
         return WriterLock(self.disk, run, busy)
+
+
+@contextlib.contextmanager
+def _in_folder(path: str) -> Iterator[Entry]:
+    """What is at a path, to be removed or moved; see `posix.open_trusted` for what is raised."""
+    with trusted_folder(os.path.dirname(path)) as folder:
+        yield folder.entry(os.path.basename(path))
 
 
 def _stat(found: os.stat_result) -> Stat:

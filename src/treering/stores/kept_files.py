@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from .._core.leaf_paths import few
 from ..errors import CorruptError, ExistsError, TreeringError
-from .directories import opened
+from .directories import folder, opened
 from .file_sink import FileSink
-from .posix import Disk
+from .posix import Disk, Entry, Opened, is_dir, look
 from .sequential import SequentialWriter
 
 _BUFFER_BYTES = 4 << 20
@@ -50,72 +50,79 @@ class Replaced:
         self._carried: dict[str, _Carried] = {}
         self._stuck: list[str] = []
 
-    def carry_over(self, disk: Disk, old: str, new: str) -> bool:
+    def carry_over(self, disk: Disk, old: Opened, new: Opened) -> bool:
         """Gives the other files names in the new directory as well; True if there are any names to sync."""
         for name in self._others:
-            before = look(os.path.join(old, name))
+            here, place = old.entry(name), new.entry(name)
+            before = look(here)
             if before is None:
                 continue
-            place = os.path.join(new, name)
-            _keep(disk, os.path.join(old, name), place, before)
-            self._carried[name] = _Carried(before, os.lstat(place))
+            _keep(disk, here, place, before)
+            if after := look(place):
+                self._carried[name] = _Carried(before, after)
         return bool(self._carried)
 
-    def clear(self, disk: Disk, old: str, new: str) -> None:
+    def clear(self, disk: Disk, old: Entry, new: Opened) -> None:
         """Moves the files that the new directory lacks there, then removes the old one.
 
-        Where a file cannot be moved, the old directory stays under another name, which is logged.
+        Where a file cannot be moved, the old directory stays under another name, which is logged. So does what somebody
+        has put in its place that is no directory.
         """
         with contextlib.suppress(TreeringError, OSError):  # this may be the checkpoint of a faster writer
-            self._parts |= set(self._owned(old))
+            self._parts |= set(self._owned(str(old)))
         folders = {parent for part in self._parts for parent in _parents_of(part)}
         try:
-            self._clear(disk, old, new, "", folders)
+            with folder(disk, old) as opened_old:
+                self._clear(disk, opened_old, new, "", folders)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._stuck.append(str(error))
-        if self._stuck and os.path.lexists(old):
-            aside = f"{new}.kept-{os.urandom(3).hex()}"
+        if self._stuck and look(old):
+            aside = old.sibling(f"{os.path.basename(new)}.kept-{os.urandom(3).hex()}")
             with contextlib.suppress(OSError):
                 disk.rename_new(old, aside)
             _log.warning(
                 "%s: files that came to lie in it while it was replaced could not be moved to the new one; they are "
                 "in %s: %s",
                 new,
-                aside if os.path.lexists(aside) else old,
+                aside if look(aside) else old,
                 few(tuple(self._stuck)),
             )
             return
         with contextlib.suppress(OSError):
             disk.remove_dir(old)
 
-    def _clear(self, disk: Disk, old: str, new: str, at: str, folders: Collection[str]) -> None:
+    def _clear(self, disk: Disk, old: Opened, new: Opened, at: str, folders: Collection[str]) -> None:
+        """Empties the old directory, or one in it, which is open and `at` a path within."""
         moved = False
-        for name in disk.list(os.path.join(old, at)):
-            within = f"{at}{name}"
-            here, there = os.path.join(old, within), os.path.join(new, within)
+        for name in disk.list(old):
+            within, here = f"{at}{name}", old.entry(name)
             found = look(here)
             if found is None:
                 continue
             carried = self._carried.get(within)
-            if stat.S_ISDIR(found.st_mode) and (within in folders or (at and not disk.list(here))):
-                self._clear(disk, old, new, f"{within}/", folders)
-                with contextlib.suppress(OSError):
-                    disk.remove_dir(here)
-            elif not stat.S_ISDIR(found.st_mode) and within in self._parts:
-                with contextlib.suppress(OSError):
-                    disk.unlink(here)
-            elif carried and (carried.is_unchanged(found) or not carried.is_current(look(there))):
-                with contextlib.suppress(OSError):  # the new directory has this file, or a newer one already
-                    disk.unlink(here)
-            else:
-                try:
-                    _make_folder(disk, new, os.path.dirname(within))
-                    disk.rename(here, there) if carried else disk.rename_new(here, there)
+            try:
+                if stat.S_ISDIR(found.st_mode) and (within in folders or (at and _is_empty(disk, here))):
+                    with folder(disk, here) as inner:
+                        self._clear(disk, inner, new, f"{within}/", folders)
+                    with contextlib.suppress(OSError):
+                        disk.remove_dir(here)
+                elif not stat.S_ISDIR(found.st_mode) and within in self._parts:
+                    with contextlib.suppress(OSError):
+                        disk.unlink(here)
+                elif carried and (carried.is_unchanged(found) or not carried.is_current(look(new.entry(name)))):
+                    with contextlib.suppress(OSError):  # the new directory has this file, or a newer one already
+                        disk.unlink(here)
+                else:
+                    with _folder_in(disk, new, at) as to:
+                        (disk.rename if carried else disk.rename_new)(here, to.entry(name))
                     moved = True
-                except OSError:
-                    self._stuck.append(within)
+            except OSError:
+                self._stuck.append(within)
         if moved:
-            disk.sync_dir(os.path.join(new, at))
+            with _folder_in(disk, new, at) as to:
+                disk.sync_dir(to)
 
 
 def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Replaced:
@@ -168,20 +175,6 @@ def files_in(disk: Disk, path: str) -> Iterator[str]:
             yield name
 
 
-def look(path: str) -> os.stat_result | None:
-    """The `lstat` of a path: of a link itself; None when nothing is there."""
-    try:
-        return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def is_dir(path: str) -> bool:
-    """Whether a directory is at a path, and not a link to one."""
-    found = look(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
-
-
 def _same(found: os.stat_result | None, known: os.stat_result) -> bool:
     """Whether a file is one that was seen before, and was not written to since."""
     return (
@@ -198,7 +191,7 @@ def _taken(path: str) -> ExistsError:
     )
 
 
-def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
+def _keep(disk: Disk, old: Entry, new: Entry, found: os.stat_result) -> None:
     """Gives a file a second name, or copies it where there are no hard links. Raises `ExistsError` for a taken name."""
     try:
         if disk.hard_link(old, new):
@@ -208,27 +201,40 @@ def _keep(disk: Disk, old: str, new: str, found: os.stat_result) -> None:
             return None
         if stat.S_ISLNK(found.st_mode):
             return disk.copy_link(old, new)
-        file = SequentialWriter(FileSink(disk, new))
+        sink = FileSink(disk, new)
     except FileExistsError:
         raise _taken(old) from None
+    file = SequentialWriter(sink)
     try:
         with opened(disk, old) as fd:
+            mode = os.fstat(fd).st_mode & 0o777  # and not to run as its owner, who may be another now
+            disk.set_mode(sink.opened, mode | stat.S_IWUSR)  # before anything is in it that others may not read
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             while count := disk.read(fd, buffer, file.size):
                 file.write(buffer[:count])
-        file.close()
-        disk.set_mode(new, stat.S_IMODE(found.st_mode))
+        file.sync()
+        disk.set_mode(sink.opened, mode)
     finally:
         file.discard()
 
 
-def _make_folder(disk: Disk, folder: str, within: str) -> None:
-    """Makes the directories on a path within a directory that are missing, durably."""
-    for part in _parents_of(f"{within}/") if within else ():
-        place = os.path.join(folder, part)
-        if look(place) is None:
-            disk.make_dir(place)
-            disk.sync_dir(os.path.dirname(place))
+def _is_empty(disk: Disk, path: Entry) -> bool:
+    with folder(disk, path) as there:
+        return not disk.list(there)
+
+
+@contextlib.contextmanager
+def _folder_in(disk: Disk, top: Opened, within: str) -> Iterator[Opened]:
+    """Opens a directory by its path within another, and durably makes those on the way that are missing."""
+    with contextlib.ExitStack() as stack:
+        here = top
+        for name in filter(None, within.split("/")):
+            place = here.entry(name)
+            if look(place) is None:
+                disk.make_dir(place)
+                disk.sync_dir(here)
+            here = stack.enter_context(folder(disk, place))
+        yield here
 
 
 def _parents_of(part: str) -> list[str]:

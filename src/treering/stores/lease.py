@@ -19,7 +19,7 @@ from .._threads.alive import Alive
 from .._threads.decoding import learn
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import claims
-from .directories import make_dirs
+from .directories import make_dirs, trusted_folder
 from .posix import Disk
 from .store import LOCK_NAME
 
@@ -149,14 +149,16 @@ class WriterLock:
                 self._held.append(_Held(fd, path, made))
                 if self._disk.same_file(fd, path):
                     _check_version(self._disk, fd, path)
-                    return fd
+                    if not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
+                        return fd
+                    self._disk.unlink(path)  # it has another name elsewhere, under which it must not be overwritten
             except BaseException as error:
                 if isinstance(error, UnsupportedError):  # it is locked, but belongs to a later release: it must stay
                     self._held.clear()
                 if not self._held:  # the file belongs to another process
                     self._disk.close(fd)
                 raise
-            self._held.pop()  # the holder before has removed the file by now
+            self._held.pop()  # the file is removed by now
             self._disk.close(fd)
 
     def release(self) -> None:
@@ -176,9 +178,10 @@ def _give_back(disk: Disk, held: list[_Held]) -> None:
             fd, path, made = held.pop()  # first, or the next call would close a file with the same number
         except IndexError:
             return
-        with contextlib.suppress(OSError):
-            if disk.same_file(fd, path):  # or the run was removed and made again, and the path is another lock's
-                disk.unlink(path)
+        with contextlib.suppress(OSError), trusted_folder(os.path.dirname(path)) as folder:
+            entry = folder.entry(LOCK_NAME)
+            if disk.same_file(fd, entry):  # or the run was removed and made again, and the path is another lock's
+                disk.unlink(entry)
         with contextlib.suppress(OSError):
             disk.close(fd)
         _remove_empty(disk, made)

@@ -61,6 +61,17 @@ def warn_of_closed(path: str, reason: str | None) -> None:
     _log.warning("%s: it cannot be looked into (%s), and counts as no step", path, reason)
 
 
+@functools.lru_cache(maxsize=1000)
+def warn_of_anothers(path: str, user: int) -> None:
+    """Logs once that a leftover is left alone, and why."""
+    _log.warning(
+        "%s: it looks like what a killed save has left, but user %d owns it and others may write to this directory, so "
+        "it is left alone; remove it yourself if nobody needs it",
+        path,
+        user,
+    )
+
+
 @functools.lru_cache(maxsize=1)
 def warn_of_no_locks(path: str) -> None:
     """Logs once that leftovers are not removed, for lack of locks."""

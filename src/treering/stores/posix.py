@@ -2,6 +2,10 @@
 
 Everything that reads or writes a file goes through a `Disk`, so that a double can record the operations
 or make them fail. Platform-only calls live here and nowhere else, each with its portable fallback.
+
+Whoever may write to a directory may at any moment replace a name in it by a link. So trees are changed through open
+directories: an `Entry` is a name in one, and `Opened` is the directory itself. Both are paths as well, which is all
+that a double has to know, and all that is used where the system has no calls relative to a directory.
 """
 
 import contextlib
@@ -39,9 +43,145 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is f
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 _LOOKUP_ATTEMPTS = 5  # at looking up a name that another host gives to something else
+_FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
+_LOOK_THROUGH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MAX_LINKS = 40  # on the way to a directory, as Linux has it
 _position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
 
 T = TypeVar("T")
+
+# Windows has none of it.
+RELATIVE = (
+    {os.open, os.stat, os.unlink, os.rmdir, os.mkdir, os.rename, os.link, os.symlink, os.readlink} <= os.supports_dir_fd
+    and os.listdir in os.supports_fd
+    and hasattr(os, "O_NOFOLLOW")
+)
+
+
+class Entry(str):
+    """A path whose last name is looked up in an open directory, wherever the path above it leads by now.
+
+    A link of that name is never followed. It is of use until the directory is closed.
+    """
+
+    at: int | None
+
+    def __new__(cls, path: str, at: int | None) -> "Entry":
+        entry = super().__new__(cls, path)
+        entry.at = at
+        return entry
+
+    def sibling(self, name: str) -> "Entry":
+        """Another entry of the same directory."""
+        return Opened(os.path.dirname(self), self.at).entry(name)
+
+
+class Opened(str):
+    """The path of a file or directory, and its descriptor, which is what counts; None where no directory is opened."""
+
+    fd: int | None
+
+    def __new__(cls, path: str, fd: int | None) -> "Opened":
+        opened = super().__new__(cls, path)
+        opened.fd = fd
+        return opened
+
+    def entry(self, name: str) -> Entry:
+        """The entry of a name in this directory. Raises `ValueError` for a path."""
+        if os.path.basename(name) != name:
+            raise ValueError(f"expected a name, found the path {name!r}")
+        return Entry(os.path.join(self, name), self.fd)
+
+
+def _named(path: str) -> tuple[str, int | None]:
+    """The name to look up, and the descriptor of the directory to look in."""
+    if RELATIVE and isinstance(path, Entry) and path.at is not None:
+        return os.path.basename(path), path.at
+    return path, None
+
+
+def _itself(path: str) -> str | int:
+    """The descriptor of something open, or else its path."""
+    return path.fd if RELATIVE and isinstance(path, Opened) and path.fd is not None else path
+
+
+def look(path: str) -> os.stat_result | None:
+    """The `lstat` of a path: of a link itself; None when nothing is there."""
+    name, at = _named(path)
+    try:
+        return os.stat(name, dir_fd=at, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def open_trusted(path: str) -> int | None:
+    """Opens a directory to remove or move names in it; None where there are no calls relative to a directory.
+
+    Raises `PermissionError` for a link on the way that somebody else may have put there; see `is_trusted`.
+    """
+    if not RELATIVE:
+        return None
+    if (flags := _LOOK_THROUGH) is None:
+        link = look(path)
+        own = link is not None and stat.S_ISLNK(link.st_mode) and link.st_uid in (os.geteuid(), 0)
+        return os.open(os.path.realpath(path) if own else path, _FOLDER)
+    names, links = path.split("/")[::-1], 0
+    here = os.open("/", flags)
+    try:
+        while names:
+            if not (name := names.pop()):
+                continue
+            inner = os.open(name, flags, dir_fd=here)
+            if not stat.S_ISLNK((found := os.fstat(inner)).st_mode):
+                here, outer = inner, here
+                os.close(outer)
+                continue
+            try:
+                if (links := links + 1) > _MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
+                    raise PermissionError(errno.EACCES, f"user {found.st_uid} has put a link there: {name}")
+                names += os.readlink("", dir_fd=inner).split("/")[::-1]
+            finally:
+                os.close(inner)
+            if not names[-1]:  # it begins at the root
+                here, outer = os.open("/", flags), here
+                os.close(outer)
+    except OSError as error:
+        os.close(here)
+        error.filename = path
+        raise
+    return here
+
+
+def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:
+    """Whether nobody but this user, root or the owner of a directory can have put a link there; not he if it is `last`.
+
+    Linux asks the same in directories such as ``/tmp`` (protected_symlinks), where that is switched on.
+    """
+    if not hasattr(os, "geteuid"):
+        return True
+    own = (os.geteuid(), 0)
+    if link.st_uid in own or last:
+        return link.st_uid in own or (folder.st_uid in own and not folder.st_mode & _OTHERS_WRITE)
+    return link.st_uid == folder.st_uid or not folder.st_mode & _OTHERS_WRITE
+
+
+def is_anothers(found: os.stat_result, folder: str) -> bool:
+    """Whether what was found in a directory may be what another user has put there.
+
+    It is when others may write to the directory and this user does not own it. Others may write where the mode lets the
+    group or everybody, and for root, whom no mode stops, in the directories of all other users.
+    """
+    if not hasattr(os, "geteuid") or found.st_uid == (own := os.geteuid()):
+        return False
+    about = os.stat(_itself(folder))
+    return bool(about.st_mode & _OTHERS_WRITE) or (own == 0 and about.st_uid != 0)
+
+
+def is_dir(path: str) -> bool:
+    """Whether a directory is at a path, and not a link to one."""
+    found = look(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def _populates() -> bool:
@@ -70,17 +210,19 @@ class Disk:
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; none when it does not exist."""
         try:
-            return sorted(looked_up_again(lambda: os.listdir(path)))
+            return sorted(looked_up_again(lambda: os.listdir(_itself(path))))
         except OSError as error:
             if error.errno not in _NOTHING:
                 raise
             return []
 
     def make_dir(self, path: str) -> None:
-        os.mkdir(path)
+        name, at = _named(path)
+        os.mkdir(name, dir_fd=at)
 
     def remove_dir(self, path: str) -> None:
-        os.rmdir(path)
+        name, at = _named(path)
+        os.rmdir(name, dir_fd=at)
 
     def hard_link(self, old: str, new: str) -> bool:
         """Gives a file (or link) a second name; fails when that is taken, False where there are no hard links."""
@@ -88,52 +230,58 @@ class Disk:
 
     def copy_link(self, old: str, new: str) -> None:
         """Makes a symbolic link that leads where another one does; fails when the name is taken."""
-        os.symlink(os.readlink(old), new)
+        (name, at), (to, there) = _named(old), _named(new)
+        os.symlink(os.readlink(name, dir_fd=at), to, dir_fd=there)
 
     def set_mode(self, path: str, mode: int) -> None:
-        os.chmod(path, mode)
+        os.chmod(_itself(path), mode)
 
     def set_group(self, path: str, group: int) -> None:
         """Gives a file or directory to a group. Raises `PermissionError` unless this user is in it."""
         if hasattr(os, "chown"):
-            os.chown(path, -1, group)
+            os.chown(_itself(path), -1, group)
 
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
         if _hard_link(old, new):
             return
         # No hard links here. Two writers in this very moment can both succeed; the second one's stays.
-        if os.path.lexists(new):
+        if look(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-        os.rename(old, new)
+        self.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
         """Renames a file, replacing another in one step."""
-        os.replace(old, new)
+        (name, at), (to, there) = _named(old), _named(new)
+        os.replace(name, to, src_dir_fd=at, dst_dir_fd=there)
 
     def rename_new(self, old: str, new: str) -> None:
         """Moves a directory or file to a name that is free; fails when it is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
-            if os.path.lexists(new):  # two writers in this very moment: only an empty directory can be lost
+            if look(new):  # two writers in this very moment: only an empty directory can be lost
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-            os.rename(old, new)
+            (name, at), (to, there) = _named(old), _named(new)
+            os.rename(name, to, src_dir_fd=at, dst_dir_fd=there)
 
     def exchange(self, a: str, b: str) -> bool:
         """Exchanges two names in one step; False where the system cannot."""
         return _renameat2(a, b, _EXCHANGE)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        name, at = _named(path)
+        os.unlink(name, dir_fd=at)
 
     def sync_dir(self, path: str) -> None:
         """Makes the names in a directory durable."""
         if sys.platform == "win32":
             return
-        fd = os.open(path, os.O_RDONLY)
+        itself = _itself(path)
+        fd = os.open(path, os.O_RDONLY) if isinstance(itself, str) else itself
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            if fd != itself:
+                os.close(fd)
 
     # Writing
 
@@ -143,16 +291,17 @@ class Disk:
         Not so on FUSE: there a program opens a file of its own for direct writing, which no call from here can end.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        name, at = _named(path)
         mode = 0o666  # until it is complete: file servers may apply the mode to open files as well
         if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
             try:
-                return os.open(path, flags | direct, mode)
+                return os.open(name, flags | direct, mode, dir_fd=at)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)  # some kernels create the file before they refuse the flag
-        return os.open(path, flags, mode)
+                    os.unlink(name, dir_fd=at)  # some kernels create the file before they refuse the flag
+        return os.open(name, flags, mode, dir_fd=at)
 
     def make_read_only(self, fd: int) -> None:
         """Marks an open file as read-only, where the file system has room for that."""
@@ -181,7 +330,7 @@ class Disk:
 
     def same_file(self, fd: int, path: str) -> bool:
         """Whether the path is a name of this very file."""
-        found = self.stat(path)
+        found = look(path) if isinstance(path, Entry) else self.stat(path)
         return found is not None and os.path.samestat(found, os.fstat(fd))
 
     def preallocate(self, fd: int, size: int) -> None:
@@ -242,10 +391,13 @@ class Disk:
         Over NFS a name may lead to a file that another host has removed or replaced; it is looked up again.
         """
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        if isinstance(path, Entry):
+            flags |= getattr(os, "O_NOFOLLOW", 0)
+        name, at = _named(path)
         no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
         try:
             flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-            fd = looked_up_again(lambda: os.open(path, flags))
+            fd = looked_up_again(lambda: os.open(name, flags, dir_fd=at))
         except OSError as error:
             if error.errno in _NO_FILE:
                 raise no_file from None
@@ -256,8 +408,14 @@ class Disk:
         return fd
 
     def open_dir(self, path: str) -> int:
-        """Opens a directory, to be locked."""
-        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0))
+        """Opens a directory, to be locked or to work in. A link to one is `NotADirectoryError`."""
+        name, at = _named(path)
+        try:
+            return os.open(name, _FOLDER, dir_fd=at)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # so some systems say it
+                raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
@@ -352,13 +510,15 @@ def _lock(fd: int, *, shared: bool) -> bool | None:
 
 
 def _hard_link(old: str, new: str) -> bool:
+    (name, at), (to, there) = _named(old), _named(new)
+    follow = os.link not in os.supports_follow_symlinks
     try:
-        os.link(old, new, follow_symlinks=os.link not in os.supports_follow_symlinks)
+        os.link(name, to, src_dir_fd=at, dst_dir_fd=there, follow_symlinks=follow)
     except OSError as error:
-        if error.errno == errno.EIO and os.path.lexists(
-            old
-        ):  # an error of the disk, or what some mounts say for "no links here"
-            return os.path.lexists(new) and os.path.samestat(os.lstat(old), os.lstat(new))
+        # An error of the disk, or what some mounts say for "no links here".
+        if error.errno == errno.EIO and (found := look(old)):
+            made = look(new)
+            return made is not None and os.path.samestat(found, made)
         if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
             raise
         return False
@@ -370,7 +530,9 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
     if call is None:
         return False
-    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
+    (name, at), (to, there) = _named(old), _named(new)
+    at, there = _AT_FDCWD if at is None else at, _AT_FDCWD if there is None else there
+    if call(at, os.fsencode(name), there, os.fsencode(to), flags) == 0:
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:
