@@ -267,3 +267,38 @@ def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pat
     assert sorted(os.listdir(tmp_path / "c")) == before
     with stores.using(Filesystem(Stale())):
         assert (tr.restore(tmp_path / "c")["x"] == 1).all()
+
+
+class WithoutFolders(Disk):
+    """As on Windows, where no directory is opened."""
+
+    def open_dir(self, path: str) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+@pytest.mark.parametrize("disk", [Disk(), WithoutFolders()], ids=["folders are opened", "as on Windows"])
+def test_trees_are_replaced_and_removed_everywhere(
+    tmp_path: pathlib.Path, platform: str, disk: Disk, use_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(disk, WithoutFolders):
+        monkeypatch.setattr(module, "RELATIVE", False)
+    use_disk(disk)
+    outside, path = tmp_path / "outside", tmp_path / "c"
+    outside.mkdir()
+    (outside / "precious").touch()
+    for n in range(2):
+        tr.save(path, {"a": np.full(3, n), "b": np.zeros(3)}, format="safetensors", max_shard_size=10, overwrite=True)
+        (path / "notes").touch()
+        if not n:
+            (path / "link").symlink_to(outside)
+    assert (tr.restore(path)["a"] == 1).all() and {"notes", "link"} < set(os.listdir(path))
+    with stores.of("").scratch_folder(str(path)) as scratch:
+        for folder in (scratch, f"{scratch}/d", f"{scratch}/d/e"):
+            os.makedirs(folder, exist_ok=True)
+            os.symlink(outside, f"{folder}/link")
+            pathlib.Path(folder, "file").touch()
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(1)) as ckpts:
+        for step in range(3):
+            ckpts.save(step, {"n": step})
+    assert tr.steps(tmp_path / "run") == [2] and (tmp_path / "run" / "step-00000002").is_dir()
+    assert sorted(os.listdir(tmp_path)) == ["c", "outside", "run"] and os.listdir(outside) == ["precious"]

@@ -121,7 +121,8 @@ def _direct(folder: str) -> bool:
 
 
 def _durable_page(folder: str) -> None:
-    fd = os.open(os.path.join(folder, "page"), os.O_CREAT | os.O_RDWR | os.O_TRUNC)
+    no_link = getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(os.path.join(folder, "page"), os.O_CREAT | os.O_RDWR | os.O_TRUNC | no_link)
     try:
         os.write(fd, b"x" * _PAGE)
         os.fsync(fd)
