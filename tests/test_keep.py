@@ -35,6 +35,15 @@ def test_best_in_both_modes_with_ties_and_nan() -> None:
     assert keep.rank(steps, "loss", "min") == [5, 3, 1, 4, 2]
 
 
+def test_steps_without_the_metric_take_the_free_places() -> None:
+    """An evaluator that is late, or down, must not cost the job its steps."""
+    dropping = keep.best(3, "loss", "min", unscored="drop")
+    assert dropping.kept(saved(1, 2, 3, 4, 5)) == {3, 4, 5}
+    assert dropping.kept(saved(1, (2, 0.5), 3, (4, 0.1), 5, 6)) == {2, 4, 6}
+    assert dropping.kept(saved((1, 0.5), (2, 0.6), (3, math.nan), 4)) == {1, 2, 3}
+    assert dropping.kept(saved(1)) == {1} and dropping.kept([]) == set()
+
+
 def test_every_counts_step_0() -> None:
     assert keep.every(4).kept(saved(0, 2, 4, 6, 8)) == {0, 4, 8}
 

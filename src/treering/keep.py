@@ -67,7 +67,8 @@ def last(n: int | datetime.timedelta) -> Policy:
 def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal["keep", "drop"] = "keep") -> Policy:
     """The `n` best steps by a metric; of equal ones the newer. NaN ranks worst.
 
-    Steps saved without the metric are kept, or not, as `unscored` says, and do not count.
+    Steps saved without the metric are kept, or not, as `unscored` says, and do not count. With "drop", as long as fewer
+    than `n` steps have the metric, the newest of those without it take the free places: an evaluator may be late.
     """
     _check_mode(mode, "keep.best: ")
     if not isinstance(metric, str):
@@ -128,10 +129,9 @@ class _Best:
     unscored: Literal["keep", "drop"]
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        kept = set(rank(saved, self.metric, self.mode)[: self.n])
-        if self.unscored == "keep":
-            kept |= {one.step for one in saved if self.metric not in one.metrics}
-        return kept
+        best = rank(saved, self.metric, self.mode)[: self.n]
+        without = [one.step for one in reversed(saved) if self.metric not in one.metrics]
+        return {*best, *(without if self.unscored == "keep" else without[: self.n - len(best)])}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,8 @@ def test_steps_without_the_metric_are_kept_or_not(tmp_path: pathlib.Path) -> Non
     assert loop(tmp_path, range(41, 46), tr.keep.best(1, "acc", "max"), metrics) == [41, 42, 43, 45]
     dropping = tr.keep.best(1, "acc", "max", unscored="drop")
     assert loop(tmp_path, [46], dropping, metrics) == [43, 46]
+    late = tr.keep.best(3, "acc", "max", unscored="drop")
+    assert loop(tmp_path / "late", range(5), late) == [2, 3, 4], "the evaluator has not begun"
 
 
 def test_steps_are_saved_at_multiples_and_when_forced(tmp_path: pathlib.Path) -> None:
