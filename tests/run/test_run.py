@@ -895,6 +895,146 @@ def test_wrong_arguments_of_follow_are_told_at_the_call(tmp_path: pathlib.Path, 
         tr.follow(tmp_path, **options)
 
 
+# What late metrics rule out
+
+KEEP = tr.keep.best(1, "val", "min") | tr.keep.last(1)
+
+
+def evaluate(run: pathlib.Path, *steps: int) -> None:
+    """Gives the steps of a run their metric in another process, which knows no policy; step 2 is the best."""
+    code = (
+        "import sys, treering as tr\nfor n in map(int, sys.argv[2:]): tr.record(sys.argv[1], n, {'val': abs(n - 2.0)})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run), *map(str, steps)], check=True)
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["finish", "close"])
+def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib.Path, finish: bool) -> None:
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        ckpts.save(1, {"x": 1}, force=True)
+        ckpts.restore()
+        for step in range(2, 6):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        ckpts.pin(4)
+        if finish:
+            ckpts.finish()
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5]
+    tr.record(tmp_path, 1, {"other": 0.0})
+    tr.record(tmp_path, 3, {"val": 1.0})
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "the others may be better"
+    for step in (1, 2, 4):
+        tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+    assert tr.steps(tmp_path) == [1, 2, 4, 5], "1 was restored, 4 is pinned, 5 the last"
+    assert (tmp_path / "finished").exists() == finish and not list(tmp_path.glob("*.lock"))
+    assert not (tmp_path / "step-00000003").exists()
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        assert ckpts.steps == [1, 2, 4, 5], "looking changes nothing"
+    assert tr.steps(tmp_path) == [2, 4, 5]
+
+
+def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        until(lambda: not ckpts.is_saving)
+        for step in (1, 2, 3):
+            tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+        assert ckpts.steps == [2, 4, 5]
+        evaluate(tmp_path, 4)
+        assert ckpts.steps == [2, 4, 5], "the other process has no policy"
+    assert tr.steps(tmp_path) == [2, 5], "close() looks once more"
+
+
+def test_metrics_that_a_hook_records_prune_at_the_end(tmp_path: pathlib.Path) -> None:
+    def evaluator(report: Any) -> None:
+        for step in range(1, 6) if report.step == 5 else ():
+            tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+
+    with tr.Checkpointer(tmp_path, keep=KEEP, on_save=evaluator) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"x": step})
+    assert tr.steps(tmp_path) == [2, 5]
+
+
+OPENING = {
+    "restore": lambda ckpts: ckpts.restore(),
+    "restore_or_init": lambda ckpts: ckpts.restore_or_init(lambda: {"x": np.zeros(3, int)}),
+    "open": lambda ckpts: ckpts.open(),
+    "close": lambda ckpts: ckpts.close(),
+    "finish": lambda ckpts: ckpts.finish(),
+    "save": lambda ckpts: ckpts.save(6, {"x": 6}).result(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", OPENING)
+def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path: pathlib.Path, how: str) -> None:
+    save_steps(tmp_path, range(1, 6), KEEP)
+    evaluate(tmp_path, 1, 2, 3, 4, 5)
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5]
+    reader = tr.Checkpointer(tmp_path, keep=tr.keep.last(2))
+    reader.restore()
+    reader.close()
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "no metric matters to this policy, which its next save applies"
+    OPENING[how](ckpts := tr.Checkpointer(tmp_path, keep=KEEP))
+    assert tr.steps(tmp_path) == [2, 6 if how == "save" else 5]
+    ckpts.close()
+    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{n:08}" for n in ckpts.steps}
+
+
+@pytest.mark.slow
+def test_going_back_to_a_step_that_late_metrics_rule_out(tmp_path: pathlib.Path) -> None:
+    save_steps(tmp_path, range(1, 6), KEEP)
+    evaluate(tmp_path, 1, 2, 3, 4, 5)
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        assert ckpts.restore(step=3)["x"][0] == 3
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "nothing was saved after it"
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        ckpts.restore(step=3)
+        ckpts.save(4, {"x": 4})
+    assert tr.steps(tmp_path) == [2, 3, 4]
+
+
+@pytest.mark.slow
+def test_opening_deletes_nothing_in_a_run_that_another_job_writes(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import sys, treering as tr
+ckpts = tr.Checkpointer({str(tmp_path)!r})
+for step in range(1, 6):
+    ckpts.save(step, {{"x": step}})
+ckpts.wait()
+print("saved", flush=True)
+sys.stdin.read()
+ckpts.close()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
+        assert job.stdout and job.stdout.readline() == b"saved\n"
+        for step in range(1, 6):
+            tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+        with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+            ckpts.restore()
+        assert tr.steps(tmp_path) == [1, 2, 3, 4, 5]
+        job.communicate(b"")
+        assert job.returncode == 0
+
+
+def test_a_reader_takes_the_lock_from_no_other_checkpointer(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.save(step, {"x": step})
+        writer.wait()
+        until(lambda: not writer.is_saving)
+        for step in range(1, 6):
+            tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+        with tr.Checkpointer(tmp_path, keep=KEEP) as reader:
+            assert reader.restore()["x"] == 5
+        writer.save(6, {"x": 6})
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.slow
 def test_an_evaluator_in_another_process_feeds_the_choice_of_the_training_one(tmp_path: pathlib.Path) -> None:
     code = f"""

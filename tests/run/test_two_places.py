@@ -725,6 +725,33 @@ def test_what_keep_has_dropped_far_is_not_copied_again(near: str, far: str) -> N
     assert tr.steps(far) == [6, 7, 8]
 
 
+@pytest.mark.parametrize("local", [True, False], ids=["local", "alone"])
+def test_metrics_after_the_end_prune_where_the_run_stays(near: str, far: str, local: bool) -> None:
+    keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
+    options: dict[str, Any] = {"local": near, "keep_local": None} if local else {}
+    with tr.Checkpointer(far, keep=keep, **options) as ckpts:
+        _save(ckpts, *range(1, 5))
+        ckpts.finish()
+    assert tr.steps(far) == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        tr.record(far, step, {"val": abs(step - 2.0)})
+    assert tr.steps(far) == [2, 4] and not [path for path in stores.of(far).list(far) if path == "step-00000001"]
+    with tr.Checkpointer(far, keep=keep, **options) as ckpts:
+        ckpts.restore()
+        _save(ckpts, 5)
+    assert tr.steps(far) == [2, 4, 5], "step 4 was restored"
+
+
+def test_metrics_while_steps_are_copied_prune_before_the_next_save(near: str, far: str) -> None:
+    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
+    _save(ckpts, *range(1, 5))
+    _until(lambda: ckpts.uncopied == [])
+    for step in (1, 2, 3):
+        tr.record(far, step, {"val": abs(step - 2.0)})
+    _until(lambda: tr.steps(far) == [2, 4])
+    ckpts.close()
+
+
 def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
     ckpts = tr.Checkpointer(far, local=near, keep=keep)

@@ -33,6 +33,7 @@ from .collective import Collective
 from .directory import Directory
 from .failures import Failures, OnError
 from .last_state import LastState, StepOptions
+from .late_metrics import LateMetrics
 from .latest_good import latest_good, listed_again
 from .retention import Retention
 from .saves_under_way import UnderWay, Verdict
@@ -64,7 +65,9 @@ class Checkpointer:
         how often it is to fail (Young, Daly); the interval is logged.
     mtbf: the mean time between failures of the whole job, preemptions included, for "auto"; by default that of 50,000
         device-hours.
-    keep: which steps to keep, see `treering.keep`; None keeps all.
+    keep: which steps to keep, see `treering.keep`; None keeps all. It is applied after every save. Where metrics came
+        late it is also applied by `close`, when the run is first restored or opened, and by `treering.record` in this
+        process, after `close` as well; then it needs the lock of the run, and deletes nothing while another job writes.
     metadata: configuration that goes into every checkpoint, see `treering.save`; and `save` for that of one step.
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
@@ -156,6 +159,11 @@ class Checkpointer:
         self._retention = Retention(
             self._directory, keep if local is None else keep_local, on_save, self._schedule.committed
         )
+        if isinstance(self._directory, TwoPlaces):
+            places_apart = self._directory
+            self._late = LateMetrics(far, places_apart.far_retention, under_way, places_apart.begin_copying)
+        else:
+            self._late = LateMetrics(far, self._retention, under_way, None)
         self._collective = Collective(self._root, timeout, self._directory.meet)
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
@@ -407,10 +415,11 @@ class Checkpointer:
                 self._collective.once("close()", self._directory.copy_all, first=last)
         finally:
             self._close()
+        self._late.opened()
 
     @alone
     def _close(self) -> None:
-        self._closed = True
+        self._closed = self._late.closed = True
         try:
             self._under_way.settle()
         finally:
@@ -471,7 +480,11 @@ class Checkpointer:
             places = self._directory.to_read(step)
             return latest_good(self._root, places, lambda ckpt: ckpt, fallback=step is None)[1]
 
-        return attempt() if step is not None else listed_again(attempt)
+        if step is not None:
+            return attempt()
+        found = listed_again(attempt)
+        self._late.opened(found.step)
+        return found
 
     @overload
     def restore(
@@ -508,6 +521,7 @@ class Checkpointer:
         self._directory.restored = self._restored
         self._directory.back_to = None if step is None else self._restored
         self._last.forget()
+        self._late.opened(self._restored)
         return tree
 
     def restore_or_init(

@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+import os
 import posixpath
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .._core.entries import step_number
 from .._processes.calls import Call
@@ -34,6 +35,8 @@ class Directory:
         self.reading: int | None = None
         self.before_delete: Callable[[str], None] = lambda path: None
         self._taken = self._told_of_later = False
+        self.has_written = False  # the lock was this one's
+        self._holder: int | None = None  # the process that has it, which a fork of it has not
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
 
@@ -65,6 +68,11 @@ class Directory:
         return self.candidates(step)
 
     @property
+    def held(self) -> bool:
+        """Whether this process has the lock."""
+        return self._holder == os.getpid() and not self.lost
+
+    @property
     def lost(self) -> bool:
         """Whether another `Checkpointer` of this process has taken the run over."""
         return self._lock.lost
@@ -90,7 +98,7 @@ class Directory:
         """A copy of a step by its path."""
         return Place(step, self._store, path, format)
 
-    def good(self, *, foreign: bool = False) -> list[Saved]:
+    def good(self, *, foreign: bool = False) -> Sequence[Saved]:
         """The undamaged steps, ascending; with `foreign` also those of other libraries."""
         return self.steps.good(foreign=foreign)
 
@@ -180,9 +188,11 @@ class Directory:
     def acquire(self) -> None:
         """Takes the lock. Raises `ExistsError` when another writer holds it."""
         self._lock.acquire()
+        self._holder, self.has_written = os.getpid(), True
 
     def release(self) -> None:
         """Gives the lock up."""
+        self._holder = None
         self._lock.release()
 
     def enter(self) -> None:

@@ -12,6 +12,7 @@ from ..errors import NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.read_errors import reading
 from ..stores.store import Store
+from . import late_metrics
 from . import run as _run
 
 
@@ -21,7 +22,8 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
     >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
 
-    Any job may do so, such as an evaluator; `keep.best` and `best_step` of the training job then know them.
+    Any job may do so, such as an evaluator; `keep.best` and `best_step` of the training job then know them. In the
+    process of that job, even after it has closed its `Checkpointer`, steps that `keep` no longer wants are deleted.
     Raises `NotFoundError` when there is no such step (any more), `MismatchError` for anything but a real scalar,
     `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
     """
@@ -32,6 +34,7 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     if path is None:
         raise NotFoundError(f"{place}: expected step {number}, found none; was it deleted meanwhile?")
     _write(store, path, number, numbers)
+    late_metrics.arrived(place)
 
 
 def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str]) -> None:

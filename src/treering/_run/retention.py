@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, few
@@ -17,6 +17,7 @@ from ..stores.temporary_names import clock_of, place_of
 from . import run
 from .chores import Chores
 from .directory import Directory
+from .steps import SavedStep
 
 if TYPE_CHECKING:
     from .two_places import TwoPlaces
@@ -123,32 +124,67 @@ class Retention:
 
         def leave() -> None:
             self._hooks.wait()
+            if self._directory.held:  # metrics may have come since the last save, some from the hooks
+                self.retain_late()
             self._deletions.wait()
             self._problem = self._directory.leave()
 
         self._leaving.add("leaving the run", leave)
 
-    def retain(self, step: int | None) -> None:
-        """Deletes the steps that the policy does not keep, but for one that was just saved. Errors are logged."""
+    def retain(self, *needed: int | None) -> None:
+        """Deletes the steps that the policy does not keep, except `needed`, as one just saved. Errors are logged."""
+        with self._logged():
+            self._retain(needed)
+
+    def retain_late(self, check: Callable[[], None] = lambda: None) -> None:
+        """Does the same, if any metric that the policy asks for came after the save of its step.
+
+        `check` is called right before a step goes, and raises `MismatchError` if it must not. After going back to an
+        earlier step, nothing changes until the next save.
+        """
+        with self._logged():
+            if self._directory.back_to is None and self.has_late():
+                self._retain((), check)
+
+    def has_late(self, needed: Collection[int | None] = ()) -> bool:
+        """Returns True if a metric that the policy asks for came late, and a step has to go."""
+        if self._keep is None or not self._keep.metrics:
+            return False
+        saved, committed = self._look()
+        if not any(self._keep.metrics & one.late for one in saved):
+            return False
+        unwanted = {one.step for one in saved} - self._wanted(self._keep, saved, needed)
+        return any(step in committed and not self._stays(committed[step]) for step in unwanted)
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
         try:
-            self._retain(step)
+            yield
         except TakenOverError as error:
             _log.error("%s: old steps are not deleted: %s", self._steps.root, error)
         except Exception:  # a policy may be the user's code, and the checkpoint is committed
             _log.exception("deleting old steps failed; it is tried again after the next save")
 
-    def _retain(self, step: int | None) -> None:
+    def _look(self) -> tuple[Sequence[SavedStep], dict[int, str]]:
+        """Returns the good steps, and the paths of the committed ones."""
+        with self._steps.store.glance(self._steps.root):
+            return self._steps.good(), self._steps.committed()
+
+    def _wanted(self, keep: Policy, saved: Sequence[Saved], needed: Collection[int | None]) -> set[int | None]:
+        """Returns the steps that stay, whether they are there or not."""
+        return {*keep.kept(saved), *self._directory.needed(), *needed, *(one.step for one in saved[-1:])}
+
+    def _retain(self, needed: Collection[int | None], check: Callable[[], None] = lambda: None) -> None:
         if self._keep is None:
             return
-        with self._steps.store.glance(self._steps.root):
-            saved, committed = self._steps.good(), self._steps.committed()
+        saved, committed = self._look()
         self._name_unknown_metrics(saved, self._keep.metrics)
-        wanted = self._keep.kept(saved) | self._directory.needed() | {step, *(one.step for one in saved[-1:])}
+        wanted = self._wanted(self._keep, saved, needed)
         for one in saved:
             path = committed.get(one.step)
             if path and one.step not in wanted:
                 try:
-                    self._delete(path)
+                    self._delete(path, check)
                 except MismatchError as error:
                     _log.info("step %d stays: %s", one.step, error)
                 except UnsupportedError as error:
@@ -156,10 +192,16 @@ class Retention:
                 except (OSError, CorruptError) as error:  # the other steps are deleted all the same
                     _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
 
-    def _delete(self, path: str) -> None:
-        store = self._steps.store
-        if not (pins.pinned(store, path) or store.is_link(path)):
-            delete = removal.unpublish(store, path, lambda: self._directory.check_deletable(path))
+    def _stays(self, path: str) -> bool:
+        return pins.pinned(self._steps.store, path) or self._steps.store.is_link(path)
+
+    def _delete(self, path: str, check: Callable[[], None]) -> None:
+        def check_deletable() -> None:
+            self._directory.check_deletable(path)
+            check()
+
+        if not self._stays(path):
+            delete = removal.unpublish(self._steps.store, path, check_deletable)
             self._deletions.add(f"deleting {path}", delete)
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from .._save.pending import PendingSave
+from ..errors import MismatchError
 from .failures import Failures
 
 _log = logging.getLogger("treering")
@@ -43,6 +44,11 @@ class UnderWay:
     def busy(self) -> bool:
         """Whether the run is being changed, or about to be."""
         return bool(self._writing) or not self.all_over()
+
+    def check_no_save(self) -> None:
+        """Raises `MismatchError` when a call other than the one that asks, within `writing()`, is changing the run."""
+        if len(self._writing) > 1 or not self.all_over():
+            raise MismatchError("a save has begun, and looks at it when it is over")
 
     def __len__(self) -> int:
         return len(self._saves)

@@ -21,10 +21,19 @@ from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
 _SETTLED = 2.0  # seconds after which another change of a directory shows in its time
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStep(Saved):
+    """The same with the names of the metrics that came after the save."""
+
+    late: frozenset[str] = frozenset()
+
+
 _Signature = tuple[
     Hashable, float
 ]  # version and time of a step's directory: it changes when a file is replaced or added
-Verdict = Saved | Literal["damaged", "unsupported", "gone", "closed"]
+Verdict = SavedStep | Literal["damaged", "unsupported", "gone", "closed"]
 
 
 class Steps:
@@ -39,7 +48,7 @@ class Steps:
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, Verdict]] = {}
         self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
-        self._others: dict[str, Saved | None] = {}  # steps of other libraries, by path
+        self._others: dict[str, SavedStep | None] = {}  # steps of other libraries, by path
         self._events = None if tensorboard is None else _tensorboard.Events(tensorboard)
 
     def hold_parts(self) -> None:
@@ -54,18 +63,18 @@ class Steps:
         names = run.committed(self.store, self.root, self.prefix)
         return {step: posixpath.join(self.root, name) for step, name in names.items()}
 
-    def good(self, *, foreign: bool = False) -> list[Saved]:
+    def good(self, *, foreign: bool = False) -> list[SavedStep]:
         """The undamaged steps, ascending; with `foreign` also those that another library has left in the directory."""
         with self.store.glance(self.root):
             return self._good(foreign)
 
-    def _good(self, foreign: bool) -> list[Saved]:
+    def _good(self, foreign: bool) -> list[SavedStep]:
         own = self.committed()
         with self._lock:
             for step in self._known.keys() - own.keys():  # a run of many steps keeps few
                 del self._known[step]
-        found = [self.look(step, path) for step, path in own.items()]
-        good = [verdict for verdict in found if isinstance(verdict, Saved)]
+        verdicts = [self.look(step, path) for step, path in own.items()]
+        good = [verdict for verdict in verdicts if isinstance(verdict, SavedStep)]
         if foreign:
             names = {os.path.basename(path) for path in own.values()}
             others = formats.foreign_steps(self.store, self.root, names)
@@ -74,7 +83,12 @@ class Steps:
         if self._events is None:
             return good
         written = self._events.read(one.step for one in good)
-        return [dataclasses.replace(one, metrics={**written.get(one.step, {}), **one.metrics}) for one in good]
+        found: list[SavedStep] = []
+        for one in good:
+            others = {name: value for name, value in written.get(one.step, {}).items() if name not in one.metrics}
+            late = one.late.union(others)
+            found.append(dataclasses.replace(one, metrics={**others, **one.metrics}, late=late))
+        return found
 
     def is_damaged(self, step: int, path: str) -> bool:
         """Whether a committed step is known or found to be damaged."""
@@ -94,10 +108,10 @@ class Steps:
             with self._lock:
                 self._known[step] = signature, "unsupported"
 
-    def _foreign(self, step: int, path: str, format: str) -> Saved | None:
+    def _foreign(self, step: int, path: str, format: str) -> SavedStep | None:
         if path not in self._others:
             try:
-                self._others[path] = Saved(step, latest_good.open_one(self.store, path, formats.get(format)).metrics)
+                self._others[path] = SavedStep(step, latest_good.open_one(self.store, path, formats.get(format)).metrics)
             except ReplacedError:  # at this moment
                 return None
             except TreeringError as error:
@@ -130,7 +144,7 @@ class Steps:
 
     def _read(self, step: int, path: str) -> Verdict:
         try:
-            return Saved(step, *summary.read(self.store, path, partial=self._partial))
+            return SavedStep(step, *summary.read(self.store, path, partial=self._partial))
         except CorruptError as error:
             _log.warning("step %d is damaged and does not count: %s", step, error)
             return "damaged"

@@ -42,13 +42,20 @@ class TwoPlaces(NearAndFar):
         near.before_delete, far.before_delete = self._note_deleted, self._drop
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
-        self._copies = Copies(self, Retention(far, keep), bytes_per_second, tell, timeout)
+        self.far_retention = Retention(far, keep)
+        self._copies = Copies(self, self.far_retention, bytes_per_second, tell, timeout)
         self.together: Together | None = None
 
     @property
     def claimed(self) -> bool:
         """Whether this process holds both locks, and what is near belongs to the run."""
         return self._claimed and not self.lost and os.getpid() == self._process
+
+    held = False  # its two directories have locks of their own
+
+    def begin_copying(self) -> None:
+        """Copies what is lacking in the background, and deletes what the policy does not want."""
+        self._copies.begin()
 
     @property
     def copying(self) -> int | None:

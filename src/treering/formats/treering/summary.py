@@ -21,6 +21,7 @@ class Glance(NamedTuple):
     metrics: dict[str, float]
     created_seconds: float
     nbytes: int
+    late: frozenset[str]  # the metrics that were added after the save
 
 
 def file(path: str) -> str:
@@ -52,9 +53,10 @@ def read(store: Store, path: str, *, partial: bool = False) -> Glance:
             continue
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
-    numbers = validity.metrics(summary.metrics)
-    numbers.update(_added(store, path, manifest.xxh3(data)))
-    return Glance(numbers, summary.created_seconds(), len(data) + sum(listed.size for listed in summary.files))
+    added = _added(store, path, manifest.xxh3(data))
+    numbers = {**validity.metrics(summary.metrics), **added}
+    nbytes = len(data) + sum(listed.size for listed in summary.files)
+    return Glance(numbers, summary.created_seconds(), nbytes, frozenset(added))
 
 
 def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:

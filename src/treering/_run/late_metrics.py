@@ -1,0 +1,94 @@
+"""Metrics that come after their step was saved: retention is applied when they arrive, or when the run is opened."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from .._processes import coordinator
+from .._threads.alive import Alive
+from ..errors import ExistsError
+from .directory import Directory
+from .retention import Retention
+from .saves_under_way import UnderWay
+
+_log = logging.getLogger("treering")
+
+
+class LateMetrics:
+    """Applies the policy of one `Checkpointer` to metrics that any thread or job records.
+
+    A process without the policy deletes nothing: the next save, `close` or opening of the run by a `Checkpointer` does
+    so. `retention` is that of the place where the run stays; `copying`, where there is a local tier, begins the copying
+    that ends with it.
+    """
+
+    def __init__(
+        self, directory: Directory, retention: Retention, under_way: UnderWay, copying: Callable[[], None] | None
+    ):
+        self.closed = False
+        self.directory, self._retention, self._under_way, self._copying = directory, retention, under_way, copying
+        self._alone = threading.Lock()  # several threads may record at a time
+        self.process = os.getpid()
+        self._opened = False
+        _alive.add(self)
+
+    def opened(self, step: int | None = None) -> None:
+        """Called when the Checkpointer has opened the run, at `step`, or closes it: the first call applies the policy.
+
+        One that writes the run applies it with its saves and with `close`. After going back to an earlier step, nothing
+        changes before the next save.
+        """
+        if not self._opened and not self.directory.has_written:
+            self._opened = True
+            self._take_and_retain(step)
+
+    def arrived(self) -> None:
+        """Called when a step has got metrics; while a save is under way, that one applies the policy."""
+        with self._alone:
+            if not self.directory.held:
+                self._take_and_retain()
+            elif self._copying:
+                self._copying()
+            elif not self._under_way.busy():
+                with self._under_way.writing():
+                    self._retention.retain_late(self._under_way.check_no_save)
+
+    def _take_and_retain(self, step: int | None = None) -> None:
+        """Takes the lock for as long as it takes to apply the policy, from nobody, and only if a step has to go."""
+        directory, of_run = self.directory, _of(self.directory.root)
+        if directory.lost or directory.back_to is not None or any(one.directory.held for one in of_run):
+            return
+        if coordinator.position()[0] != 0:  # process 0 decides for all
+            return
+        needed = {step}.union(*(one.directory.needed() for one in of_run))
+        try:
+            if self._retention.has_late(needed):
+                with self._under_way.writing():
+                    directory.acquire()
+                    try:
+                        self._retention.retain(*needed)
+                        self._retention.wait()
+                    finally:
+                        directory.release()
+        except ExistsError as error:
+            _log.info("%s: late metrics are left to the job that writes the run: %s", directory.root, error)
+        except Exception as error:  # a policy may be the user's code, and the caller has only read
+            _log.warning("%s: steps that late metrics rule out are not deleted yet: %s", directory.root, error)
+
+
+_alive: Alive[LateMetrics] = Alive()
+
+
+def _of(root: str) -> list[LateMetrics]:
+    """Returns those of the Checkpointers of a run that this process has made, the oldest first."""
+    return [one for one in _alive.all() if one.directory.root == root and one.process == os.getpid()]
+
+
+def arrived(root: str) -> None:
+    """Called when a step of a run has got metrics: the Checkpointer of this process that writes it, or did so last,
+    applies its policy."""
+    of_run = _of(root)
+    writing = [one for one in of_run if one.directory.held]
+    for one in writing or [one for one in of_run if one.closed and one.directory.has_written][-1:]:
+        one.arrived()
