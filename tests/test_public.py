@@ -96,6 +96,7 @@ def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
         (errors.MismatchError, ValueError),
         (errors.UnsafeError, errors.CorruptError),
         (errors.SaveError, OSError),
+        (errors.RequestError, OSError),
         (errors.PeerError, ConnectionError),
     ]:
         assert issubclass(error, base) and issubclass(error, errors.TreeringError)

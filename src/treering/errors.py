@@ -7,6 +7,7 @@
     ├── CorruptError                                  bytes on the disk are not what was saved
     │   └── UnsafeError                               a file built to do harm
     ├── UnsupportedError   (also TypeError)           a leaf, dtype, format or version this release cannot handle
+    ├── RequestError       (also OSError)             a store refused a request, or did not answer as it should
     ├── SaveError          (also OSError)             a save failed; the cause is its ``__cause__``
     └── PeerError          (also ConnectionError)     another process of the job is gone or did not make the call
 
@@ -96,6 +97,15 @@ class SaveError(TreeringError, OSError):
     """A save failed. An earlier checkpoint at the path is untouched and nothing is left behind."""
 
     entry = "saveerror"
+
+    __str__ = TreeringError.__str__
+
+
+class RequestError(TreeringError, OSError):
+    """A store refused a request, or did not answer it as it should. It says nothing about what is there."""
+
+    entry = "requesterror"
+    _reason: str = ""  # what the store's own code makes of it; see `stores.objects.bucket`
 
     __str__ = TreeringError.__str__
 

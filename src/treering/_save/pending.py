@@ -21,8 +21,7 @@ from .._pytree.staging import Staging
 from .._threads.alive import Alive
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
-from ..errors import SaveError, TreeringError
-from ..stores.read_errors import RequestError
+from ..errors import RequestError, SaveError, TreeringError
 
 _log = logging.getLogger("treering")
 _LONG_STALL = 1.0  # seconds

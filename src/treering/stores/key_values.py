@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._threads.pool import in_parallel
-from .read_errors import ReplacedError, RequestError
+from ..errors import RequestError
+from .read_errors import ReplacedError
 
 _OURS = {kind.__name__: kind for kind in (ReplacedError, RequestError)}
 _FAILED = re.compile(r"\[treering (\w+)\] (.*?)(?:'\]|$)", re.DOTALL)

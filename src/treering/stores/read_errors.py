@@ -4,7 +4,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from ..errors import CorruptError, NotFoundError, TreeringError
+from ..errors import CorruptError, NotFoundError, RequestError, TreeringError
 
 # With these a system says that it cannot give back what was stored: a bad sector, a checksum of the file system's own
 # that does not fit, memory that fails. All others (no permission, too many open files) say nothing about the bytes.
@@ -29,12 +29,6 @@ _MOMENTARY = {
 
 class UnreadableError(CorruptError):
     """The system cannot read what is there."""
-
-
-class RequestError(TreeringError, OSError):
-    """A store has refused a request, or did not answer it. It says nothing about what is there."""
-
-    __str__ = Exception.__str__
 
 
 class ReplacedError(NotFoundError):

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gzip
 import logging
 import re
 import secrets
@@ -403,6 +404,156 @@ def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: 
             tr.save(path, _TREE)
             tr.save(path, {"w": np.ones(2)}, overwrite=True)
             assert _same(path, {"w": np.ones(2)})
+
+
+def _span(request: Request, size: int) -> tuple[int, int]:
+    begin, end = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+    return begin, min(end + 1, size)
+
+
+def _answering(status: int, span: slice, said: tuple[int, int, int], encoding: str = "") -> Any:
+    """What replaces the answer to a range: a status, other bytes, other numbers in Content-Range, an encoding."""
+
+    def answer(request: Request, whole: bytes) -> tuple[int, dict[str, str], bytes]:
+        begin, end = _span(request, len(whole))
+        data = whole if status == 200 else whole[begin + span.start : end + span.stop]
+        shown = f"bytes {begin + said[0]}-{end - 1 + said[1]}/{len(whole) + said[2]}"
+        headers = {"Content-Range": shown} if status == 206 else {}
+        if encoding:
+            data, headers = gzip.compress(data), {**headers, "Content-Encoding": encoding}
+        return status, headers, data
+
+    return answer
+
+
+_SAME = (0, 0, 0)
+_UNREADABLE: dict[str, Any] = {
+    "ignores ranges": _answering(200, slice(0, 0), _SAME),
+    "whole": lambda request, whole: _answering(
+        200 if _span(request, len(whole)) == (0, len(whole)) else 206, slice(0, 0), _SAME
+    )(request, whole),
+    "part": lambda request, whole: _answering(
+        206 if _span(request, len(whole)) == (0, len(whole)) else 200, slice(0, 0), _SAME
+    )(request, whole),
+    "other bytes": lambda request, whole: (206, *_answering(206, slice(0, 0), _SAME)(request, whole[::-1])[1:]),
+    "from the next byte on": _answering(206, slice(1, 0), (1, 0, 0)),
+    "fewer": _answering(206, slice(0, -1), (0, -1, 0)),
+    "fewer, and says more": _answering(206, slice(0, -1), _SAME),
+    "another size": _answering(206, slice(0, 0), (0, 0, 7)),
+    "numbers of others": _answering(206, slice(0, 0), (3, 3, 0)),
+    "compressed": _answering(206, slice(0, 0), _SAME, "gzip"),
+    "nothing": lambda request, whole: (404, {}, b"<Error><Code>NoSuchKey</Code></Error>"),
+}
+_FIRST_SAVES: dict[str, Any] = {
+    "native": lambda place: tr.save(f"{place}/c", _TREE),
+    "file": lambda place: tr.save(f"{place}/c.safetensors", _TREE),
+    "folder": lambda place: tr.save(f"{place}/c", _TREE, format="orbax"),
+    "run": lambda place: tr.Checkpointer(f"{place}/run").save(1, _TREE).result(),  # type: ignore[union-attr]
+}
+
+
+@contextlib.contextmanager
+def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[str]:
+    """Yields a path behind a proxy that answers ranges in its own way."""
+    with proxy(s3_server) as odd:
+        ask = odd._ask
+
+        def change(request: Request, body: bytes) -> Any:
+            ranged = {name: value for name, value in request.headers.items() if name.lower() != "range"}
+            if request.method != "GET" or len(ranged) == len(request.headers):
+                return ask(request, body)
+            status, headers, whole = ask(request._replace(headers=ranged), body)
+            if status != 200:
+                return status, headers, whole
+            named = {name.title(): value for name, value in request.headers.items()}
+            status, new, data = answer(request._replace(headers=named), whole)
+            kept = {name: value for name, value in headers.items() if name.lower() in ("etag", "last-modified")}
+            return status, {**kept, **new}, data
+
+        odd._ask = change  # type: ignore[method-assign]
+        buckets = ObjectStore(conditional=conditional)
+        buckets.add(_ROOT, s3.client(odd.url, retry_config={"max_retries": 1, "backoff": _QUICK}))
+        with stores.using(buckets, "faulty"):
+            yield f"{_ROOT}/{secrets.token_hex(4)}"
+
+
+@pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
+@pytest.mark.parametrize("fault", _UNREADABLE)
+def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_save(
+    s3_server: str, monkeypatch: pytest.MonkeyPatch, conditional: bool, fault: str
+) -> None:
+    """Its puts succeed, and nothing could be restored."""
+    monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
+    with _odd_server(s3_server, _UNREADABLE[fault], conditional=conditional) as place:
+        for save in _FIRST_SAVES.values():
+            with pytest.raises(UnsupportedError, match=f"{_ROOT}: expected a server .*asked for its bytes") as refused:
+                save(place)
+            assert type(refused.value) is UnsupportedError
+        left = [name for name in stores.of(place).list(place) if name != "run"]
+        assert left == [] and stores.of(place).list(f"{place}/run") in ([], ["writer.lock"])
+
+
+@pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
+def test_the_trial_of_a_server_takes_few_requests_once(s3_server: str, conditional: bool) -> None:
+    with proxy(s3_server) as counted:
+        buckets = ObjectStore(conditional=conditional)
+        buckets.add(_ROOT, s3.client(counted.url))
+        with stores.using(buckets, "faulty"):
+            place, counts = f"{_ROOT}/{secrets.token_hex(4)}", []
+            for n in range(3):
+                begun = len(counted.requests)
+                tr.save(f"{place}/{n}", _TREE)
+                counts.append(len(counted.requests) - begun)
+            tr.save(f"{place}/x.safetensors", _TREE)
+            assert counts[0] <= counts[1] + 6 and counts[1] == counts[2]
+            assert sorted(stores.of(place).list(place)) == ["0", "1", "2", "x.safetensors"]
+            assert _same(f"{place}/x.safetensors", _TREE)
+
+
+def test_a_server_that_deletes_or_lists_nothing_is_refused(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
+    for fault in ("list", "delete"):
+        with proxy(s3_server) as odd:
+            ask = odd._ask
+
+            def change(request: Request, body: bytes, fault: str = fault, ask: Any = ask) -> Any:
+                if fault == "list" and "list-type" in request.path:
+                    empty = b"<ListBucketResult><Name>b</Name><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated>"
+                    return 200, {"Content-Type": "application/xml"}, empty + b"</ListBucketResult>"
+                if fault == "delete" and _deletes(request):
+                    named = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in _KEY.findall(body))
+                    return 200, {}, b"<DeleteResult>" + named + b"</DeleteResult>"
+                return ask(request, body)
+
+            odd._ask = change  # type: ignore[method-assign]
+            buckets = ObjectStore(conditional=False)
+            buckets.add(_ROOT, s3.client(odd.url))
+            with stores.using(buckets, "faulty"), pytest.raises(UnsupportedError, match=f"asked to {fault}"):
+                tr.save(f"{_ROOT}/{secrets.token_hex(4)}", _TREE)
+
+
+@pytest.mark.parametrize("fault", ["cut", "short", "drop", "409 OperationAborted", "429 TooManyRequests", "400 Odd"])
+def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
+    tr.save(f"{place}/c.safetensors", _TREE)
+    with tr.Checkpointer(f"{place}/run") as ckpts:
+        ckpts.save(1, _TREE)
+    fails = ("GET", "HEAD")
+    calls: list[Any] = [tr.restore, tr.open, tr.verify, tr.steps]
+    between.fault = lambda request: fault if request.method in fails else None
+    for call in calls:
+        for path in (f"{place}/first", f"{place}/c.safetensors", f"{place}/run"):
+            found: Any = None
+            try:
+                call(path)
+            except Exception as error:
+                found = error
+            assert found is None or vars(tr.errors).get(type(found).__name__) is type(found), found
+            assert found is None or found.entry == type(found).__name__.lower()
+    fails = ("GET", "HEAD", "PUT", "POST", "DELETE")
+    with pytest.raises(SaveError) as failed:
+        tr.save(f"{place}/new", _TREE)
+    assert type(failed.value) is SaveError
 
 
 def test_an_object_that_comes_while_it_is_looked_up(

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ...errors import TreeringError, UnsupportedError
+from ...errors import RequestError, TreeringError, UnsupportedError
 from ..buffers import aligned, copy
-from ..read_errors import RequestError
 from ..temporary_names import clock_beside
 from .clients import short
 
@@ -35,6 +34,10 @@ _METADATA = re.compile(r"https?://[^/\s]+(/computeMetadata/|/metadata/identity/|
 _DENIED = (" 403 ", " 401 ", "AccessDenied")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
+# The `_reason` of a `RequestError`: whether it was carried out is not known; likewise, and obstore has not asked again;
+# the server wants fewer requests, and has not done it; bytes of an object that has none were asked for.
+UNANSWERED, BROKEN, BUSY, EMPTY = "unanswered", "broken", "busy", "empty"
+
 T = TypeVar("T")
 Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
 
@@ -50,18 +53,6 @@ class ChangedError(FileExistsError):
 
 class ConflictError(ChangedError):
     """Another request for the same name is under way; the same one may be answered differently in a moment."""
-
-
-class UnansweredError(RequestError):
-    """It is not known whether a request was carried out, or is going to be."""
-
-
-class _BrokenError(UnansweredError):
-    """An answer that did not come whole, which obstore does not ask for again itself."""
-
-
-class _BusyError(RequestError):
-    """The server wants fewer requests, in all or about one object, and has not done what it was asked for."""
 
 
 class Found(NamedTuple):
@@ -94,8 +85,9 @@ class Bucket:
 
     def __init__(self, url: str, client: Any, quick: Any = None, *, conditional: bool = True):
         self.url, self.client, self._quick = url, client, quick or client
-        self._conditional = conditional  # whether the server is asked to keep to conditions
-        self._honours = False  # the server was seen to do so
+        self.conditional = conditional  # whether the server is asked to keep to conditions
+        self._honours = False  # the server was seen to do so, and to give back what was put; see `round_trip`
+        self.is_read_back = False  # it was seen to do the latter
         self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
 
     def head(self, key: str) -> Found | None:
@@ -112,7 +104,9 @@ class Bucket:
         """
         try:
             return self._bytes(key, 0, nbytes, None, into)
-        except _EmptyError:
+        except RequestError as error:
+            if error._reason != EMPTY:
+                raise
             found = self.head(key)
             if found is None:
                 raise self._missing(key) from None
@@ -127,18 +121,19 @@ class Bucket:
     def _bytes(
         self, key: str, begin: int, end: int, version: Version | None, into: memoryview = _NOTHING
     ) -> tuple[Any, Found]:
+        client = self._quick if end - begin <= _QUICK_BYTES else self.client
         options: dict[str, Any] = {"range": (begin, end)}
         if version and version[0] and not version[0].startswith("W/"):  # weak ones fit nothing by the rules of HTTP
             options["if_match"] = version[0]
 
         def read() -> tuple[Any, Found]:
-            got = self._obstore.get(self.client, key, options=options)
+            got = self._obstore.get(client, key, options=options)
             found = _found(got.meta)
             size = min(end, found.nbytes) - begin
             elsewhere = into if end <= found.nbytes else _NOTHING
             came = memoryview(got.bytes())  # taking it chunk by chunk needs less memory, and a sixth more time
             if len(came) != size:
-                raise _BrokenError(f"{self.url}/{key}: expected {size} bytes, found {len(came)}")
+                raise _failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
             if size <= _SMALL_BYTES and not elsewhere:
                 return came, found
             own = size - len(elsewhere)
@@ -156,9 +151,16 @@ class Bucket:
             try:
                 with self.asked(key):
                     return ask()
-            except (_BrokenError, _BusyError, ConflictError):
-                if attempt == _ATTEMPTS - 1:
+            except (RequestError, ConflictError) as error:
+                if isinstance(error, RequestError) and error._reason not in (BROKEN, BUSY):
                     raise
+                if attempt == _ATTEMPTS - 1:
+                    if isinstance(error, RequestError):
+                        raise
+                    raise RequestError(
+                        f"{self.url}/{key}: the store answers again and again that another request about it is under "
+                        "way; try again later"
+                    ) from None
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
 
@@ -169,7 +171,7 @@ class Bucket:
         lost makes the client ask again.
         """
         mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
-        if not self._conditional and not overwrite:
+        if not self.conditional and not overwrite:
             self.check_unchanged(key, replaces)
             mode = "overwrite"
         client = self._quick if memoryview(data).nbytes <= _QUICK_BYTES else self.client
@@ -177,8 +179,8 @@ class Bucket:
             try:
                 with self.asked(key):
                     return _version(self._obstore.put(client, key, data, mode=mode, use_multipart=False))
-            except _BusyError:
-                if attempt == _ATTEMPTS - 1:
+            except RequestError as error:
+                if error._reason != BUSY or attempt == _ATTEMPTS - 1:
                     raise
             except ChangedError as error:
                 if found := self.same(key, data):
@@ -252,8 +254,6 @@ class Bucket:
 
     def check_conditions(self, key: str) -> None:
         """Raises `UnsupportedError` unless the server keeps to conditions, tried on an object that is there."""
-        if self._honours or not self._conditional:
-            return
         refused = [self._refuses(key, replaces) for replaces in (None, ('"treering"', "1"))]
         if not all(refused):
             raise UnsupportedError(
@@ -262,11 +262,12 @@ class Bucket:
                 "and neither would know; save elsewhere, or pass a store that is registered with conditional=False if "
                 "nothing else ever writes there"
             )
-        self._honours = True
 
     def _refuses(self, key: str, replaces: Version | None) -> bool:
+        mode: Any = "create" if replaces is None else _mode(replaces)
+        data = os.urandom(8)
         try:
-            self.put(key, os.urandom(8), replaces=replaces)
+            self._repeated(key, lambda: self._obstore.put(self._quick, key, data, mode=mode, use_multipart=False))
         except ChangedError:
             return True
         return False
@@ -330,7 +331,7 @@ class Bucket:
                     f"machine gave none ({short(error)}); set those of the provider, or pass a store of obstore's"
                 ) from error
             if any(word in text for word in _EMPTY):
-                raise _EmptyError(path) from None
+                raise _failure(path, EMPTY) from None
             if any(word in text for word in _NO_BUCKET):
                 raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
             if hint := next((hint for word, hint in _OF_BUCKETS.items() if word in text), None):
@@ -346,10 +347,10 @@ class Bucket:
             if status == "409":
                 raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
             if status == "429":
-                raise _BusyError(f"{path}: the store is asked too often: {short(error)}") from error
+                raise _failure(f"{path}: the store is asked too often: {short(error)}", BUSY) from error
             hint = "; without a reason, this is often a token that has expired" if status == "400" else ""
-            kind = UnansweredError if "max_retries" in text else _BrokenError  # or obstore has tried again already
-            raise kind(f"{path}: the store did not answer as it should: {short(error)}{hint}") from error
+            reason = UNANSWERED if "max_retries" in text else BROKEN  # or obstore has tried again already
+            raise _failure(f"{path}: the store did not answer as it should: {short(error)}{hint}", reason) from error
 
 
 _process: int | None = None  # that has made the first request
@@ -366,8 +367,15 @@ def _check_process() -> None:
         )
 
 
-class _EmptyError(RequestError):
-    """Bytes of an object that has none were asked for."""
+def _failure(text: str, reason: str) -> RequestError:
+    error = RequestError(text)
+    error._reason = reason
+    return error
+
+
+def is_unknown(error: BaseException) -> bool:
+    """Returns True for an error after which a request may have been carried out, or may still be."""
+    return isinstance(error, RequestError) and error._reason in (UNANSWERED, BROKEN)
 
 
 def _above(key: str) -> Iterator[str]:

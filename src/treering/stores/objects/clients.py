@@ -5,8 +5,7 @@ import functools
 import os
 from typing import Any
 
-from ...errors import MismatchError, UnsupportedError
-from ..read_errors import RequestError
+from ...errors import MismatchError, RequestError, UnsupportedError
 
 EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "adl": "azure",

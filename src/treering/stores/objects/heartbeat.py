@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -111,6 +111,12 @@ class Heartbeat:
                 return
         self.lost = True
         _log.warning("%s/%s: taken over or removed by another writer", self._bucket.url, self.key)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[bytes]:
+        """Yields what the object holds, and renews it only after the `with` block."""
+        with self._lock:
+            yield self._data()
 
     def stop(self, *, delete: bool) -> None:
         """Renews it no longer, and removes the object unless it is another's."""

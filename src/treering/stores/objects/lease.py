@@ -9,11 +9,10 @@ import weakref
 from collections.abc import Callable
 
 from ..._threads.alive import Alive
-from ...errors import ExistsError, UnsupportedError
+from ...errors import ExistsError, RequestError, UnsupportedError
 from .. import claims
-from ..read_errors import RequestError
 from ..store import LOCK_NAME
-from . import heartbeat
+from . import heartbeat, round_trip
 from .bucket import Bucket, ChangedError, Version
 from .heartbeat import LEASE_SECONDS, About, Heartbeat
 from .keys import joined
@@ -135,7 +134,7 @@ class ObjectLease:
             return False
         self._held[:] = [self._beat]
         try:
-            self._bucket.check_conditions(self._key)
+            round_trip.check(self._bucket, self._beat)
         except BaseException:
             self.release()
             raise

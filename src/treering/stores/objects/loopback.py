@@ -17,9 +17,10 @@ from http import HTTPStatus
 from typing import Any
 
 from ..._threads.pool import in_parallel, start
+from ...errors import RequestError
 from ..buffers import aligned
 from ..key_values import as_text
-from ..read_errors import ReplacedError, RequestError
+from ..read_errors import ReplacedError
 from .bucket import Bucket, ChangedError, Found
 from .keys import below
 

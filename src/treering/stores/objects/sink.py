@@ -6,12 +6,12 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
-from ...errors import SaveError
+from ...errors import RequestError, SaveError
 from .. import claims
 from ..buffers import copy
 from ..claims import TakenOverError
-from ..read_errors import RequestError
 from ..store import ABSENT
+from . import round_trip
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .upload import Stream, Upload, Uploads
@@ -34,9 +34,10 @@ class ObjectSink:
         if visible:
             self.heartbeat = Heartbeat(bucket, key)
             try:
-                bucket.check_conditions(key)
+                round_trip.check(bucket, self.heartbeat)
             except BaseException:
-                self.heartbeat.stop(delete=True)
+                with contextlib.suppress(OSError):  # it counts why nothing is saved there
+                    self.heartbeat.stop(delete=True)
                 raise
         self._buffer: memoryview | None = None
         self._stream = Stream(bucket, key, held=visible, expected=expected)

@@ -18,7 +18,7 @@ from ..key_values import brought_in, take_out
 from ..read_errors import ReplacedError
 from ..store import Beside, Owned, Stat, Writer
 from ..whole_files import check_free
-from . import clients, heartbeat, loopback, temporary_folder
+from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
 from .bucket import Bucket, ChangedError, Found
 from .glance import Glance
@@ -37,6 +37,8 @@ _glances: "contextvars.ContextVar[tuple[Glance, ...]]" = contextvars.ContextVar(
 
 class ObjectStore:
     """The buckets that URLs name. See `stores.store.Store` for the methods.
+
+    The first write to a bucket in a process tries whether its server gives back what was put; see `round_trip`.
 
     conditional: whether the servers are asked to keep to conditions. Without them two jobs that write one checkpoint or
     run at the same time replace each other's, and neither knows.
@@ -232,6 +234,7 @@ class ObjectStore:
         bucket, key = self._find(path)
         self._check_writable(bucket)
         check_free(self, path, overwrite=overwrite, folder=False)
+        round_trip.check_beside(bucket, key)
         found = bucket.head(key) if overwrite else None
         stream = Stream(bucket, key)
         try:

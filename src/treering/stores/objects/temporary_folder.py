@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ...errors import ExistsError, SaveError, UnsupportedError
 from ..claims import TakenOverError
 from ..temporary_names import place_of, temporary_beside
-from . import heartbeat
+from . import heartbeat, round_trip
 from .bucket import Bucket
 from .heartbeat import Heartbeat
 from .keys import below, joined
@@ -80,7 +80,7 @@ class TemporaryFolder:
     def filled(self, uploads: Uploads) -> Iterator["TemporaryFolder"]:
         """A `with` block within which it is filled, after which it is removed."""
         try:
-            self._bucket.check_conditions(self._heartbeat.key)
+            round_trip.check(self._bucket, self._heartbeat)
             yield self
         finally:
             with contextlib.suppress(OSError):

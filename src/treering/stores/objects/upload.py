@@ -10,7 +10,7 @@ from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
 from ..buffers import aligned, round_up
-from .bucket import Bucket, UnansweredError, Version
+from .bucket import Bucket, Version, is_unknown
 
 OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
 IN_FLIGHT = 10  # objects that are being put at a time
@@ -82,7 +82,7 @@ class Stream:
         is_new = found is not None and (before is None or found.version != before.version)
         if found and found.nbytes == self.size and (is_new or not error):  # the same bytes may get no new version
             return found.version
-        if error and not isinstance(error, UnansweredError):
+        if error and not is_unknown(error):
             raise error
         done = f"has not said that it put them together ({error})" if error else "says that it put them together"
         raise SaveError(

@@ -1,0 +1,86 @@
+"""The trial before the first write to a bucket: its server must give back what was put, whole and in part."""
+
+import contextlib
+from collections.abc import Iterator
+
+from ...errors import RequestError, UnsupportedError
+from ..temporary_names import clock_beside
+from .bucket import BROKEN, EMPTY, Bucket, ChangedError
+from .heartbeat import Heartbeat
+
+_LINES = b"".join(b"%07d\n" % n for n in range(512))  # compressible, as some servers do; no two parts are equal
+_BEYOND = 64  # bytes that are asked for beyond the end, as when a file is opened
+
+
+def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
+    """Tries a server, once in a process, on the heartbeat of a writer. Raises `UnsupportedError`.
+
+    A server that is not asked to keep to conditions is tried on an object of its own, which is also listed and deleted.
+    """
+    if bucket._honours:
+        return
+    if not bucket.conditional:
+        check_beside(bucket, heartbeat.key)
+        return
+    with heartbeat.unchanged() as data:
+        bucket.check_conditions(heartbeat.key)
+        _check_reads(bucket, heartbeat.key, data)
+    bucket._honours = True
+
+
+def check_beside(bucket: Bucket, key: str) -> None:
+    """Tries a server, once in a process, on an object beside a key, whatever it does about conditions."""
+    if bucket._honours or bucket.is_read_back:
+        return
+    probe = clock_beside(key)
+    bucket.put(probe, _LINES, overwrite=True)
+    try:
+        _check_reads(bucket, probe, _LINES)
+        with _understood(bucket, probe, "to list what is beside it"):
+            listed, _ = bucket.list(probe.rpartition("/")[0])
+        if not any(one.key == probe and one.nbytes == len(_LINES) for one in listed):
+            raise _refusal(bucket, probe, "to list what is beside it", "a list without it, or with another size")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            bucket.delete([probe])
+        raise
+    with _understood(bucket, probe, "to delete it"):
+        bucket.delete([probe])
+    if bucket.head(probe):
+        raise _refusal(bucket, probe, "to delete it", "that it is still there")
+    bucket.is_read_back = True
+
+
+def _check_reads(bucket: Bucket, key: str, data: bytes) -> None:
+    size = len(data)
+    version = None
+    for begin, end in ((0, size + _BEYOND), (1, size - 1)):
+        asked = f"for its bytes {begin} to {end - 1}, of {size}"
+        with _understood(bucket, key, asked):
+            came, found = bucket._bytes(key, begin, end, version)
+        if found.nbytes != size or bytes(came) != data[begin:end]:
+            raise _refusal(bucket, key, asked, f"{len(came)} bytes of {found.nbytes}, which are not those")
+        version = found.version
+
+
+@contextlib.contextmanager
+def _understood(bucket: Bucket, key: str, asked: str) -> Iterator[None]:
+    """Raises `UnsupportedError` for an answer that is none. Other errors say nothing about what the server can do."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise _refusal(bucket, key, asked, "that there is no such object") from None
+    except ChangedError:
+        raise _refusal(bucket, key, asked, "that its version is another") from None
+    except RequestError as error:
+        if error._reason not in (BROKEN, EMPTY):
+            raise
+        raise _refusal(bucket, key, asked, f"an answer that does not fit ({error})") from error
+
+
+def _refusal(bucket: Bucket, key: str, asked: str, answer: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{bucket.url}: expected a server that gives back what is put there; asked {asked}, about {key}, found "
+        f"{answer}; nothing is saved where it could not be restored: make the server answer ranges as "
+        "HTTP says (206, exactly those bytes, no content encoding), lists and deletes as S3 does, or save elsewhere"
+    )
