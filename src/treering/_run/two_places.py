@@ -3,7 +3,7 @@
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from .._core.entries import step_number
 from .._processes.calls import Call
@@ -36,7 +36,7 @@ class TwoPlaces(NearAndFar):
         super().__init__(near, far)
         self._keep = keep
         self._process = os.getpid()
-        self._seen_far: list[Saved] = []  # when it was last looked
+        self._seen_far: Sequence[Saved] = []  # when it was last looked
         self._ended = False
         self._dropped: dict[int, str] = {}  # steps that the policy has deleted far, and their identities
         near.before_delete, far.before_delete = self._note_deleted, self._drop
