@@ -102,7 +102,7 @@ def test_folders_of_fjformer_and_easylm() -> None:
 def test_the_state_of_the_data_is_named(name: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
     tr.restore(REAL / "fjformer" / name)
     said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert len(said) == bool(data) and all(f"left out, for it cannot be read here: {data} (" in one for one in said)
+    assert len(said) == bool(data) and all(f"left out, because it cannot be read here: {data} (" in one for one in said)
 
 
 def test_safetensors_of_fjformer(tmp_path: Path) -> None:

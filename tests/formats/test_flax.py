@@ -314,7 +314,9 @@ def test_real_files_of_clu(tmp_path: Path, name: str, caplog: pytest.LogCaptureF
         tr.restore(path)
         said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
         file = f"{Path(name).name}.index"  # which has an iterator over data in it
-        assert said == [f"{path}: left out, for it cannot be read here: {file} ({POSITION}, which only that restores)"]
+        assert said == [
+            f"{path}: left out, because it cannot be read here: {file} ({POSITION}, which only that restores)"
+        ]
     for path in (CLUS / name, CLUS / f"{name}.flax"):
         assert (tr.open(path).format, tr.open(path).step) == ("flax", step) and tr.verify(path).ok
         assert_described(path, described("clu")[name])

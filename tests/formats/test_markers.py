@@ -35,6 +35,7 @@ TREES = {
     "version first": {"version": 2, "~w": W},
     "version, optimizer": {"version": 3, "optimizer": {"target": {"w": W}, "state": {"step": 1}}},
     "optimizer, version": {"optimizer": {"target": {"w": W}}, "version": 5},
+    "version within": {"optimizer": {"state": {"w": W}}, "~m": {"a": 1, "version": 3}},
     "version 1": {"version": 1, "params": {"w": W}},
     "levels of T5X": {"state": {"step": 1}, "target": {"w": W}},
     "length of a header": {"\0\0\0\0\0\0{": W, "w": np.zeros(20_000, np.float32)},
@@ -130,8 +131,15 @@ def test_a_format_that_is_given_is_taken(tmp_path: Path, capsys: pytest.CaptureF
         tr.open(file, format="flaks")
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "nothing", format="flax")
-    with pytest.raises(TreeringError):
-        tr.open(file, format="safetensors")
+    (tmp_path / "empty").mkdir()
+    tr.save(tmp_path / "folder", {"w": W})
+    for path in (file, tmp_path / "empty", tmp_path / "folder"):
+        for name in ("safetensors", "orbax", "levanter", "equinox", "treering"):
+            if (path.name, name) == ("folder", "treering"):
+                continue
+            for call in (tr.open, tr.restore, lambda path, format: tr.verify(path, format=format).ok or _refuse()):
+                with pytest.raises(TreeringError):
+                    call(path, format=name)
 
 
 def test_the_format_of_the_steps_that_count(tmp_path: Path) -> None:
@@ -145,3 +153,7 @@ def test_the_format_of_the_steps_that_count(tmp_path: Path) -> None:
         assert tr.verify(tmp_path, format=format).ok
     with pytest.raises(NotFoundError):
         tr.open(tmp_path, format="t5x", step=3)
+
+
+def _refuse() -> None:
+    raise TreeringError

@@ -410,7 +410,7 @@ def test_items_within_items(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     (tmp_path / "0" / "more" / "b").mkdir()
     caplog.clear()
     assert_same(tr.restore(tmp_path / "0", at="more"), {"a": OPT})
-    assert "left out, for it cannot be read here: more/b (an empty folder)" in caplog.text
+    assert "left out, because it cannot be read here: more/b (an empty folder)" in caplog.text
 
 
 def test_version_1_says_the_same(tmp_path: Path) -> None:
@@ -459,4 +459,4 @@ def test_what_is_not_known_is_left_out_aloud(tmp_path: Path, caplog: pytest.LogC
     (step / "data" / "process_0.bin").write_bytes(b"?")
     with caplog.at_level(logging.WARNING, "treering"):
         assert_same(tr.restore(step), WHOLE)
-    assert "left out, for it cannot be read here: data (files of an unknown kind: process_0.bin)" in caplog.text
+    assert "left out, because it cannot be read here: data (files of an unknown kind: process_0.bin)" in caplog.text

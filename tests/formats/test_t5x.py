@@ -167,7 +167,7 @@ def test_iterators_over_data_that_t5x_wrote(tmp_path: Path, caplog: pytest.LogCa
         caplog.clear()
         call()
         said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-        assert len(said) == 1 and re.search(f"left out, for it cannot be read here: {position}", said[0])
+        assert len(said) == 1 and re.search(f"left out, because it cannot be read here: {position}", said[0])
     with pytest.raises(MismatchError, match=f"data: expected Random, found nothing; .*{position}") as error:
         tr.restore(path, like={**template, "data": random.Random()})
     assert "missing=" not in str(error.value)

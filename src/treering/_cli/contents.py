@@ -240,7 +240,7 @@ def verify(path: str, subset: tuple[int, int] | int | None, format: str | None, 
     """
     from .._tools.verify import check
 
-    part = _part(path, subset) if isinstance(subset, int) else subset
+    part = _part(path, subset, format) if isinstance(subset, int) else subset
     report, unsupported, _ = check(path, part, format)
     if json_:
         problems = [problem._asdict() for problem in report.problems]
@@ -266,14 +266,14 @@ def verify(path: str, subset: tuple[int, int] | int | None, format: str | None, 
     return int(not report.ok) or (FAILED if unsupported else 0)
 
 
-def _part(path: str, most: int) -> tuple[int, int]:
+def _part(path: str, most: int, format: str | None) -> tuple[int, int]:
     """One of the equal parts of at most so many bytes, at random."""
     from .._tools.listing import list_run
 
     try:
         total = sum(row.nbytes or 0 for row in list_run(path).rows)
     except NotFoundError:
-        total = _open(path, None).nbytes
+        total = _open(path, None, format).nbytes
     parts = max(1, -(-total // max(most, 1)))
     return random.randint(1, parts), parts
 

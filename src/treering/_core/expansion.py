@@ -6,6 +6,7 @@ damage, so that the bound can be lifted.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from ..errors import MismatchError
 from .entries import ArrayEntry
@@ -16,16 +17,21 @@ MOST = 100.0  # bytes for each that is stored
 _FREE = 64 << 20  # bytes that any checkpoint may expand to
 
 
-def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float) -> None:
-    """Raises `MismatchError` if arrays of a source expand beyond a bound: `most` bytes for each that is stored."""
+def check_bound(most: Any) -> None:
+    """Raises `MismatchError` for anything but a number from 1."""
     if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 1:
         raise MismatchError(f"max_expansion={most!r}: expected a number from 1, or math.inf")
+
+
+def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float) -> None:
+    """Raises `MismatchError` if arrays of a source expand beyond a bound: `most` bytes for each that is stored."""
+    check_bound(most)
     if not expands(source) or most == math.inf:
         return
     total = sum(entry.nbytes for entry in entries)
     if total > max(most * source.nbytes, _FREE):
         raise MismatchError(
             f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
-            f"{nbytes(total)}: many leaves are one array, or compress well, or the file is meant to fill the memory; "
-            "if you trust it, pass max_expansion=math.inf"
+            f"{nbytes(total)}. Many leaves may be one array, or compress well. If you trust this checkpoint, pass "
+            "max_expansion=math.inf"
         )

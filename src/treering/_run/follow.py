@@ -77,7 +77,7 @@ def _mark(store: Store, path: str) -> object:
     return None
 
 
-def _open(store: Store, step: int, path: str, format: str) -> Checkpoint | None:
+def _open(store: Store, step: int, path: str, format: str | None) -> Checkpoint | None:
     try:
         ckpt = open_step(store, path, step, format)
         if isinstance(ckpt._source, Reader):

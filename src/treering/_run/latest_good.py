@@ -29,18 +29,30 @@ class Place(NamedTuple):
     format: str | None = None  # its name; None where it is recognized when it is opened
 
 
-def open_one(store: Store, path: str, format: formats.Format | None = None) -> Checkpoint:
-    """Opens a checkpoint, of any format unless one is given. Raises `ReplacedError` when there is none any more."""
+def open_one(store: Store, path: str, format: str | None = None) -> Checkpoint:
+    """Opens a checkpoint, of any format unless one is named. Raises `ReplacedError` when there is none any more."""
     try:
         with reading(path), store.glance(path):
-            reader = (format or _detected(store, path)).open(store, path)
+            reader = (_detected(store, path).open if format is None else formats.get(format).open)(store, path)
             reader.check_present()
             reader.metrics  # noqa: B018 (some readers look for them when they are asked for first)
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
             raise
+        check_kind(store, path, format)
         raise ReplacedError(f"{path}: deleted or replaced while it was opened; open it again") from error
+    except OSError as error:
+        if isinstance(error, TreeringError):
+            raise
+        check_kind(store, path, format)
+        raise
     return Checkpoint(reader)
+
+
+def check_kind(store: Store, path: str, format: str | None) -> None:
+    """Raises `UnsupportedError` if something of another kind than a named format is at a path."""
+    if format is not None and store.stat(path) is not None and (reason := formats.get(format).refuses(store, path)):
+        raise UnsupportedError(f"{path}: expected a checkpoint of the format {format!r}: {reason}")
 
 
 def _detected(store: Store, path: str) -> formats.Format:
@@ -55,7 +67,7 @@ def places_of(
 ) -> list[Place] | formats.Format:
     """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint.
 
-    format: taken as given: only steps of this format count, and one checkpoint is not looked at.
+    format: what the path is read as; only steps of this format count.
     """
     found = {} if summary.look(store, place) else located_steps(store, place, only=format)
     if not found:
@@ -72,7 +84,7 @@ def places_of(
 
 
 def check_there(store: Store, place: str, format: formats.Format) -> formats.Format:
-    """The format that a caller has given. Raises `NotFoundError` if the path is not of it and nothing is there."""
+    """The format that a caller has given. Raises `NotFoundError` if there is neither a file nor a folder."""
     if store.stat(place) is None and not formats.accepts(format, store, place):
         raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
     return format
@@ -163,7 +175,7 @@ def use_current(
 
 def open_step(store: Store, path: str, step: int | None, format: str | None) -> Checkpoint:
     """Opens a step of a run. The checkpoint has the number of the step in its run, not the number it was saved with."""
-    ckpt = open_one(store, path, None if format is None else formats.get(format))
+    ckpt = open_one(store, path, format)
     if step is None or ckpt.step == step:
         return ckpt
     if ckpt.step is not None:

@@ -205,7 +205,7 @@ def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], format: s
             steps = places_of(store, place, step, only)
             if not isinstance(steps, list):
                 with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
-                    ckpt = open_one(store, place, steps)
+                    ckpt = open_one(store, place, steps.name)
         if isinstance(steps, list):
             return latest_good(place, steps, use, fallback=fallback)[1]
         return use_current(store, place, None, use, format, ckpt)

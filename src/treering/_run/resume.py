@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from .._core import expansion
 from .._processes import consistency
 from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ def check(options: Mapping[str, Any]) -> None:
     """Raises `MismatchError` for options of `treering.restore` that a restore would refuse, whatever it finds."""
     allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
     Policy(**allowed)
+    expansion.check_bound(options.get("max_expansion", expansion.MOST))
     if unknown := options.keys() - inspect.signature(Checkpoint.restore).parameters.keys() - {"step", "fallback"}:
         raise TypeError(f"restore_or_init() got an unexpected keyword argument {sorted(unknown)[0]!r}")
 

@@ -119,7 +119,7 @@ def located_steps(
     """
     with store.glance(run):
         names = committed(store, run, prefix)
-        own = {step: formats.StepPath(posixpath.join(run, name), "treering") for step, name in names.items()}
+        own = {step: formats.StepPath(posixpath.join(run, name)) for step, name in names.items()}
         if only is not None and only.name == "treering":
             return own
         foreign = formats.foreign_steps(store, run, set(names.values()), only)

@@ -108,10 +108,10 @@ class Steps:
             with self._lock:
                 self._known[step] = signature, "unsupported"
 
-    def _foreign(self, step: int, path: str, format: str) -> SavedStep | None:
+    def _foreign(self, step: int, path: str, format: str | None) -> SavedStep | None:
         if path not in self._others:
             try:
-                self._others[path] = SavedStep(step, latest_good.open_one(self.store, path, formats.get(format)).metrics)
+                self._others[path] = SavedStep(step, latest_good.open_one(self.store, path, format).metrics)
             except ReplacedError:  # at this moment
                 return None
             except TreeringError as error:

@@ -141,12 +141,12 @@ def _row(steps: Steps, step: int, path: str) -> Row:
     return Row(step, path, verdict, nbytes=tree_bytes(steps.store, path), pinned=pinned, link=link)
 
 
-def _foreign(store: Store, step: int, path: str, format: str) -> Row:
+def _foreign(store: Store, step: int, path: str, format: str | None) -> Row:
     try:
-        ckpt = open_one(store, path, formats.get(format))
+        ckpt = open_one(store, path, format)
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", format, nbytes=tree_bytes(store, path), link=store.is_link(path))
+        return Row(step, path, "damaged", format or "?", nbytes=tree_bytes(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 

@@ -5,6 +5,7 @@ import errno
 import operator
 import os
 import posixpath
+import time
 from collections.abc import Iterator
 
 from .. import formats, stores
@@ -12,15 +13,16 @@ from .._core import html
 from .._core.readable import count, nbytes
 from .._core.source import WHOLE, Problem, Share, Source
 from .._core.tracebacks import at_the_caller
-from .._run.latest_good import check_known, check_there
+from .._run.latest_good import check_kind, check_known, check_there
 from .._run.run import directories
-from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.nfs import look_anew
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 
 _CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
+_DELETION_SECONDS = 2.0  # for which a step that is not recognized any more may still be there
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -120,44 +122,59 @@ def _verify(place: str, share: Share, only: formats.Format | None) -> tuple[Veri
         below = "" if part == place else posixpath.relpath(part, place)
         try:
             total += _verify_one(store, part, format, below, found, share)
-        except NotFoundError:
-            if part == place or not _is_deleted(store, part):
+        except NotFoundError as error:
+            if part == place:
                 raise
+            if not _is_deleted(store, part, native=format == "treering"):
+                found.append(Problem(below, (), None, str(error)))
         except UnsupportedError as error:
             unsupported.append(error)
     return VerifyReport(place, total, tuple(found)), unsupported, len(parts)
 
 
-def _parts(store: Store, place: str, only: formats.Format | None) -> dict[str, formats.Format | None]:
-    """The paths to check and their formats: None where it is found out when it is opened."""
+def _parts(store: Store, place: str, only: formats.Format | None) -> dict[str, str | None]:
+    """The paths to check and their formats: None where it is recognized when it is opened."""
     single = summary.look(store, place) is not None
     native, foreign = only is None or only.name == "treering", only is None or only.name != "treering"
     names = [name for _, name in directories(store, place)] if native and not single else []
-    others = formats.foreign_steps(store, place, set(names), only).values() if foreign and not single else ()
-    parts: dict[str, formats.Format | None] = {posixpath.join(place, name): None for name in names}
-    parts.update(sorted((one.path, formats.get(one.format)) for one in others))
+    parts: dict[str, str | None] = {posixpath.join(place, name): "treering" for name in names}
+    if foreign and not single:
+        others = set(formats.foreign_steps(store, place, set(names), only).values())
+        known = {posixpath.basename(one.path) for one in others}.union(names)
+        # One that counts for nothing, for there is another of its number, is damaged nevertheless.
+        rest = [name for name in store.list(place) if name not in known]
+        others.update(one for _, one in formats.damaged_steps(store, place, rest, only))
+        parts.update({one.path: one.format for one in sorted(others, key=lambda one: one.path)})
     if not parts:
-        return {place: check_there(store, place, only) if only else None}
+        return {place: None if only is None else check_there(store, place, only).name}
     # Beside the steps of a run may lie the weights that it began with.
     weights = formats.is_known(store, place) if only is None else formats.accepts(only, store, place)
-    return {place: only, **parts} if weights else parts
+    given = None if only is None else only.name
+    return {place: given, **parts} if weights else parts
 
 
-def _is_deleted(store: Store, step: str) -> bool:
-    """Returns True if a step that was listed is gone. Its manifest goes first, and its directory last."""
-    with reading(step):
-        return store.stat(step) is None or summary.look(store, step) is None
+def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
+    """Returns True if a step that was listed is gone, or is going.
+
+    Of ours the manifest goes first; of another library the directory must be gone a moment later.
+    """
+    end = time.monotonic() + _DELETION_SECONDS
+    while True:
+        with reading(step):
+            if store.stat(step) is None or (native and summary.look(store, step) is None):
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
 
 
-def _verify_one(
-    store: Store, path: str, known: formats.Format | None, below: str, found: list[Problem], share: Share
-) -> int:
+def _verify_one(store: Store, path: str, known: str | None, below: str, found: list[Problem], share: Share) -> int:
     """Adds the damage to `found` and returns about how many bytes. Raises `UnsupportedError` when that is done."""
     for _ in range(_CHECK_ATTEMPTS):
         file = path
         try:
             with reading(path), store.glance(path):
-                format = known or check_known(store, path)
+                format = check_known(store, path) if known is None else formats.get(known)
                 file = summary.file(below) if format.name == "treering" else path
                 reader = format.open(store, path)
         except ReplacedError:
@@ -165,6 +182,16 @@ def _verify_one(
         except CorruptError as error:
             found.append(Problem(file, (), None, str(error)))
             return 0
+        except OSError as error:
+            if isinstance(error, TreeringError):
+                raise
+            if error.errno not in _GONE:
+                raise
+            if known == "treering" and summary.look(store, path) is None:
+                raise NotFoundError(f"{path}: expected a checkpoint, found nothing") from None
+            if known != "treering":
+                check_kind(store, path, known)
+            continue  # it was deleted after it was recognized
         problems: list[Problem] = []
         unsupported: UnsupportedError | None = None
         try:

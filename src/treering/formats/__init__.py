@@ -123,10 +123,10 @@ class JointFormat(Format, Protocol):
 
 
 class StepPath(NamedTuple):
-    """Where a step of a run is, and the name of its format, which a damaged one does not show."""
+    """Where a step of a run is. `format` is set where it is not recognized: by the caller, or for a damaged step."""
 
     path: str
-    format: str
+    format: str | None = None
 
 
 # In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
@@ -143,7 +143,7 @@ _MODULES = {
 }
 _registered: dict[str, Format] = {}
 _looked = False  # for what is installed
-_LOOK = 4096  # bytes of a file that is too damaged to be recognized
+LOOK = 1 << 16  # bytes of a file that is too damaged to be recognized
 _ALIASES = {"easylm": "fjformer"}
 
 
@@ -268,7 +268,7 @@ def is_step(format: Format, store: Store, path: str) -> bool:
 
 
 def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes], bool]) -> bool:
-    """Whether what has the name of a step is what is left of one that no format recognizes.
+    """Returns True if what has the name of a step is what is left of one that no format recognizes.
 
     file: the file of it by which it is recognized: it is empty, or zeros, or `begins` as such a file does.
     """
@@ -277,7 +277,7 @@ def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes]
         if found is None or not found.is_file:
             return False
         with opened(store, file) as blob:
-            data = blob.read_up_to(_LOOK)
+            data = blob.read_up_to(LOOK)
     return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not kinds.is_other(data)
 
 
@@ -311,13 +311,34 @@ def foreign_steps(
 ) -> dict[int, StepPath]:
     """The steps that other libraries have left in a folder; `ours` are names that are known.
 
-    only: the format that counts; by default each but the native one. A step that is too damaged to be recognized is
-    one of the format whose names it has.
+    only: the format that counts; by default each but the native one. A step that is too damaged to be recognized counts
+    where there is no other of its number.
     """
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
-        for format in [get(name) for name in names() if name != "treering"] if only is None else [only]:
+        for format in _foreign(only):
             steps = _steps(format, store, folder, listed).items()
-            found = {**{step: StepPath(posixpath.join(folder, name), format.name) for step, name in steps}, **found}
+            given = None if only is None else format.name
+            paths = {step: StepPath(posixpath.join(folder, name), given) for step, name in steps}
+            found = {**paths, **found}
+        good = {posixpath.basename(one.path) for one in found.values()}
+        for step, damaged in damaged_steps(store, folder, [name for name in listed if name not in good], only):
+            found.setdefault(step, damaged)
     return found
+
+
+def damaged_steps(
+    store: Store, folder: str, listed: Sequence[str], only: Format | None = None
+) -> list[tuple[int, StepPath]]:
+    """Returns the steps that are too damaged to be recognized, of the format whose names they have."""
+    return [
+        (step, StepPath(posixpath.join(folder, name), format.name))
+        for format in _foreign(only)
+        if (find := getattr(format, "damaged_steps", None))  # which a format of another package need not know
+        for step, name in find(store, folder, listed).items()
+    ]
+
+
+def _foreign(only: Format | None) -> list[Format]:
+    return [get(name) for name in names() if name != "treering"] if only is None else [only]

@@ -128,7 +128,7 @@ class ForeignReader:
         self.numbers_are_arrays = numbers_are_arrays
         self.left_out = left_out
         if left_out:
-            _log.warning("%s: left out, for it cannot be read here: %s", path, ", ".join(left_out))
+            _log.warning("%s: left out, because it cannot be read here: %s", path, ", ".join(left_out))
         self._immutable = immutable  # files that are not rewritten in place may be mapped by default
 
     def check_present(self) -> None: ...

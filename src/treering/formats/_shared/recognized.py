@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Stat, Store, Writer
-from .. import detect
+from .. import detect, get
 
 _BEGIN = (1 << 20) + (1 << 16)  # bytes that are kept: Equinox looks for the end of a line in the first MiB
 _END = 64  # bytes
@@ -55,8 +55,9 @@ def check(path: str, files: dict[str, Watched], format: str) -> None:
     if found != format:
         what = "would not be recognized when it is opened" if found is None else f"would open as {found!r}"
         raise UnsupportedError(
-            f"{path}: nothing was written, for a file of the format {format!r} with this name and these keys {what}; "
-            "choose another name, rename the first leaf with treering.rules.rename, or save in the native format"
+            f"{path}: a file of the format {format!r} with this name and these leaves {what}, so nothing was written; "
+            f"choose another name ({', '.join(map('*'.__add__, get(format).suffixes)) or 'any other'}), rename the "
+            "leaves with treering.rules.rename, or save in the native format"
         )
 
 

@@ -101,10 +101,18 @@ class FJFormer:
         # What has its step in its name comes first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
             path = posixpath.join(folder, found[0])
-            if accepts(self, store, path) or (found[2] and is_damaged_step(store, path, path, begins_with(LIST))):
+            if accepts(self, store, path):
                 step = int(found[2]) if found[2] else _step_of(store, path)
                 if step is not None:
                     steps.setdefault(step, found[0])
+        return steps
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        for name in names:
+            found, path = _NAME.fullmatch(name), posixpath.join(folder, name)
+            if found and found[2] and is_damaged_step(store, path, path, begins_with(LIST)):
+                steps.setdefault(int(found[2]), name)
         return steps
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:

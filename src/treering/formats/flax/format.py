@@ -91,7 +91,7 @@ class Flax:
                     return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
                 return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
             if os.path.basename(path) == _INDEX:
-                begin = beginning(store, path, 64).strip()[:1]
+                begin = beginning(store, path, 64).strip(b"\0 \t\r\n")[:1]
                 return None if begin in (b"{", b"[", b"") else "it is called an index, and is not JSON"
             data = beginning(store, path)
         except OSError as error:
@@ -131,16 +131,25 @@ class Flax:
         runs: dict[str, dict[int | float, str]] = {}
         there = set(names)
         for name in () if _INDEX in there else names:  # a folder with an index is one checkpoint
-            if _CLU.fullmatch(name) and name.removesuffix(_OF_CLU) + _COMMIT not in there:
-                continue  # it was never finished
+            if _CLU.fullmatch(name) and not _is_finished(name, there):
+                continue
             named = step_of(name)
             if named is not None and named[1] not in runs.get(named[0], ()):
                 path = posixpath.join(folder, name)
-                if may_be_file(store, path) and (accepts(self, store, path) or _is_damaged(store, path, named[0])):
+                if may_be_file(store, path) and accepts(self, store, path):
                     runs.setdefault(named[0], {})[named[1]] = name
         # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
         return steps or runs
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        for name in names:
+            named, path = step_of(name), posixpath.join(folder, name)
+            known = named and (named[0] == _PREFIX or (_CLU.fullmatch(name) and _is_finished(name, names)))
+            if named and known and type(named[1]) is int and is_damaged_step(store, path, path, begins_with(MAP)):
+                steps.setdefault(named[1], name)
+        return steps
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         named = step_of(os.path.basename(path))
@@ -156,9 +165,9 @@ class Flax:
         return file.size
 
 
-def _is_damaged(store: Store, path: str, prefix: str) -> bool:
-    """Whether a file with a name that Flax and clu give is what is left of a checkpoint."""
-    return (prefix == _PREFIX or path.endswith(_OF_CLU)) and is_damaged_step(store, path, path, begins_with(MAP))
+def _is_finished(name: str, names: Collection[str]) -> bool:
+    """Returns True if clu has written what comes last."""
+    return name.removesuffix(_OF_CLU) + _COMMIT in names
 
 
 def _main(store: Store, path: str) -> str:

@@ -6,18 +6,17 @@ containers leave no trace. Folders of zarr 2 are written, which all releases rea
 """
 
 import datetime
+import json
 import logging
 import posixpath
 from collections.abc import Callable, Collection, Sequence
-
-import msgspec
 
 from ..._core.source import Source
 from ...errors import CorruptError
 from ...stores.read_errors import UnreadableError, refusal
 from ...stores.store import Store
 from ...stores.whole_files import is_file
-from .. import is_damaged_step
+from .. import LOOK, is_damaged_step
 from .._zarr.joint_format import ZarrFolders
 from ..orbax.schema import CHECKPOINT, TREE
 from .schema import FILE, NAME, own_metadata, read_metadata
@@ -61,9 +60,6 @@ class Levanter(ZarrFolders):
             path = posixpath.join(folder, name)
             try:
                 if self.refuses(store, path) is not None:  # or this process may not read it
-                    step = NAME.fullmatch(name)
-                    if step and is_damaged_step(store, path, posixpath.join(path, FILE), _is_cut_short):
-                        found.setdefault(int(step[1]), (datetime.datetime.min.replace(tzinfo=datetime.UTC), name))
                     continue
                 about = read_metadata(store, path)
             except UnreadableError as error:  # and it is unknown which step it is
@@ -71,6 +67,14 @@ class Levanter(ZarrFolders):
                 continue
             found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
         return {step: name for step, (_, name) in found.items()}
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        for name in () if FILE in names else names:
+            step, path = NAME.fullmatch(name), posixpath.join(folder, name)
+            if step and is_damaged_step(store, path, posixpath.join(path, FILE), _is_cut_short):
+                steps.setdefault(int(step[1]), name)
+        return steps
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("step",) if own_metadata(contents) is None else ("step", "metadata")
@@ -82,11 +86,11 @@ class Levanter(ZarrFolders):
 
 
 def _is_cut_short(data: bytes) -> bool:
-    """Whether a file is the beginning of a map in JSON, and no more. Other programs have files of this name, too."""
+    """Returns True if a file is the beginning of a map in JSON, and no more. Other programs have such files, too."""
     try:
-        msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return data.startswith(b"{")
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return data.startswith(b"{") and len(data) < LOOK  # or there is more of it
     return False
 
 

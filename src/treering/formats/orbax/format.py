@@ -13,6 +13,7 @@ Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardC
 ``load``.
 """
 
+import errno
 import os
 import posixpath
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,7 @@ from .schema import (
     CHECKPOINT,
     COMMIT_TIME,
     COMMITTED,
+    DATABASE,
     SHARDINGS,
     STEP,
     TREE,
@@ -74,6 +76,10 @@ class Orbax(ZarrFolders):
     def open(self, store: Store, path: str) -> Source:
         from .read import open_checkpoint
 
+        if reason := self.refuses(store, path):
+            if store.stat(path) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            raise CorruptError(f"{path}: expected a checkpoint of Orbax: {reason}")
         found = STEP.fullmatch(os.path.basename(path))
         return open_checkpoint(store, path, int(found[2]) if found else None)
 
@@ -87,6 +93,17 @@ class Orbax(ZarrFolders):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes are several runs, and it is not known which of them is meant.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        marks = (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)  # where a name alone commits nothing
+        steps: dict[int, str] = {}
+        for name in () if CHECKPOINT in names or TREE in names else names:
+            found, path = STEP.fullmatch(name), posixpath.join(folder, name)
+            if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # or it was never committed
+                committed = any(is_file(store, posixpath.join(path, mark)) for mark in marks)
+                if committed and self.refuses(store, path) is not None:
+                    steps.setdefault(int(found[2]), name)
+        return steps
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         found = STEP.fullmatch(os.path.basename(path))

@@ -73,6 +73,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), left_out)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0], left_out)
+        left_out.clear()  # it is looked at again, by its name
     trees: dict[str, Tree] = {}
     for name in names:
         at = key_text(name)

@@ -51,7 +51,11 @@ class Safetensors:
             with reading(path), opened(store, path) as blob:
                 begin = blob.read_up_to(9)
             if path.endswith(INDEX):
-                return None if begin.strip()[:1] in (b"{", b"[", b"") else "it is called an index, and is not JSON"
+                return (
+                    None
+                    if begin.strip(b"\0 \t\r\n")[:1] in (b"{", b"[", b"")
+                    else "it is called an index, and is not JSON"
+                )
             header_size(begin[:8], found.nbytes, path)
             return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
         except UnreadableError:

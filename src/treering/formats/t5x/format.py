@@ -13,11 +13,12 @@ from typing import Any
 
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
-from ...stores.read_errors import refusal
+from ...errors import CorruptError
+from ...stores.read_errors import reading, refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file
+from ...stores.whole_files import is_file, opened
 from .. import is_damaged_step, is_step, may_be_file
-from .._shared.msgpack import MAP, NEVER, STR, VALUE, beginning, begins_with, ending, tokens
+from .._shared.msgpack import MAP, NEVER, STR, VALUE, Scanner, beginning, begins_with, ending, tokens
 from .._zarr.joint_format import ZarrFolders
 from .schema import FILE, OF_ORBAX, PLACEHOLDER, VERSIONS
 
@@ -45,14 +46,14 @@ class T5X(ZarrFolders):
                 return "it is a folder of Orbax"
             data = beginning(store, file, 1 << 16)
             first = [*itertools.islice(tokens(data), 6), *[(NEVER, None)] * 6]
-            end = ending(store, file, 16) if first[1] == (STR, "optimizer") else b""
+            version = _version_behind(store, file) if first[:2] == [(MAP, 2), (STR, "optimizer")] else None
         except OSError as error:
             return refusal(error, path)
         if PLACEHOLDER.encode() in data:
             return "it names arrays as old releases of Orbax do"
         if [kind for kind, _ in first[:2]] != [MAP, STR]:
             return "it does not begin like a state dict in MessagePack"
-        if _is_state(first, end, own_name=os.path.basename(file) == FILE):
+        if _is_state(first, version, own_name=os.path.basename(file) == FILE):
             return None
         return f"it begins with {first[1][1]!r:.100}, and has not the version and optimizer that T5X's state dicts are"
 
@@ -69,10 +70,17 @@ class T5X(ZarrFolders):
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), posixpath.join(folder, name)
-            file = posixpath.join(path, FILE)
-            if not found or not may_be_file(store, file):
+            if found and is_step(self, store, path) and may_be_file(store, posixpath.join(path, FILE)):
+                steps.setdefault(int(found[1]), name)
+        return steps
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        steps: dict[int, str] = {}
+        for name in names:
+            found, path = _STEP.fullmatch(name), posixpath.join(folder, name)
+            if not found or any(is_file(store, posixpath.join(path, one)) for one in OF_ORBAX):
                 continue
-            if is_step(self, store, path) or is_damaged_step(store, path, file, begins_with(MAP)):
+            if is_damaged_step(store, path, posixpath.join(path, FILE), begins_with(MAP)):
                 steps.setdefault(int(found[1]), name)
         return steps
 
@@ -91,8 +99,19 @@ class T5X(ZarrFolders):
         return write
 
 
-def _is_state(first: Sequence[tuple[int, Any]], end: bytes, *, own_name: bool) -> bool:
-    """Whether a map with these first tokens and this end is a state dict of T5X's.
+def _version_behind(store: Store, file: str) -> Any:
+    """Returns the version that comes after the optimizer in a map; None where there is none."""
+    if not _VERSION.search(ending(store, file, 16)):
+        return None
+    try:
+        with reading(file), opened(store, file) as blob:
+            return Scanner(blob).whole(0, blob.size).get("version")  # not that of a map within
+    except CorruptError:
+        return None
+
+
+def _is_state(first: Sequence[tuple[int, Any]], version: Any, *, own_name: bool) -> bool:
+    """Returns True if a map with these first tokens, and this version behind them, is a state dict of T5X's.
 
     All of its keys have to be T5X's, for users have a `version` and an `optimizer`, too. A file with T5X's name may
     also be of a version that is unknown here, or lack it.
@@ -102,10 +121,7 @@ def _is_state(first: Sequence[tuple[int, Any]], end: bytes, *, own_name: bool) -
         own_keys = rest[1][1] == "optimizer" or rest[1][1] in _LEVELS
         return own_keys if own_name else count == 2 and _is_version(rest[0][1]) and _is_optimizer(rest[1:])
     if key == "optimizer" and _is_optimizer(first[1:]):
-        found = _VERSION.search(end)  # behind it
-        return (count == 1 and own_name) or (
-            count == 2 and found is not None and (own_name or _is_version(found[1][0]))
-        )
+        return (count == 1 and own_name) or (type(version) is int if own_name else _is_version(version))
     return key in _LEVELS and own_name
 
 
@@ -114,7 +130,7 @@ def _is_version(value: Any) -> bool:
 
 
 def _is_optimizer(tokens: Sequence[tuple[int, Any]]) -> bool:
-    """Whether a key and its value begin like the state itself."""
+    """Returns True if a key and its value begin like the state itself."""
     (_, key), (kind, _), (_, inner) = tokens[:3]
     return key == "optimizer" and kind == MAP and inner in _LEVELS
 

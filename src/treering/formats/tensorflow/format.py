@@ -55,13 +55,14 @@ class TensorFlow:
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
-        steps: dict[int, str] = {}
-        for name in names:
-            step, path = _STEP.fullmatch(name), posixpath.join(folder, name)
-            data = step and any(other.startswith(f"{step[1]}.data-") for other in names)
-            if step and (accepts(self, store, path) or (data and is_damaged_step(store, path, path, bool))):
-                steps[int(step[2])] = name
-        return steps
+        steps = [step for name in names if (step := _STEP.fullmatch(name))]
+        return {int(step[2]): step[0] for step in steps if accepts(self, store, posixpath.join(folder, step[0]))}
+
+    def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        data = {name.partition(".data-")[0] for name in names if ".data-" in name}
+        steps = [step for name in names if (step := _STEP.fullmatch(name)) and step[1] in data]
+        paths = {step: posixpath.join(folder, step[0]) for step in steps}
+        return {int(step[2]): step[0] for step in steps if is_damaged_step(store, paths[step], paths[step], bool)}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()
