@@ -1,0 +1,137 @@
+"""Makes small mistakes in the library and looks which test notices: ``PYTHONPATH=tests python -m mutants``.
+
+``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
+beside this file. ``run`` puts each in a copy of the library, runs the tests of its folder until one fails, and then the
+others, and notes the first test that failed; ``survives`` is what none has noticed. A suite that has changed is run
+again with ``run --again``: it must notice what the one before has noticed.
+"""
+
+import argparse
+import csv
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .mutate import mutants, mutated
+
+_ROOT = Path(__file__).parents[2]
+_TABLE = Path(__file__).with_name("mutants.tsv")
+# By folder: the tests that are run first, those that are likely to notice.
+_FOLDERS = {
+    "_save": ("tests/save", "tests/run"),
+    "_restore": ("tests/restore", "tests/formats/test_treering.py"),
+    "formats/treering": (
+        "tests/formats/test_treering.py",
+        "tests/formats/test_commit.py",
+        "tests/save",
+        "tests/formats",
+    ),
+    "stores": ("tests/stores", "tests/formats/test_overwriting.py", "tests/save"),
+    "_run": ("tests/run", "tests/test_keep.py", "tests/cli", "tests/tools"),
+    "_processes": ("tests/processes",),
+}
+_COLUMNS = ("file", "number", "line", "what", "noticed")
+_SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+def choose(seed: int, each: int) -> None:
+    """Writes a new table of mutants that are not run yet."""
+    rows: list[dict[str, object]] = []
+    for folder in _FOLDERS:
+        source = _ROOT / "src" / "treering" / folder
+        files = sorted(source.rglob("*.py")) if folder != "stores" else sorted(source.glob("*.py"))
+        known = [(file, one) for file in files for one in mutants(file.read_text())]
+        for file, one in sorted(random.Random(f"{seed} {folder}").sample(known, each), key=lambda row: str(row[0])):
+            path = file.relative_to(_ROOT / "src" / "treering").as_posix()
+            rows.append({"file": path, "number": one.number, "line": one.line, "what": one.what, "noticed": ""})
+    _write(rows)
+
+
+def run(*, again: bool) -> None:
+    """Runs the tests with each mutant that was not run, or that was noticed, and notes what noticed it."""
+    rows = _read()
+    for row in rows:
+        if row["noticed"] and not (again and row["noticed"] not in ("survives", "gone")):
+            continue
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            row["noticed"] = _noticed(Path(folder), row)
+        print(f"{row['file']}:{row['line']} {row['what']}: {row['noticed']}", flush=True)
+        _write(rows)
+    noticed = sum(row["noticed"] not in ("", "survives", "gone") for row in rows)
+    print(f"{noticed} of {len(rows)} mutants are noticed")
+
+
+def _noticed(folder: Path, row: dict[str, str]) -> str:
+    """The first test that fails with a mutant."""
+    shutil.copytree(_ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "src" / "treering" / row["file"]
+    source = file.read_text() if file.exists() else ""
+    alike = [one for one in mutants(source) if one.what == row["what"]]
+    if not alike:
+        return "gone"  # the library has changed there; another is chosen in its place
+    nearest = min(alike, key=lambda one: abs(one.line - int(row["line"])))
+    row |= {"line": str(nearest.line), "number": str(nearest.number)}
+    file.write_text(mutated(source, nearest.number))
+    first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
+    for marks, tests in (("not slow and not long", first), ("not slow and not long", ("tests",)), ("", first)):
+        if name := _first_failure(folder, marks, tests):
+            return name
+    return "survives"
+
+
+def _first_failure(folder: Path, marks: str, tests: tuple[str, ...]) -> str | None:
+    """The first test that fails, "no test ends" when the tests hang, None when all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", marks, "--maxfail=1", *tests]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "src"),
+        "TMPDIR": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "no test ends"
+    if done.returncode == 0:
+        return None
+    found = _FAILED.search(done.stdout)
+    return found[1] if found else "no test begins"
+
+
+def _read() -> list[dict[str, str]]:
+    with _TABLE.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def _write(rows: list[dict[str, object]] | list[dict[str, str]]) -> None:
+    with _TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(_COLUMNS), delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chooses = commands.add_parser("choose")
+    chooses.add_argument("--seed", type=int, default=0)
+    chooses.add_argument("--each", type=int, default=11, help="mutants of each folder (default: 11)")
+    runs = commands.add_parser("run")
+    runs.add_argument("--again", action="store_true", help="run those that were noticed once more")
+    arguments = parser.parse_args()
+    if arguments.command == "choose":
+        choose(arguments.seed, arguments.each)
+    else:
+        run(again=arguments.again)
+
+
+if __name__ == "__main__":
+    main()
