@@ -122,6 +122,9 @@ class JointFormat(Format, Protocol):
         ...
 
 
+_Find = Callable[[Store, str, Sequence[str]], dict[int, str]]
+
+
 class StepPath(NamedTuple):
     """Where a step of a run is. `format` is set where it is not recognized: by the caller, or for a damaged step."""
 
@@ -291,19 +294,19 @@ def may_be_file(store: Store, path: str) -> bool:
     return found is not None and found.is_file
 
 
-def _steps(format: Format, store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
-    """The steps of one format, without directories that this process may not read."""
+def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
+    """The steps that a method of a format finds, without directories that this process may not read."""
     try:
-        return format.steps(store, folder, listed)
+        return find(store, folder, listed)
     except PermissionError:
         open_ones: list[str] = []
     for name in listed:
         try:
-            format.steps(store, folder, [name])
+            find(store, folder, [name])
             open_ones.append(name)
         except PermissionError as error:
             warn_of_closed(posixpath.join(folder, name), error.strerror)
-    return format.steps(store, folder, open_ones)
+    return find(store, folder, open_ones)
 
 
 def foreign_steps(
@@ -318,7 +321,7 @@ def foreign_steps(
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
         for format in _foreign(only):
-            steps = _steps(format, store, folder, listed).items()
+            steps = _steps(format.steps, store, folder, listed).items()
             given = None if only is None else format.name
             paths = {step: StepPath(posixpath.join(folder, name), given) for step, name in steps}
             found = {**paths, **found}
@@ -336,7 +339,7 @@ def damaged_steps(
         (step, StepPath(posixpath.join(folder, name), format.name))
         for format in _foreign(only)
         if (find := getattr(format, "damaged_steps", None))  # which a format of another package need not know
-        for step, name in find(store, folder, listed).items()
+        for step, name in _steps(find, store, folder, listed).items()
     ]
 
 
