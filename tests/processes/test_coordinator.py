@@ -592,13 +592,13 @@ template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
 with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
     ckpts.save(1, {"w": put(np.zeros(8, np.float32), P("x"))})
 usual, calls = _open.open_one, []
-def late(disk, path):
+def late(disk, path, *rest):
     if INDEX == 1 and not calls:
         calls.append(1)
         time.sleep(1)  # process 0 has read by now
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'w': np.ones(8, 'f4')}, overwrite=True)"
         subprocess.run([sys.executable, "-c", code, str(tmp / "run/step-00000001")], check=True)
-    return usual(disk, path)
+    return usual(disk, path, *rest)
 _open.open_one = late
 back = ckpts.restore(template)
 report([np.asarray(shard.data).tolist() for shard in back["w"].addressable_shards])

@@ -97,7 +97,7 @@ class Orbax(ZarrFolders):
     def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         marks = (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)  # where a name alone commits nothing
         steps: dict[int, str] = {}
-        for name in () if CHECKPOINT in names or TREE in names else names:
+        for name in () if self.refuses(store, folder) is None else names:  # a checkpoint has folders with numbers, too
             found, path = STEP.fullmatch(name), posixpath.join(folder, name)
             if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # or it was never committed
                 committed = any(is_file(store, posixpath.join(path, mark)) for mark in marks)
