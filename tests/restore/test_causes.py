@@ -104,6 +104,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "nothing found": ({"params": params()}, params(), {"missing": "template", "extra": "ignore"}, "at='params'"),
 }
 
+W = np.arange(12, dtype=np.float32).reshape(4, 3)
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_following_what_is_suggested_makes_it_work(tmp_path: pathlib.Path, case: str) -> None:
@@ -558,3 +560,34 @@ def test_names_that_no_suggestion_was_made_for_hide_no_error(tmp_path: pathlib.P
         tr.save(tmp_path / str(n), saved)
         with pytest.raises(MismatchError, match="found nothing"):
             tr.restore(tmp_path / str(n), template)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({f"layers_{n}": {"k": W} for n in range(4)}, {f"layers_{n}": {"k": W} for n in range(1, 5)}),
+        ({"pos_embedding": W, "x": W[0]}, {"pos_embedding": W, "x": W[0], "classifier": W}),
+        ({"wpe": W, "x": W[0]}, {"wpe": W, "x": W[0], "lm_head": W}),
+        (
+            {"params": {"a": W, "b": W[0]}, "ema": {"a": W, "b": W[0]}},
+            {"ema_params": {"a": W, "b": W[0]}, "params_": {"a": W, "b": W[0]}},
+        ),
+    ],
+    ids=["layers from 0 and from 1", "positions", "positions by another name", "an average"],
+)
+def test_no_suggestion_puts_an_array_in_the_place_of_another(tmp_path: pathlib.Path, old: Any, new: Any) -> None:
+    tr.save(tmp_path / "c", old)
+    with pytest.raises(MismatchError) as error:
+        tr.restore(tmp_path / "c", like=new)
+    said = str(error.value)
+    assert not any(f"rules.{name}(" in said for name in ("rename", "copy"))
+
+
+def test_leaves_that_all_moved_in_ways_of_their_own(tmp_path: pathlib.Path) -> None:
+    """As many rules as leaves are no suggestion; looking for them takes no time that grows with their square."""
+    old = {f"layer{n}": {f"w{n}": np.zeros(2)} for n in range(20_000)}
+    new = {f"layer{n}": {"inner": {f"w{n}": np.zeros(2)}} for n in range(20_000)}
+    tr.save(tmp_path / "c", old)
+    with pytest.raises(MismatchError) as error:
+        tr.restore(tmp_path / "c", like=new)
+    assert "rules.rename" not in str(error.value)

@@ -23,6 +23,7 @@ from jobs import run_job
 from treering import stores
 from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from treering.formats.treering import summary
 from treering.stores.posix import Disk
 
 
@@ -929,8 +930,14 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
     assert (tmp_path / "finished").exists() == finish and not list(tmp_path.glob("*.lock"))
     assert not (tmp_path / "step-00000003").exists()
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
-        assert ckpts.steps == [1, 2, 4, 5], "looking changes nothing"
-    assert tr.steps(tmp_path) == [2, 4, 5]
+        ckpts.restore()
+        held = ckpts.open(1)
+        assert ckpts.open().step == ckpts.restored_step == 5
+    assert tr.steps(tmp_path) == [1, 2, 4, 5], "reading changes nothing"
+    assert held["x"] == 1
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        ckpts.restore_or_init(lambda: {"x": 0})
+        assert ckpts.steps == [2, 4, 5], "this job goes on"
 
 
 def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) -> None:
@@ -959,10 +966,7 @@ def test_metrics_that_a_hook_records_prune_at_the_end(tmp_path: pathlib.Path) ->
 
 
 OPENING = {
-    "restore": lambda ckpts: ckpts.restore(),
     "restore_or_init": lambda ckpts: ckpts.restore_or_init(lambda: {"x": np.zeros(3, int)}),
-    "open": lambda ckpts: ckpts.open(),
-    "close": lambda ckpts: ckpts.close(),
     "finish": lambda ckpts: ckpts.finish(),
     "save": lambda ckpts: ckpts.save(6, {"x": 6}).result(),
 }
@@ -982,6 +986,18 @@ def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path
     assert tr.steps(tmp_path) == [2, 6 if how == "save" else 5]
     ckpts.close()
     assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{n:08}" for n in ckpts.steps}
+
+
+def test_reading_deletes_nothing(tmp_path: pathlib.Path) -> None:
+    """Another job may have restored a step that the policy does not want; it takes the lock with its next save."""
+    save_steps(tmp_path, range(1, 6), KEEP)
+    for step in range(1, 6):
+        summary.add_metrics(stores.of(str(tmp_path)), f"{tmp_path}/step-{step:08}", {"val": abs(step - 2.0)})
+    with tr.Checkpointer(tmp_path, keep=KEEP) as reader:
+        held = reader.open(3)
+        reader.restore()
+        reader.open()
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5] and held.restore()["x"][0] == 3
 
 
 @pytest.mark.slow
@@ -1030,7 +1046,10 @@ def test_a_reader_takes_the_lock_from_no_other_checkpointer(tmp_path: pathlib.Pa
         for step in range(1, 6):
             tr.record(tmp_path, step, {"val": abs(step - 2.0)})
         with tr.Checkpointer(tmp_path, keep=KEEP) as reader:
-            assert reader.restore()["x"] == 5
+            assert reader.restore_or_init(lambda: {"x": 0})[0]["x"] == 5
+        (link := tmp_path.with_name("link")).symlink_to(tmp_path)
+        with tr.Checkpointer(link, keep=KEEP) as reader:
+            assert reader.restore_or_init(lambda: {"x": 0})[0]["x"] == 5
         writer.save(6, {"x": 6})
     assert tr.steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 

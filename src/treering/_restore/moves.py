@@ -56,10 +56,10 @@ def _moved(
         except TreeringError:
             continue
         found = origins(there, {path: leaf.entry for path, leaf in leaves.items()}, None if calls else skeleton, policy)
-        own = list(_calls(there, {path: leaf.entry for path, leaf in leaves.items()}, found))
+        own = _calls(there, {path: leaf.entry for path, leaf in leaves.items()}, found)
         better = len(found.sources) > most
         most = max(most, len(found.sources))
-        if not better or not (calls or _moves(found) or (own and reordered)):
+        if own is None or not better or not (calls or _moves(found) or (own and reordered)):
             continue
         try:
             made = renamed([*calls, *own], entries)
@@ -96,21 +96,25 @@ def _first(found: Origins) -> dict[str, str]:
     return first
 
 
-def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> Iterator[Call]:
+def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> list[Call] | None:
+    """The rules that make each leaf of its origin; None for more of them than anyone would read."""
     first = _first(found)
     leaves = wanted(walked)
     in_the_way = [path for path in entries if path in leaves and path not in first and not is_absent(entries[path])]
-    for glob in _globs(in_the_way, entries):
-        yield Call.of("drop", glob)
+    globs = _globs(in_the_way, entries)
     moves = {there: path for there, path in first.items() if there != path}
-    there = [path for path in entries if path not in in_the_way]
-    for pattern, new in ordered(list(renames(moves, there, first, leaves))):
-        yield Call.of("rename", pattern, new)
+    there = [path for path in entries if path not in set(in_the_way)]
+    changes = renames(moves, there, first, leaves, _MAX_CALLS)
     copies = {path: first[there] for path, there in found.sources.items() if first[there] != path}
-    for src, dst in _copies(copies, [first.get(path, path) for path in there]):
-        yield Call.of("copy", src, dst)
-    for path in sorted(found.turned):
-        yield Call.of("transpose", path, (1, 0))
+    copied = _copies(copies, [first.get(path, path) for path in there])
+    if changes is None or copied is None or len(globs) + len(changes) + len(copied) + len(found.turned) > _MAX_CALLS:
+        return None
+    return [
+        *(Call.of("drop", glob) for glob in globs),
+        *(Call.of("rename", pattern, new) for pattern, new in ordered(changes)),
+        *(Call.of("copy", src, dst) for src, dst in copied),
+        *(Call.of("transpose", path, (1, 0)) for path in sorted(found.turned)),
+    ]
 
 
 def _texts(found: Origins) -> Iterator[str]:
@@ -173,11 +177,13 @@ def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]]:
-    """The sources and destinations: of containers, where all that is in one is copied."""
+def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]] | None:
+    """The sources and destinations: of containers, where all that is in one is copied. None for too many."""
     groups: dict[tuple[str, str], list[str]] = {}
     for dst, src in copies.items():
         groups.setdefault(differing_heads(src, dst), []).append(dst)
+    if len(groups) > _MAX_CALLS:
+        return None
     found: list[tuple[str, str]] = []
     for (old, new), paths in groups.items():
         src, dst = old.rstrip("/"), new.rstrip("/")

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.entries import NO_ARRAY, Entry, ValueEntry
@@ -10,7 +10,20 @@ from .._core.skeleton import Skeleton
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from .optimizer_states import States, grouped
-from .path_likeness import common, ends, is_average, is_level, is_near, lead, may_be_levels, most_alike, numberless
+from .path_likeness import (
+    common,
+    ends,
+    is_average,
+    is_copy,
+    is_level,
+    is_near,
+    is_renumbered,
+    lead,
+    may_be_levels,
+    most_alike,
+    names_of,
+    numberless,
+)
 from .targets import Differs, target_of
 
 if TYPE_CHECKING:
@@ -19,6 +32,8 @@ if TYPE_CHECKING:
 _MAX_COMPARED_LEAVES = 20_000
 _MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
 _MOST = 0.9  # of the parameters that one side has alone: a level of as many can have another name
+_POSITIONS = re.compile(r"pos|wpe|type|segment|patch|time", re.IGNORECASE)  # embeddings that no head is tied to
+_HEAD = re.compile(r"head|logits|unemb|output|decod|classif", re.IGNORECASE)
 _EMBEDDING = re.compile(r"emb|wte|token|vocab|lookup|shared", re.IGNORECASE)
 
 
@@ -129,11 +144,17 @@ class _Search:
                         near = True
                 if near:
                     break
+        series = {numberless(head) for path in self.sources if self.sources[path] == path for head in _heads(path)}
         moved: set[str] = set()
         ours = sum(path not in self.states.template for path in rest)
         theirs = sum(path not in self.states.found and path not in used for path in self.entries)
         for heads, pairs in sorted(votes.items(), key=lambda vote: (-len(vote[1]), *map(is_average, vote[0]))):
             old, new = heads
+            # An average is not what it is of; and where other layers stay, one does not take the place of another.
+            if (old and new and is_copy(old) != is_copy(new)) or (
+                is_renumbered(old, new) and numberless(old) in series
+            ):
+                continue
             are_most = len(pairs) >= min(ours, theirs) * _MOST and (len(pairs) > 1 or moved.intersection(heads))
             if not are_most and not is_level(old, new):
                 continue
@@ -191,9 +212,10 @@ class _Search:
                 ]
                 most = max((lead(path, other) for other in alike), default=0)
                 alike = [other for other in alike if lead(path, other) == most]
+                alike = [other for other in alike if not _POSITIONS.search(other)]
                 named = [other for other in alike if _EMBEDDING.search(other[len(common(path, other)) :])]
                 best = alike if len(alike) == 1 else named
-                sure = bool(named) or (len(rest) == 1 and shape[0] != shape[1])
+                sure = bool(named) or (len(rest) == 1 and shape[0] != shape[1] and _HEAD.search(path))
                 if len(best) == 1 and sure and numberless(best[0]) != numberless(path):
                     self._share(path, best[0], turned)
                     break
@@ -237,6 +259,12 @@ def is_absent(entry: Entry) -> bool:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
+
+
+def _heads(path: str) -> Iterator[str]:
+    """What a path begins with, to the end of each of its names."""
+    names = names_of(path)
+    return ("".join(names[:n]) for n in range(1, len(names) + 1))
 
 
 def _rank(leaf: Any) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .._core.entries import Entry
 from .._pytree.walk import Walk
-from .path_likeness import is_average
+from .path_likeness import is_average, is_renumbered, numberless
 from .suggestion import Call, Cause, is_plain
 
 if TYPE_CHECKING:
@@ -38,7 +38,16 @@ def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> l
                 if change[0] == "at" or (not chance and is_plain(other, entries)):
                     alike[change] = max(alike.get(change, 0), names)
         votes.update(alike)
-    likely = sorted(votes, key=lambda change: (-votes[change], is_average(change[1])))
+    series = {numberless(path) for path in wanted if path in entries}
+
+    def is_one_of_many(change: tuple[str, ...]) -> bool:
+        """Whether a layer would take the place of another one of several, of which the rest stay where they are."""
+        return is_renumbered(*change[-2:]) and any(numberless(change[-2]) in path for path in series)
+
+    likely = sorted(
+        (change for change in votes if not is_one_of_many(change)),
+        key=lambda change: (-votes[change], is_average(change[1])),
+    )
     return [_change(*change, ruled=policy.rules) for change in likely[:_TRIED]]
 
 

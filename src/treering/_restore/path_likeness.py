@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 _BOUNDARY = re.compile(r"/|\.|~1")
 _AVERAGE = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa|mu|nu|target)(?:$|[/._])", re.IGNORECASE)
+_COPY = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa)(?:$|[/._])", re.IGNORECASE)
 _NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with what ends it
 
 
@@ -14,6 +15,11 @@ def ends(path: str) -> Iterator[str]:
     yield path
     for found in _BOUNDARY.finditer(path):
         yield path[found.end() :]
+
+
+def is_copy(head: str) -> bool:
+    """Returns whether a path begins as that of an average of the parameters, which has their names and shapes."""
+    return _COPY.search(head) is not None
 
 
 def is_average(head: str) -> bool:
@@ -69,6 +75,12 @@ def most_alike(place: str, places: Sequence[str]) -> list[str]:
 
 def numberless(path: str) -> str:
     return re.sub(r"\d+", "#", path)
+
+
+def is_renumbered(old: str, new: str) -> bool:
+    """Returns whether two paths differ in their numbers alone; 00 and 0 are the same."""
+    numbers = ([int(number) for number in re.findall(r"\d+", path)] for path in (old, new))
+    return numberless(old) == numberless(new) and next(numbers) != next(numbers)
 
 
 def differing_heads(there: str, path: str) -> tuple[str, str]:

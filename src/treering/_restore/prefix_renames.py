@@ -1,7 +1,7 @@
 """Few `rename` rules for many leaves: by the beginnings of their paths, in an order in which none undoes another."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .path_likeness import differing_heads, names_of
 
@@ -9,9 +9,9 @@ _ASIDE = "moved:"  # before new paths, as long as other leaves have these
 
 
 def renames(
-    moves: Mapping[str, str], everything: Iterable[str], stay: Collection[str], taken: Collection[str]
-) -> Iterator[tuple[str, str, bool]]:
-    """Yields old and new beginnings of the paths that move, and whether they are whole paths.
+    moves: Mapping[str, str], everything: Iterable[str], stay: Collection[str], taken: Collection[str], most: int
+) -> list[tuple[str, str, bool]] | None:
+    """Returns old and new beginnings of the paths that move, and whether they are whole paths; None for more than most.
 
     Each is as short as it can be without the beginning of a leaf that moves elsewhere or stays, or that would take the
     place of another.
@@ -19,13 +19,15 @@ def renames(
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for there, path in moves.items():
         groups.setdefault(differing_heads(there, path), {})[there] = path
-    todo = list(groups.items())
+    todo, done = list(groups.items()), list[tuple[str, str, bool]]()
     while todo:
+        if len(todo) + len(done) > most:  # each is one rename at least
+            return None
         (old, new), members = todo.pop(0)
         others = [path for path in everything if path.startswith(old) and path not in members]
         if not any(path in stay or new + path[len(old) :] in taken for path in others):
             whole = len(members) == 1 and old in members
-            yield old, new, whole
+            done.append((old, new, whole))
             continue
         narrower: dict[tuple[str, str], dict[str, str]] = {}
         for there, path in members.items():
@@ -33,9 +35,10 @@ def renames(
             heads = (old + name[0], new + name[0]) if name else (there, path)
             narrower.setdefault(heads, {})[there] = path
         if list(narrower) == [(old, new)]:  # a leaf of which the path is the beginning of another's
-            yield old, new, True
+            done.append((old, new, True))
         else:
             todo += narrower.items()
+    return done
 
 
 def ordered(renames: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str]]:

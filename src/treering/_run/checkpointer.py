@@ -66,8 +66,8 @@ class Checkpointer:
     mtbf: the mean time between failures of the whole job, preemptions included, for "auto"; by default that of 50,000
         device-hours.
     keep: which steps to keep, see `treering.keep`; None keeps all. It is applied after every save. Where metrics came
-        late it is also applied by `close`, when the run is first restored or opened, and by `treering.record` in this
-        process, after `close` as well; then it needs the lock of the run, and deletes nothing while another job writes.
+        late it is also applied by `close` after a save, by `restore_or_init`, and by `treering.record` in this process,
+        after `close` as well; then it needs the lock of the run, and deletes nothing while another job writes.
     metadata: configuration that goes into every checkpoint, see `treering.save`; and `save` for that of one step.
     prefix: what the names of the step directories begin with.
     save_on_preemption: whether the first `save` after a SIGTERM saves in any case and sets `preempted`. Handlers that
@@ -415,7 +415,6 @@ class Checkpointer:
                 self._collective.once("close()", self._directory.copy_all, first=last)
         finally:
             self._close()
-        self._late.opened()
 
     @alone
     def _close(self) -> None:
@@ -480,11 +479,7 @@ class Checkpointer:
             places = self._directory.to_read(step)
             return latest_good(self._root, places, lambda ckpt: ckpt, fallback=step is None)[1]
 
-        if step is not None:
-            return attempt()
-        found = listed_again(attempt)
-        self._late.opened(found.step)
-        return found
+        return attempt() if step is not None else listed_again(attempt)
 
     @overload
     def restore(
@@ -521,7 +516,6 @@ class Checkpointer:
         self._directory.restored = self._restored
         self._directory.back_to = None if step is None else self._restored
         self._last.forget()
-        self._late.opened(self._restored)
         return tree
 
     def restore_or_init(
@@ -559,6 +553,7 @@ class Checkpointer:
             template: Any = initial.Initial(init)
             tree = self.restore(template, fallback=fallback, sharding=sharding, **options)
             assert self._restored is not None
+            self._late.resumed(self._restored)
             return tree, self._restored
         _log.info("%s: there is no step, so the run begins with init()", self._root)
         resume.check(options)  # in the first job, not only when there is something to restore

@@ -1,10 +1,14 @@
-"""Metrics that come after their step was saved: retention is applied when they arrive, or when the run is opened."""
+"""Metrics that come after their step was saved: retention is applied when they arrive, or when a job goes on.
+
+What only reads deletes nothing: another job may have restored a step that its policy does not want.
+"""
 
 import logging
 import os
 import threading
 from collections.abc import Callable
 
+from .. import stores
 from .._processes import coordinator
 from .._threads.alive import Alive
 from ..errors import ExistsError
@@ -18,8 +22,8 @@ _log = logging.getLogger("treering")
 class LateMetrics:
     """Applies the policy of one `Checkpointer` to metrics that any thread or job records.
 
-    A process without the policy deletes nothing: the next save, `close` or opening of the run by a `Checkpointer` does
-    so. `retention` is that of the place where the run stays; `copying`, where there is a local tier, begins the copying
+    A process without the policy deletes nothing: the next save, `close` or `restore_or_init` of the job does so.
+    `retention` is that of the place where the run stays; `copying`, where there is a local tier, begins the copying
     that ends with it.
     """
 
@@ -30,17 +34,12 @@ class LateMetrics:
         self.directory, self._retention, self._under_way, self._copying = directory, retention, under_way, copying
         self._alone = threading.Lock()  # several threads may record at a time
         self.process = os.getpid()
-        self._opened = False
+        self.place = directory.steps.store.real_path(directory.root)
         _alive.add(self)
 
-    def opened(self, step: int | None = None) -> None:
-        """Called when the Checkpointer has opened the run, at `step`, or closes it: the first call applies the policy.
-
-        One that writes the run applies it with its saves and with `close`. After going back to an earlier step, nothing
-        changes before the next save.
-        """
-        if not self._opened and not self.directory.has_written:
-            self._opened = True
+    def resumed(self, step: int) -> None:
+        """Called when the job goes on from a step. One that has saved applies the policy with its saves and `close`."""
+        if not self.directory.has_written:
             self._take_and_retain(step)
 
     def arrived(self) -> None:
@@ -82,7 +81,8 @@ _alive: Alive[LateMetrics] = Alive()
 
 def _of(root: str) -> list[LateMetrics]:
     """Returns those of the Checkpointers of a run that this process has made, the oldest first."""
-    return [one for one in _alive.all() if one.directory.root == root and one.process == os.getpid()]
+    place = stores.of(root).real_path(root)  # which has several names where there are links
+    return [one for one in _alive.all() if one.place == place and one.process == os.getpid()]
 
 
 def arrived(root: str) -> None:
