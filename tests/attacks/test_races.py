@@ -235,6 +235,23 @@ def test_what_another_user_owns_is_no_leftover_where_others_may_write(
 
 
 @as_root
+@pytest.mark.parametrize("mode", [0o755, 0o2775])
+def test_a_run_behind_the_link_of_a_colleague_is_pruned(mode: int, tmp_path: Path) -> None:
+    """A group that shares a directory trusts its members, as Linux does outside of sticky directories."""
+    project, disk = tmp_path / "project", tmp_path / "disk"
+    project.mkdir()
+    disk.mkdir()
+    (project / "run").symlink_to(disk)
+    os.lchown(project / "run", NOBODY, NOBODY)
+    project.chmod(mode)
+    with tr.Checkpointer(project / "run", keep=tr.keep.last(1)) as ckpts:
+        for step in (1, 2, 3):
+            ckpts.save(step, tree(step))
+        ckpts.finish()
+    assert tr.steps(disk) == [3]
+
+
+@as_root
 @pytest.mark.parametrize("name", ["c.safetensors", "c"])
 def test_a_link_that_another_user_has_put_at_the_path_is_not_followed(name: str, shared: Path) -> None:
     outside = shared.parent / name

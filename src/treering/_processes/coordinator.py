@@ -1,6 +1,7 @@
 """The processes of a job, and the calls that they make together."""
 
 import contextlib
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,8 +62,11 @@ def begun(what: str, doing: str) -> Iterator[Call]:
 
 
 def join() -> None:
-    """Tells the peers, before the first call of this process, that it is alive; returns if it has none."""
-    if job := _job():
+    """Tells the peers, before the first call of this process, that it is alive; returns if it has none.
+
+    A child of `multiprocessing` may have inherited the job of its parent, in which it has no part.
+    """
+    if multiprocessing.parent_process() is None and (job := _job()):
         roll.join(*job)
 
 

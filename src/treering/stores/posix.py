@@ -139,7 +139,8 @@ def open_trusted(path: str) -> int | None:
                 continue
             try:
                 if (links := links + 1) > _MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
-                    raise PermissionError(errno.EACCES, f"user {found.st_uid} has put a link there: {name}")
+                    what = f"user {found.st_uid} has put a link there, {name}; pass the path that it leads to"
+                    raise PermissionError(errno.EACCES, what)
                 names += os.readlink("", dir_fd=inner).split("/")[::-1]
             finally:
                 os.close(inner)
@@ -154,28 +155,25 @@ def open_trusted(path: str) -> int | None:
 
 
 def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:
-    """Whether nobody but this user, root or the owner of a directory can have put a link there; not he if it is `last`.
+    """Returns True if no stranger can have put a link in a directory: one to which not everybody may write.
 
-    Linux asks the same in directories such as ``/tmp`` (protected_symlinks), where that is switched on.
+    In others, this user's and root's links are followed, and those of the directory's owner unless it is the `last` on
+    the way. Linux asks the same in directories such as ``/tmp`` (protected_symlinks), where that is switched on. A
+    group that shares a directory trusts its members: the link to a bigger disk is often a colleague's.
     """
-    if not hasattr(os, "geteuid"):
+    if not hasattr(os, "geteuid") or not folder.st_mode & stat.S_IWOTH:
         return True
-    own = (os.geteuid(), 0)
-    if link.st_uid in own or last:
-        return link.st_uid in own or (folder.st_uid in own and not folder.st_mode & _OTHERS_WRITE)
-    return link.st_uid == folder.st_uid or not folder.st_mode & _OTHERS_WRITE
+    return link.st_uid in (os.geteuid(), 0) or (not last and link.st_uid == folder.st_uid)
 
 
 def is_anothers(found: os.stat_result, folder: str) -> bool:
     """Whether what was found in a directory may be what another user has put there.
 
-    It is when others may write to the directory and this user does not own it. Others may write where the mode lets the
-    group or everybody, and for root, whom no mode stops, in the directories of all other users.
+    It is when this user does not own it, and the mode of the directory lets its group or everybody write to it.
     """
-    if not hasattr(os, "geteuid") or found.st_uid == (own := os.geteuid()):
+    if not hasattr(os, "geteuid") or found.st_uid == os.geteuid():
         return False
-    about = os.stat(_itself(folder))
-    return bool(about.st_mode & _OTHERS_WRITE) or (own == 0 and about.st_uid != 0)
+    return bool(os.stat(_itself(folder)).st_mode & _OTHERS_WRITE)
 
 
 def is_dir(path: str) -> bool:

@@ -532,6 +532,24 @@ def test_a_server_that_deletes_or_lists_nothing_is_refused(s3_server: str, monke
                 tr.save(f"{_ROOT}/{secrets.token_hex(4)}", _TREE)
 
 
+def test_who_may_not_delete_saves_a_file(s3_server: str, caplog: pytest.LogCaptureFixture) -> None:
+    with proxy(s3_server) as odd:
+        ask = odd._ask
+
+        def change(request: Request, body: bytes) -> Any:
+            if _deletes(request):
+                return 403, {"Content-Type": "application/xml"}, b"<Error><Code>AccessDenied</Code></Error>"
+            return ask(request, body)
+
+        odd._ask = change  # type: ignore[method-assign]
+        buckets = ObjectStore()
+        buckets.add(_ROOT, s3.client(odd.url))
+        with stores.using(buckets, "faulty"):
+            path = f"{_ROOT}/{secrets.token_hex(4)}/c.safetensors"
+            tr.save(path, _TREE)
+            assert _same(path, _TREE) and "stays, because it cannot be deleted" in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["cut", "short", "drop", "409 OperationAborted", "429 TooManyRequests", "400 Odd"])
 def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)

@@ -1,6 +1,7 @@
 """The trial before the first write to a bucket: its server must give back what was put, whole and in part."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from ...errors import RequestError, UnsupportedError
@@ -8,6 +9,7 @@ from ..temporary_names import clock_beside
 from .bucket import BROKEN, EMPTY, Bucket, ChangedError
 from .heartbeat import Heartbeat
 
+_log = logging.getLogger("treering")
 _LINES = b"".join(b"%07d\n" % n for n in range(512))  # compressible, as some servers do; no two parts are equal
 _BEYOND = 64  # bytes that are asked for beyond the end, as when a file is opened
 
@@ -29,10 +31,13 @@ def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
 
 
 def check_beside(bucket: Bucket, key: str) -> None:
-    """Tries a server, once in a process, on an object beside a key, whatever it does about conditions."""
+    """Tries a server, once in a process, on an object beside a key, whatever it does about conditions.
+
+    Whoever may not delete is not refused: that says nothing about the server.
+    """
     if bucket._honours or bucket.is_read_back:
         return
-    probe = clock_beside(key)
+    probe = f"{clock_beside(key)}/probe"  # in a folder of its own, whose list is short
     bucket.put(probe, _LINES, overwrite=True)
     try:
         _check_reads(bucket, probe, _LINES)
@@ -44,11 +49,15 @@ def check_beside(bucket: Bucket, key: str) -> None:
         with contextlib.suppress(OSError):
             bucket.delete([probe])
         raise
-    with _understood(bucket, probe, "to delete it"):
-        bucket.delete([probe])
+    bucket.is_read_back = True
+    try:
+        with _understood(bucket, probe, "to delete it"):
+            bucket.delete([probe])
+    except RequestError as error:
+        _log.warning("%s: %s stays, because it cannot be deleted: %s", bucket.url, probe, error)
+        return
     if bucket.head(probe):
         raise _refusal(bucket, probe, "to delete it", "that it is still there")
-    bucket.is_read_back = True
 
 
 def _check_reads(bucket: Bucket, key: str, data: bytes) -> None:
