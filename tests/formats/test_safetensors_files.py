@@ -863,10 +863,10 @@ def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:
 
 
 def _accepted_by_hugging_face(file: Path) -> bool:
-    """The check of the loaders of huggingface_hub and transformers: metadata, if any, names a library they know."""
+    """The check of the loaders of huggingface_hub and transformers (before 4.48): metadata names a library they know."""
     with safetensors.safe_open(file, framework="np") as opened:
         metadata = opened.metadata()
-    return metadata is None or metadata.get("format") in ("pt", "mlx")
+    return metadata is not None and metadata.get("format") in ("pt", "mlx")
 
 
 @pytest.mark.parametrize(
@@ -902,6 +902,21 @@ def test_loaders_of_hugging_face_take_the_file_and_nothing_is_added_to_the_metad
     files = list((tmp_path / "folder").glob("*.safetensors"))
     assert len(files) == 2 and all(map(_accepted_by_hugging_face, files))
     assert tr.open(tmp_path / "folder").metadata == beside.get("metadata")
+
+
+@pytest.mark.parametrize("metadata", [None, {"a": "b"}, {"format": "np"}, {"format": "pt", "a": "b"}])
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 500}])
+def test_a_file_that_is_written_again_keeps_its_metadata(tmp_path: Path, metadata: Any, options: Any) -> None:
+    safetensors.numpy.save_file(ROWS, tmp_path / "theirs.safetensors", metadata=metadata)
+    tr.convert(tmp_path / "theirs.safetensors", tmp_path / "once", format="safetensors", **options)
+    tr.convert(tmp_path / "once", tmp_path / "twice", format="safetensors", **options)
+    for path in (tmp_path / "once", tmp_path / "twice"):
+        assert tr.open(path).metadata == metadata
+        for file in [path] if path.is_file() else path.glob("*.safetensors"):
+            with safetensors.safe_open(file, framework="np") as opened:
+                text = opened.metadata()
+            assert text["format"] == (metadata or {}).get("format", "pt")
+            assert (text == metadata) == ("format" in (metadata or {}))
 
 
 def test_text_metadata_is_written_as_it_is(tmp_path: Path) -> None:

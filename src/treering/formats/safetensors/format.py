@@ -25,8 +25,9 @@ class Safetensors:
     """See `treering.formats.Format`.
 
     `__metadata__` is the checkpoint's metadata. Metadata that is not text by name lies there as JSON under the key
-    ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, and so do step and metrics. A file with that also says
-    ``"format": "pt"``, without which loaders of Hugging Face's refuse files with metadata.
+    ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, and so do step and metrics. Every file that is written
+    says ``"format": "pt"`` unless the metadata has a ``"format"`` of its own: loaders of Hugging Face's need it. It is
+    no metadata when it is read again.
 
     Options for writing a folder, as Hugging Face lays it out: `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
     ``"2GiB"`` (of 2^30), for files of at most that size (a larger array has one of its own) with an index, where one

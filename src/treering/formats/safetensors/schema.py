@@ -13,8 +13,8 @@ from ..._threads.decoding import learn
 _log = logging.getLogger("treering")
 
 OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
-# Loaders of Hugging Face's refuse a file with metadata that does not name the library of its arrays, or names none
-# that they know: {"format": "pt"} is what they take without a conversion.
+# Loaders of Hugging Face's refuse a file whose metadata names no library that they know, and transformers before 4.48
+# fails without metadata: {"format": "pt"} is what they take without a conversion.
 FORMAT = {"format": "pt"}
 
 

@@ -95,15 +95,13 @@ def _holdable(contents: Source) -> list[ArrayEntry]:
 
 
 def _metadata(contents: Source) -> dict[str, str]:
-    """`__metadata__`: text by name."""
+    """`__metadata__`: text by name, which always says "format": loaders of Hugging Face's ask for it in every file."""
     metadata, text = contents.metadata, {}
     pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
     if pairs and all(type(part) is str for pair in pairs for part in pair):
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
     own = Sidecar(contents.step, metrics, metadata)
-    if own == Sidecar() and not text:
-        return {}
     if "format" not in text:
         text |= FORMAT
         own.format = FORMAT["format"]
