@@ -79,6 +79,26 @@ def test_other_headers_are_corrupt(text: bytes) -> None:
         decode_header(len(text).to_bytes(8, "little") + text, "x")
 
 
+_ENTRY = json.dumps(entry(0, 0)).replace(" ", "")
+
+
+@pytest.mark.parametrize("text", [r"\"k\":1", r"\"", r"\\", r"\\\":", r"\u0022:", ":", "x"])
+def test_a_key_that_stands_twice_is_found_beside_escapes(text: str) -> None:
+    for about, is_twice in [
+        (f'{{"__metadata__":{{"k":"{text}"}},"a":{_ENTRY}}}', False),
+        (f'{{"__metadata__":{{"{text}":"v","k":"{text}"}},"{text}":{_ENTRY}}}', False),
+        (f'{{"__metadata__":{{"k":"{text}"}},"a":{_ENTRY},"a":{_ENTRY}}}', True),
+        (f'{{"__metadata__":{{"k":"{text}","k":"{text}"}},"a":{_ENTRY}}}', True),
+        (f'{{"__metadata__":{{"k":"v"}},"a{text}":{_ENTRY},"a{text}":{_ENTRY}}}', True),
+    ]:
+        data = len(about).to_bytes(8, "little") + about.encode()
+        if is_twice:
+            with pytest.raises(CorruptError, match="stands twice"):
+                decode_header(data, "x")
+        else:
+            assert decode_header(data, "x").metadata == json.loads(about)["__metadata__"]
+
+
 def test_sizes_beyond_the_file_or_the_format() -> None:
     with pytest.raises(CorruptError, match="cut short"):
         header_size((10**11).to_bytes(8, "little"), 10**6, "x")

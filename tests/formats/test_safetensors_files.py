@@ -863,7 +863,7 @@ def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:
 
 
 def _accepted_by_hugging_face(file: Path) -> bool:
-    """The check of the loaders of huggingface_hub and transformers (before 4.48): metadata names a library they know."""
+    """The check of the loaders of huggingface_hub and old transformers: metadata names a library they know."""
     with safetensors.safe_open(file, framework="np") as opened:
         metadata = opened.metadata()
     return metadata is not None and metadata.get("format") in ("pt", "mlx")

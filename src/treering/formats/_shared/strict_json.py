@@ -67,13 +67,13 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def is_plain(data: bytes | bytearray, keys: int) -> bool:
     """Whether JSON surely keeps these rules, when a lenient parser has found so many different keys in it.
 
-    In ASCII without escapes and blanks every key is followed by a quotation mark and a colon at once, so they can be
-    counted. False says nothing.
+    In ASCII without blanks every key is followed by a quotation mark and a colon at once, so they can be counted if
+    nothing but quotation marks is escaped. False says nothing.
     """
-    odd = (b"\\", b" ", b"\n", b"\r", b"\t")
-    if not data.isascii() or any(one in data for one in odd) or _may_have_minus_zero(data):
+    blanks = (b" ", b"\n", b"\r", b"\t")
+    if not data.isascii() or any(one in data for one in blanks) or _may_have_minus_zero(data):
         return False
-    return data.count(b'":') == keys
+    return data.count(b"\\") == data.count(b'\\"') and data.count(b'":') - data.count(b'\\":') == keys
 
 
 def _may_have_minus_zero(data: bytes | bytearray) -> bool:
