@@ -6,6 +6,7 @@ The files were written by the release that introduced the version of the format,
 import collections
 import dataclasses
 import functools
+import struct
 from typing import Any
 
 import jax
@@ -16,6 +17,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 Adam = collections.namedtuple("Adam", "count mu")
+
+
+def metadata() -> Any:
+    """Metadata with floats that JSON cannot write, and text that looks like one."""
+    own = struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]
+    floats = {"clip": float("inf"), "a/b~": [-float("inf"), 0.5, {"": float("nan"), "ü\n": own}], "0": [[float("inf")]]}
+    return {**floats, "text": ["nan", "inf", "-inf", "nan:fff8000000000001"], "none": None}
 
 
 def everything() -> Any:

@@ -17,7 +17,7 @@ import xxhash
 BLOCK = 1 << 20
 LIMIT = 1 << 53  # of integers
 FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
-FIELDS |= {"layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
+FIELDS |= {"metadata_floats", "layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
 STORED = {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 STORED |= {f"{u}int{n}": f"{u[:1].upper() or 'I'}{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 STORED |= {"float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
@@ -96,6 +96,28 @@ def check_json(x, low=-math.inf, high=math.inf, around=0):
         for y in x if type(x) is list else x.values():
             check_json(y, low, high, around + 1)
     need(type(x) is not int or low <= x <= high, "too large an integer")
+
+
+def with_floats(x, pointers):
+    """Metadata with the floats that JSON cannot write: each pointer says where the text of one is."""
+    need(is_texts(pointers), "no list of pointers")
+    need(len(set(pointers)) == len(pointers), "a pointer twice")
+    left = set(pointers)
+
+    def walk(x, at):
+        if at in left:
+            left.remove(at)
+            need(type(x) is str, f"no text at {at}")
+            return decode_float(x)
+        if type(x) is list:
+            return [walk(y, f"{at}/{n}") for n, y in enumerate(x)]
+        if type(x) is dict:
+            return {k: walk(y, at + "/" + k.replace("~", "~0").replace("/", "~1")) for k, y in x.items()}
+        return x
+
+    found = walk(x, "") if pointers else x
+    need(not left, f"nothing at {left}")
+    return found
 
 
 def check_unknown(x, known):
@@ -534,6 +556,7 @@ class Checkpoint:
         need(is_int(m.get("step", 0)), "step")
         self.metrics = decode_metrics(m.get("metrics", {}))
         check_json(m.get("metadata"), -(1 << 63), (1 << 64) - 1)
+        self.metadata = with_floats(m.get("metadata"), m.get("metadata_floats", []))
         check_unknown(m, FIELDS)
         need(type(m.get("files")) is list, "files")
         for entry in m["files"]:

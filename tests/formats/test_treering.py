@@ -5,6 +5,7 @@ import math
 import pathlib
 import random
 import shutil
+import struct
 from typing import Any
 
 import jax
@@ -104,6 +105,27 @@ def test_golden_metrics_that_say_their_version() -> None:
         state = found["data"][0] if isinstance(found["data"], list) else found["data"]
         assert state["n"].dtype == "int4" and state["n"].astype(int).tolist() == [1, -1]
     assert spec_reader.metrics(path) == {"loss": 0.5, "worst": math.inf}
+
+
+def test_golden_metadata_with_floats_that_json_cannot_write(tmp_path: pathlib.Path) -> None:
+    def exactly(value: Any) -> Any:
+        """The value with the bits of its floats."""
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            return type(value), [(key, exactly(part)) for key, part in items]
+        return struct.pack(">d", value) if isinstance(value, float) else value
+
+    expected = golden_trees.metadata()
+    tr.save(tmp_path / "new", {"x": 1}, metadata=expected)
+    tr.convert(tmp_path / "new", tmp_path / "again")
+    for path in (GOLDEN / "v1-metadata", tmp_path / "new", tmp_path / "again"):
+        assert tr.verify(path).ok
+        for found in (tr.open(path).metadata, spec_reader.Checkpoint(path).metadata):
+            assert exactly(found) == exactly(expected)
+    for alone in (math.nan, -math.inf, np.float32("inf")):
+        tr.save(tmp_path / "new", {"x": 1}, metadata=alone, overwrite=True)
+        for found in (tr.open(tmp_path / "new").metadata, spec_reader.Checkpoint(tmp_path / "new").metadata):
+            assert repr(found) == repr(float(alone))
 
 
 @pytest.mark.parametrize("path", sorted((GOLDEN / "future").iterdir()), ids=lambda path: path.name)

@@ -6,6 +6,7 @@ import datetime
 import errno
 import gc
 import logging
+import math
 import os
 import pathlib
 import re
@@ -233,6 +234,7 @@ def test_what_is_recorded_with_each_step(tmp_path: pathlib.Path) -> None:
         ({"lr": 0.1}, "third", "third"),
         ("gpt", {"epoch": 3}, {"epoch": 3}),
         (["gpt"], 0, 0),
+        ({"clip": math.inf}, {"floor": -math.inf}, {"clip": math.inf, "floor": -math.inf}),
         ({"lr": 0.1}, collections.OrderedDict(epoch=np.int64(3)), {"lr": 0.1, "epoch": 3}),
     ],
 )
@@ -247,8 +249,8 @@ def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) ->
     with pytest.raises(UnsupportedError, match=r"metadata\['f'\]: a function is not JSON"):
         tr.Checkpointer(tmp_path, metadata={"f": lambda: 1})
     with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
-        with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: nan is not JSON"):
-            ckpts.save(1, {"x": 1}, metadata={"epoch": float("nan")})
+        with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: a complex is not JSON"):
+            ckpts.save(1, {"x": 1}, metadata={"epoch": 1j})
         with pytest.raises(UnsupportedError, match=r"Namespace is not JSON; pass dicts, .* vars"):
             ckpts.save(1, {"x": 1}, metadata=argparse.Namespace(epoch=3))
         assert ckpts.steps == [] and not os.listdir(tmp_path)

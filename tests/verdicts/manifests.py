@@ -71,6 +71,8 @@ def fields() -> Iterator[Case]:
     good: list[tuple[str, dict[str, Any]]] = [
         ("step", {"step": 0}), ("step-great", {"step": 2**53}), ("unknown", {"more": {"a": [1]}, "another": None}),
         ("metadata", {"metadata": {"a": [1, 2.5, "x", None, True, {}], "": -(2**63), "b": 2**64 - 1}}), ("metadata-null", {"metadata": None}), ("metadata-deep", {"metadata": nest(200)}), ("unknown-deep", {"more": nest(200)}), ("unknown-integer", {"more": [10**30]}),("created-z", {"created": "2026-11-22T12:00:00Z"}), ("created-offset", {"created": "1999-12-31T23:59:59.5-11:30"}),
+        ("metadata-floats", {"metadata": {"a/~": ["inf", "nan"], "": "-inf", "b": "nan"}, "metadata_floats": ["/", "/a~1~0/1", "/a~1~0/0"]}),
+        ("metadata-float", {"metadata": "nan:7ff8000000000001", "metadata_floats": [""]}), ("metadata-floats-none", {"metadata_floats": []}),
         ("software-empty", {"software": {}}), ("requires-empty", {"requires": []}),
     ]  # fmt: skip
     for name, change in good:
@@ -89,6 +91,29 @@ def fields() -> Iterator[Case]:
                                              "2026-11-22T12:00:00.1234567Z", "2026-11-22T25:00:00Z", "20261122T120000Z", "1969-12-31T23:59:59Z", "9999-01-01T00:00:00Z", "2026-11-22T12:00:60Z", "2026-11-22T12:00:00+24:00", "2026-11-22T12:00:00.Z",5, None, "٢٠٢٦-11-22T12:00:00Z")]  # fmt: skip
     bad += [{"software": value} for value in ({"a": 1}, [], None, "treering")]
     bad += [{"tree": 0}, {"tree": None}, {"leaves": None}, {"leaves": {}}, {"files": {}}, {"layouts": {}}]
+    bad += [
+        {"metadata": {"a": ["nan", 1.5, "x"], "~2": "inf"}, "metadata_floats": value}
+        for value in (
+            ["/a/3"],
+            ["/a/1"],
+            ["/a/2"],
+            ["/a/00"],
+            ["/a/-"],
+            ["/a/-1"],
+            ["a/0"],
+            ["/a/0/0"],
+            ["/a"],
+            [""],
+            ["/b"],
+            ["/~2"],
+            ["/a/0", "/a/0"],
+            [0],
+            "/a/0",
+            {},
+            None,
+        )
+    ]
+    bad += [{"metadata_floats": [""]}, {"metadata": "nan:7ff8000000000000", "metadata_floats": [""]}]
     for name, change in zip(numbered("bad-field", len(bad)), bad, strict=True):
         about = ", ".join(f"{key}: {'missing' if value is ... else value}" for key, value in change.items())
         yield refused(name, f"the field {about}", base, lambda d, c=change: d.fields.update(c))

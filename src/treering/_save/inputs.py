@@ -9,6 +9,7 @@ import msgspec
 from .._core import dtypes, views
 from .._core.boxes import Box, box_shape, in_slices, whole
 from .._core.entries import ArrayEntry, check_whole
+from .._core.json_floats import as_floats
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import few
 from .._core.part import whole_of
@@ -77,7 +78,8 @@ def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -
     view.guessed = guessed
     view.step = info.step
     view.metrics = {name: decode("float", value) for name, value in info.metrics.items()}
-    view.metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
+    metadata = None if info.metadata is None else msgspec.json.decode(info.metadata)
+    view.metadata = as_floats(metadata, info.metadata_floats)
     return view
 
 

@@ -1,7 +1,6 @@
 """The user's metadata as JSON: the parts of configurations become dicts, lists, text, numbers, bools and None."""
 
 import dataclasses
-import math
 import os
 import pathlib
 import sys
@@ -18,23 +17,19 @@ _DEEPEST = 100
 
 
 def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
-    """A value as it comes back from JSON. Raises an `UnsupportedError` that names a part that would not.
+    """A value as it comes back from a format's JSON. Raises an `UnsupportedError` that names a part that would not.
 
-    Mappings, `ConfigDict`s, dataclasses and named tuples become dicts; other tuples and mutable sequences become
-    lists, paths text, and scalars of NumPy and JAX numbers.
+    Formats keep NaN and infinities. Mappings, `ConfigDict`s, dataclasses and named tuples become dicts; other tuples
+    and mutable sequences become lists, paths text, and scalars of NumPy and JAX numbers.
     """
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind in (bool, str, float):
         return value
     if depth > _DEEPEST:
         raise UnsupportedError(f"{where[:100]}…: nested more than {_DEEPEST} levels deep, or within itself")
     if kind is int:
         if not -(2**63) <= value < 2**64:
             raise UnsupportedError(f"{where}: an integer beyond 64 bits; write it as text")
-        return value
-    if kind is float:
-        if not math.isfinite(value):
-            raise UnsupportedError(f"{where}: {value} is not JSON; write it as text or leave it out")
         return value
     if kind in (list, tuple) or (isinstance(value, MutableSequence) and not isinstance(value, bytearray)):
         return [plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]

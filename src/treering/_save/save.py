@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import formats, stores
 from .._core.entries import step_number
+from .._core.json_floats import as_text
 from .._core.tracebacks import at_the_caller
 from .._processes import coordinator
 from .._processes.calls import Call
@@ -68,9 +69,9 @@ def save(
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
         `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata any JSON
-        value, or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a `Checkpoint` are its own
-        unless others are given. A format without a place for one that is given refuses it; one that a `Checkpoint` has
-        is then left out, which is logged.
+        value (also NaN and infinities), or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a
+        `Checkpoint` are its own unless others are given. A format without a place for one that is given refuses it; one
+        that a `Checkpoint` has is then left out, which is logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: what floating-point arrays are cast to.
     processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
@@ -275,11 +276,12 @@ def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any)
     """Encodes the information recorded beside the tree, as it is now. Raises `MismatchError` and `UnsupportedError`."""
     number = None if step is None else step_number(step)
     numbers = encoded(metrics)
-    metadata = plain(metadata)
+    metadata_floats: list[str] = []
     try:
+        metadata = as_text(plain(metadata), "", metadata_floats)
         raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
         msgspec.json.encode(numbers)
     except (UnicodeEncodeError, OverflowError) as error:
         raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
     software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
-    return native.Info(number, numbers, raw, software)
+    return native.Info(number, numbers, raw, metadata_floats, software)

@@ -123,7 +123,13 @@ class Reading(Subject):
         about = {
             "step": 7,
             "metrics": {"loss": 0.1, "worst": math.inf, "ü": -0.0},
-            "metadata": {"lr": 1e-3, "names": ["a", None, {"deep": True}], "n": 2**53 + 1, "text": "ü\n"},
+            "metadata": {
+                "lr": 1e-3,
+                "names": ["a", None, {"deep": True}],
+                "n": 2**53 + 1,
+                "text": "ü\n",
+                "clip": [math.inf, math.nan],
+            },
         }
         kept = {name: about[name] for name in about if name in self.beside}
         path = self.made(tmp_path, self.small(), **(kept if self.writes else {}))

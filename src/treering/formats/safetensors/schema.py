@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ..._core.json_floats import as_floats
 from ..._core.values import decode_float
 from ..._threads.decoding import learn
 
@@ -32,12 +33,14 @@ def key_of(path: str) -> str:
 class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The information that a checkpoint records beside its tree.
 
+    `metadata_floats` are the places in `metadata` where floats are that JSON cannot write.
     `format` repeats the text of that name where the writer put that there, so that it is no metadata.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
     metrics: dict[str, float | str] = {}
     metadata: Any = None
+    metadata_floats: list[str] = []
     format: str | None = None
 
 
@@ -51,6 +54,7 @@ def read_sidecar(text: Mapping[str, str]) -> Sidecar:
         beside = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)
         for value in beside.metrics.values():
             decode_float(value)
+        beside.metadata = as_floats(beside.metadata, beside.metadata_floats)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return Sidecar(metadata=dict(text))
     if beside.format is not None and rest.get("format") == beside.format:

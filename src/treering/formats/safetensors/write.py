@@ -10,6 +10,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry
+from ..._core.json_floats import as_text
 from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._pytree.leaves import alignment
@@ -101,7 +102,8 @@ def _metadata(contents: Source) -> dict[str, str]:
     if pairs and all(type(part) is str for pair in pairs for part in pair):
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
-    own = Sidecar(contents.step, metrics, metadata)
+    floats: list[str] = []
+    own = Sidecar(contents.step, metrics, as_text(metadata, "", floats), floats)
     if "format" not in text:
         text |= FORMAT
         own.format = FORMAT["format"]

@@ -9,6 +9,7 @@ import xxhash
 
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, ValueEntry
+from ..._core.json_floats import as_floats
 from ..._core.skeleton import Node
 from ..._core.values import EXACT
 from ..._threads.decoding import learn
@@ -79,6 +80,7 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint but the arrays themselves.
 
+    `metadata_floats` are the places in `metadata` where floats are that JSON cannot write; `decode` puts them there.
     `holders[h][i]` lists the files that may hold cell i of a layout with these holders.
     """
 
@@ -90,6 +92,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     step: int | None = None
     metrics: dict[str, float | str] = {}
     metadata: Any = None
+    metadata_floats: list[str] = []
     files: list[File]
     layouts: list[Layout] = []
     holders: list[tuple[tuple[int, ...], ...]] = []
@@ -234,6 +237,8 @@ def decode(data: bytes, name: str) -> Manifest:
         manifest = msgspec.convert({**top, **{key: [] for key in large}}, Manifest)
         manifest = msgspec.structs.replace(manifest, **large)
         validity.check(manifest, top)
+        metadata = as_floats(manifest.metadata, manifest.metadata_floats)
+        manifest = msgspec.structs.replace(manifest, metadata=metadata)
     except (*strict_json.MALFORMED, OverflowError, TreeringError) as error:
         raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None
     return manifest

@@ -46,6 +46,7 @@ class Info(NamedTuple):
     step: int | None
     metrics: dict[str, float | str]
     metadata: msgspec.Raw | None
+    metadata_floats: list[str]
     software: dict[str, str]
 
 
@@ -215,6 +216,7 @@ def _manifest(
             step=job.info.step,
             metrics=job.info.metrics,
             metadata=job.info.metadata,
+            metadata_floats=job.info.metadata_floats,
             files=[file for report in listed for file in report],
             layouts=rows.layouts,
             holders=rows.holders,
@@ -249,7 +251,7 @@ def _check_readable(
     A loop that saves one structure again and again pays for it once: only values differ from step to step.
     """
     global _read_back
-    structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata)
+    structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata, job.info.metadata_floats)
     if _read_back and job.tree is _read_back[0] and structure[1:] == _read_back[1:]:
         return
     try:

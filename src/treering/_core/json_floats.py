@@ -1,0 +1,51 @@
+"""Floats that JSON cannot write, in JSON of any shape: text in their places, and the list of these places.
+
+A place is a JSON Pointer (RFC 6901). No text of the user's is mistaken for a float, and a reader that does not know the
+list finds text.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .leaf_paths import key_text, split
+from .values import decode_float, encode_float
+
+_POINTER = re.compile("(?:/(?:[^~/]|~[01])*)*", re.DOTALL)
+_INDEX = re.compile("0|[1-9][0-9]*")
+
+
+def as_text(value: Any, place: str, places: list[str]) -> Any:
+    """The value with text for every NaN and infinity in it. Their places are appended to `places`."""
+    if isinstance(value, dict):
+        return {name: as_text(part, f"{place}/{key_text(name)}", places) for name, part in value.items()}
+    if isinstance(value, list):
+        return [as_text(part, f"{place}/{n}", places) for n, part in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        places.append(place)
+        return encode_float(value)
+    return value
+
+
+def as_floats(value: Any, places: Iterable[str]) -> Any:
+    """The inverse of `as_text`; changes the value. Raises `ValueError` for a place without the text of such a float."""
+    top: Any = {"": value}
+    for place in places:
+        part, key, text = top, "", None
+        *outer, last = split(place)
+        try:
+            for name in outer:
+                part = part[_key(part, name)]
+            key = _key(part, last)
+            text = part[key]
+        except (LookupError, TypeError):
+            pass
+        if not isinstance(text, str) or not _POINTER.fullmatch(place):
+            raise ValueError(f"expected the text of a float at {place!r:.100}, found {text!r:.100}")
+        part[key] = decode_float(text)
+    return top[""]
+
+
+def _key(part: Any, name: str) -> Any:
+    return int(name) if isinstance(part, list) and _INDEX.fullmatch(name) else name
