@@ -18,7 +18,7 @@ from treering import formats
 from treering._cli.main import main
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
-WRITTEN = [name for name in formats.names() if name != "tensorflow"]
+WRITTEN = [name for name in formats.names() if name not in ("npz", "tensorflow")]
 _SUFFIX = {"flax": ".msgpack", "safetensors": ".safetensors", "equinox": ".eqx"}
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 _MARKS = """

@@ -140,6 +140,7 @@ _MODULES = {
     "safetensors": "treering.formats.safetensors.format",  # a model in several formats: most libraries have this one
     "flax": "treering.formats.flax.format",
     "equinox": "treering.formats.equinox.format",
+    "npz": "treering.formats.npz.format",
     "tensorflow": "treering.formats.tensorflow.format",
     "orbax": "treering.formats.orbax.format",
     "levanter": "treering.formats.levanter.format",

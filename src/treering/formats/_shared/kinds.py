@@ -9,13 +9,14 @@ from ...stores.whole_files import opened
 _TORCH = (
     "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
 )
+NPY_MAGIC = b"\x93NUMPY"
 _PICKLE = "a pickle, of which opening could run anything, so none is"
 _UNPACK = "unpack it first"
 _BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE}; {_TORCH}"),
     *((0, bytes([0x80, n]), f"{_PICKLE}; load it where it comes from, and save its arrays") for n in range(2, 6)),
     (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
-    (0, b"\x93NUMPY", "an array of NumPy; load it with numpy.load, and save it"),
+    (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
     (0, b"GGUF", "GGUF, as llama.cpp has it; open the model that it was made of"),
     (0, b"\x1f\x8b", f"compressed by gzip; {_UNPACK}"),
     (0, b"BZh", f"compressed by bzip2; {_UNPACK}"),
@@ -72,7 +73,7 @@ def _zip(begin: bytes, path: str) -> str:
     """Describes an archive by the name of the first file in it."""
     first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if first.endswith(b".npy"):
-        return "an archive of NumPy (.npz); load it with numpy.load, and save what it holds"
+        return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
         return f"a zip archive of PyTorch's around {_PICKLE}; {_TORCH}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):

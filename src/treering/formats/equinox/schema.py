@@ -6,9 +6,9 @@ from typing import Any
 from ...stores.read_errors import reading
 from ...stores.store import Store
 from ...stores.whole_files import opened
+from .._shared.kinds import NPY_MAGIC as MAGIC
 
 NAME = "equinox"
-MAGIC = b"\x93NUMPY"
 SUFFIX = ".eqx"
 MAX_LINE_BYTES = 1 << 20  # bytes; longer lines are not looked for
 

@@ -1,0 +1,58 @@
+"""Archives of NumPy (.npz), as `numpy.savez` and `numpy.savez_compressed` write them: a zip file of `.npy` files."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..._core.source import Source
+from ...errors import UnsupportedError
+from ...stores.read_errors import refusal
+from ...stores.store import Store
+from ...stores.whole_files import opened
+
+_LOCAL = b"PK\x03\x04"  # begins the header before each member
+_LONGEST = 30 + (1 << 16)  # bytes of such a header without its extra field
+
+
+class Npz:
+    """See `treering.formats.Format`.
+
+    A key is a path, slashes being levels, as in safetensors files. Pickled objects are refused by name. Dtypes for
+    which NumPy has no name are listed as `EquinoxReader` lists them. An array that is read to its end is checked
+    against its CRC-32.
+    """
+
+    name = "npz"
+    suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
+
+    def refuses(self, store: Store, path: str) -> str | None:
+        try:
+            found = store.stat(path)
+            if found is None or not found.is_file:
+                return "there is nothing" if found is None else "not a file"
+            with opened(store, path) as blob:
+                begin = blob.read_up_to(len(_LOCAL))
+                if begin != _LOCAL:
+                    return "it does not begin as a zip file does"
+                begin = blob.read_up_to(_LONGEST)
+        except OSError as error:
+            return refusal(error, path)
+        name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
+        return None if name.endswith(b".npy") else "the first file in it is no .npy"
+
+    def open(self, store: Store, path: str) -> Source:
+        from .read import NpzReader
+
+        return NpzReader(store, path)
+
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        return {}
+
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
+        return ()
+
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+        raise UnsupportedError(f"{path}: archives of NumPy are only read; choose another format, such as safetensors")
+
+
+FORMAT = Npz()

@@ -1,0 +1,143 @@
+"""Reading archives of NumPy: the headers of all arrays when a file is opened, the arrays when they are wanted."""
+
+import contextlib
+import io
+import math
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box, box_shape, byte_ranges
+from ..._core.entries import ArrayEntry
+from ...errors import CorruptError, TreeringError, UnsupportedError
+from ...stores.read_errors import reading
+from ...stores.store import Blob, Store
+from ...stores.whole_files import open_fetched
+from .._shared.extents import check_shape
+from .._shared.npy import read_header
+from .._shared.reader import ForeignReader, Stored
+from .._shared.safety import check_apart
+from ..safetensors.schema import path_of
+
+_SUFFIX = ".npy"
+_BUFFER = 1 << 16  # bytes of the file that are read at a time
+_STEP = 1 << 20  # bytes of an array that are unpacked at a time
+
+
+class NpzReader(ForeignReader):
+    """`ambiguous_dtypes` are arrays of a dtype of one byte for which NumPy has no name, listed as uint8."""
+
+    expands = True  # an array may be compressed, and several may lie in one place
+
+    def __init__(self, store: Store, path: str):
+        file = open_fetched(store, path)
+        with reading(path), _damage_of(path):
+            archive = zipfile.ZipFile(io.BufferedReader(_Raw(file), _BUFFER))
+            members = archive.infolist()
+            arrays = {m.filename: _Array(archive, m, path) for m in members if m.filename.endswith(_SUFFIX)}
+        paths = {name: path_of(name.removesuffix(_SUFFIX)) for name in arrays}
+        entries = [
+            ArrayEntry(paths[m.filename], "numpy", *arrays[m.filename].kind) for m in members if m.filename in arrays
+        ]
+        check_apart([entry.path for entry in entries], path)
+        stored: dict[str, Stored] = {paths[name]: array for name, array in arrays.items()}
+        self.ambiguous_dtypes = frozenset(paths[name] for name, array in arrays.items() if not array.certain)
+        others = [m.filename for m in members if m.filename not in arrays]
+        super().__init__("npz", path, entries, stored, nbytes=file.size, left_out=others)
+
+
+class _Array:
+    """An array in an archive; see `Stored`. It is checked against its CRC-32 whenever it is read from end to end."""
+
+    def __init__(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str):
+        self._name = f"{path}: {member.filename!r}"
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise UnsupportedError(f"{self._name}: expected an array that NumPy has packed, found another compression")
+        self._open = lambda: archive.open(member)
+        with self._open() as file:
+            record = read_header(lambda nbytes: _read(file, nbytes, self._name), self._name)
+            self._begin = file.tell()
+        check_shape(record.shape, self._name)
+        self.kind, self.certain = (record.dtype, record.shape), record.certain
+        self._stored, self._columns = record.stored, record.columns
+        self._shape = record.shape[::-1] if record.columns else record.shape  # as it lies there
+        self._nbytes = math.prod(record.shape) * record.stored.itemsize
+        if self._begin + self._nbytes != member.file_size:
+            raise CorruptError(f"{self._name}: expected {self._begin + self._nbytes} bytes, found {member.file_size}")
+        self._file: IO[bytes] | None = None  # open where the last read ended
+        self._lock = threading.Lock()
+
+    def can_map(self) -> bool:
+        return False
+
+    def read(self, box: Box, mmap: bool) -> np.ndarray:
+        box = box[::-1] if self._columns else box
+        found = np.empty(box_shape(box), self._stored)
+        target = found.reshape(-1).view(np.uint8).data if found.size else memoryview(b"")
+        with self._lock, _damage_of(self._name):
+            file = self._file or self._open()
+            self._file = None  # unless it is read without an error
+            for begin, end in byte_ranges(self._shape, box, self._stored.itemsize, 1) if found.size else ():
+                file.seek(self._begin + begin)
+                for at in range(begin, end, _STEP):
+                    part = _read(file, min(_STEP, end - at), self._name)
+                    target[: len(part)] = part
+                    target = target[len(part) :]
+                if end == self._nbytes and file.read(1):  # which compares the CRC-32
+                    raise CorruptError(f"{self._name}: expected the end of an array, found more")
+            self._file = file
+        native = found.astype(self._stored.newbyteorder("="), copy=False).view(dtypes.to_numpy(self.kind[0]))
+        return np.asarray(native.T if self._columns else native, order="C")
+
+
+def _read(file: IO[bytes], nbytes: int, name: str) -> bytes:
+    data = file.read(nbytes)
+    if len(data) < nbytes:
+        raise CorruptError(f"{name}: expected {nbytes} more bytes, found {len(data)}; it is cut short")
+    return data
+
+
+@contextlib.contextmanager
+def _damage_of(name: str) -> Iterator[None]:
+    """Raises a `CorruptError` for what is no zip file, an `UnsupportedError` for what Python cannot unpack."""
+    try:
+        yield
+    except TreeringError:
+        raise
+    except RuntimeError as error:  # of a password, or a later version
+        raise UnsupportedError(f"{name}: {error}; unpack it, and pack it with numpy.savez") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, OverflowError, struct.error) as error:
+        raise CorruptError(f"{name}: expected an archive of NumPy: {error}") from None
+
+
+class _Raw(io.RawIOBase):
+    """A blob as `zipfile` reads it."""
+
+    def __init__(self, blob: Blob):
+        self._blob, self._at = blob, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + (0, self._at, self._blob.size)[whence]
+        if at < 0:
+            raise ValueError("an offset before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] (its name)
+        nbytes = max(min(len(buffer), self._blob.size - self._at), 0)
+        if nbytes:
+            self._blob.read_into(memoryview(buffer)[:nbytes], self._at)
+        self._at += nbytes
+        return nbytes

@@ -1,0 +1,138 @@
+"""Archives of NumPy: what `numpy.savez` writes comes back, and nothing is unpickled or believed."""
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treering as tr
+from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
+
+SAVES = [np.savez, np.savez_compressed]
+ARRAYS: dict[str, Any] = {
+    "layers/0/w": np.arange(60, dtype=np.float32).reshape(3, 4, 5),
+    "layers/0/columns": np.asfortranarray(np.arange(24).reshape(2, 3, 4)),
+    "layers/1/big-endian": np.arange(6, dtype=">f8").reshape(2, 3),
+    "scalar": np.float32(2.5),
+    "empty": np.zeros((0, 3), np.int8),
+    "text": np.array(["a", "äöü"]),
+    "~": np.array([True, False]),
+    "half": np.arange(5).astype(ml_dtypes.bfloat16),
+}
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_numpy_saves_comes_back(tmp_path: Path, save: Callable[..., None]) -> None:
+    path = tmp_path / "x.npz"
+    save(path, **ARRAYS)
+    ckpt = tr.open(path)
+    paths = {key.replace("~", "~0"): array for key, array in ARRAYS.items()}
+    assert ckpt.format == "npz" and list(ckpt) == list(paths) and tr.verify(path).ok
+    for name, array in paths.items():
+        found = ckpt[name][...]
+        assert (
+            found.dtype == array.dtype.newbyteorder("=")
+            and found.tobytes() == np.ascontiguousarray(array).astype(found.dtype).tobytes()
+        )
+    for index in (np.s_[1], np.s_[:, 1:3], np.s_[::2, -1:]):
+        for name in ("layers/0/w", "layers/0/columns"):
+            assert np.array_equal(ckpt[name][index], ARRAYS[name][index])
+    tree = tr.restore(path)
+    assert tree["layers"][0]["w"].tolist() == ARRAYS["layers/0/w"].tolist() and tree["scalar"] == 2.5
+    tr.convert(path, tmp_path / "native")
+    assert not tr.diff(path, tmp_path / "native")
+
+
+def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", fine=np.ones(2), config=np.array({"lr": 1}, object))
+    with pytest.raises(
+        UnsupportedError, match=r"x\.npz: 'config\.npy': a pickled Python object, which is never opened"
+    ):
+        tr.open(tmp_path / "x.npz")
+
+
+def test_other_files_in_it_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    np.savez(tmp_path / "x.npz", a=np.ones(2))
+    with zipfile.ZipFile(tmp_path / "x.npz", "a") as archive:
+        archive.writestr("notes.txt", "hello")
+    assert list(tr.open(tmp_path / "x.npz")) == ["a"]
+    assert "left out, because it cannot be read here: notes.txt" in caplog.text
+
+
+def test_a_leaf_with_leaves_below_it_is_refused(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"a": np.ones(2), "a/b": np.ones(2)}
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(CorruptError, match="a is a leaf and also has leaves below it"):
+        tr.open(tmp_path / "x.npz")
+
+
+def test_what_expands_is_read_when_it_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, a=np.zeros(10_000_000, np.float64))
+    assert tr.open(path)["a"][5:7].tolist() == [0, 0]
+    for use in (
+        lambda **options: tr.restore(path, **options),
+        lambda **options: tr.convert(path, tmp_path / "c", **options),
+    ):
+        with pytest.raises(MismatchError, match="max_expansion"):
+            use()
+        use(max_expansion=math.inf)
+    assert tr.restore(tmp_path / "c")["a"].shape == (10_000_000,)
+
+
+def packed(change: Callable[[bytes], bytes] = lambda data: data, **options: Any) -> bytes:
+    """An archive with one array, the bytes of whose file are changed before they are packed."""
+    array, file = io.BytesIO(), io.BytesIO()
+    np.save(array, np.arange(100, dtype=np.int32))
+    with zipfile.ZipFile(file, "w", **options) as archive:
+        archive.writestr("a.npy", change(array.getvalue()))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "text"),
+    [
+        (packed(lambda data: data[:-1]), CorruptError, "expected 528 bytes, found 527"),
+        (packed(lambda data: data + b"x"), CorruptError, "expected 528 bytes, found 529"),
+        (packed(lambda data: data.replace(b"(100,), }   ", b"(10000000,)}")), CorruptError, "expected 40000128 bytes"),
+        (packed(lambda data: b"x" + data[1:]), CorruptError, "expected an .npy record"),
+        (packed(lambda data: data[:5]), CorruptError, "cut short"),
+        (packed()[:-30], CorruptError, "File is not a zip file"),
+        (packed().replace(struct.pack("<4i", 3, 4, 5, 6), struct.pack("<4i", 3, 4, 5, 7)), CorruptError, "Bad CRC-32"),
+        (packed(compression=zipfile.ZIP_LZMA), UnsupportedError, "another compression"),
+        (
+            packed().replace(b"PK\x01\x02\x14\x03\x14\0\0\0", b"PK\x01\x02\x14\x03\x14\0\1\0"),
+            UnsupportedError,
+            "encrypted",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, data: bytes, kind: type[TreeringError], text: str) -> None:
+    (tmp_path / "x.npz").write_bytes(data)
+    with pytest.raises(kind, match=text):
+        tr.restore(tmp_path / "x.npz")
+
+
+def test_a_part_is_read_whatever_is_read_before(tmp_path: Path) -> None:
+    array = np.arange(3_000_000, dtype=np.int32).reshape(1000, 3000)
+    np.savez_compressed(tmp_path / "x.npz", a=array)
+    lazy = tr.open(tmp_path / "x.npz")["a"]
+    for index in (np.s_[900:], np.s_[:3], np.s_[3:6], np.s_[:], np.s_[:, 7], np.s_[999:]):
+        assert np.array_equal(lazy[index], array[index])
+
+
+def test_it_is_only_read(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="only read; choose another format, such as safetensors"):
+        tr.save(tmp_path / "x.npz", {"a": 1}, format="npz")
+    np.savez(tmp_path / "params.npz", a=np.ones(2))
+    with pytest.raises(
+        NotFoundError, match=r"params.npz in it is an archive of NumPy \(.npz\); open it by its own path"
+    ):
+        tr.open(tmp_path)
