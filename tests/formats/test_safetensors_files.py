@@ -176,7 +176,9 @@ def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
     assert tr.open(save_raw(tmp_path / "odd.safetensors", tinygrad, names)).metadata == names
 
 
-def test_four_bit_floats_are_taken_apart(tmp_path: Path) -> None:
+def test_four_bit_floats_are_taken_apart_and_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from treering.formats.safetensors import write
+
     values = np.arange(48, dtype=np.uint8).reshape(2, 4, 6) % 16
     packed = (values[..., ::2] | values[..., 1::2] << 4).tobytes()
     path = save_raw(tmp_path / "x.safetensors", {"a": ("F4", (2, 4, 6), packed), "z": ("F4", (3, 0), b"")})
@@ -186,6 +188,18 @@ def test_four_bit_floats_are_taken_apart(tmp_path: Path) -> None:
     for box in [np.s_[1, 2], np.s_[:, 1:3, 1:4], np.s_[0, 0, 5], np.s_[..., 3:4], np.s_[..., 2:2]]:
         assert same(ckpt["a"][box], expected[box])
     assert same(tr.restore(path)["a"], expected) and tr.verify(path).ok
+    again = tmp_path / "again.safetensors"
+    monkeypatch.setattr(write, "_SLICE_BYTES", 5)
+    tr.convert(path, again)
+    tr.convert(path, tmp_path / "native")
+    tr.save(tmp_path / "shards", {"b": expected, **ckpt.restore()}, format="safetensors", max_shard_size=30)
+    for other in (again, tmp_path / "native", tmp_path / "shards"):
+        assert same(tr.restore(other)["a"], expected) and tr.open(other)["z"].shape == (3, 0)
+    with safetensors.safe_open(again, framework="np") as opened:
+        assert (opened.get_slice("a").get_dtype(), opened.get_slice("a").get_shape()) == ("F4", [2, 4, 6])
+    assert again.read_bytes().endswith(packed)
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 48} and index["weight_map"]["a"] != index["weight_map"]["b"]
     for dtype, shape, size in [
         ("F4", (3, 3), 5),
         ("F4", (), 1),
@@ -470,7 +484,7 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path)
         "fine": np.ones(2),
         "key": jax.random.key(0),
         "int4": jax.numpy.zeros(2, jax.numpy.int4),
-        "f4": np.zeros(2, ml_dtypes.float4_e2m1fn),
+        "f4": np.zeros((2, 3), ml_dtypes.float4_e2m1fn),
         "c128": np.zeros(2, np.complex128),
         "text": np.array(["a"]),
         "i": 1,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, Entry, lost
 from ..._core.source import Source
 from ..._core.values import decode_float
@@ -18,13 +17,13 @@ from ...stores.store import Blob, Store
 from ...stores.whole_files import open_fetched
 from .._shared.extents import Layout, Runs, layout
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
+from . import nibbles
 from .folder import weights_of
 from .header import Header, check_side_by_side, decode_header, header_size
 from .schema import path_of, read_sidecar
 
 _NAMES = {code: name for name, (code, _) in dtypes.SAFETENSORS.items()}
-_NIBBLES = "float4_e2m1fn"
-_NAMES["F4"] = _NIBBLES
+_NAMES[nibbles.CODE] = nibbles.DTYPE
 
 
 class _Opened(NamedTuple):
@@ -75,23 +74,6 @@ def _open(store: Store, path: str) -> _Opened:
     return _Opened(file, header)
 
 
-class _Nibbles:
-    """An array of four-bit floats, two in a byte, the first in the lower half; the size of the last axis is even."""
-
-    def __init__(self, runs: Runs):
-        self._runs = runs
-
-    def can_map(self) -> bool:
-        return False
-
-    def read(self, box: Box, mmap: bool) -> np.ndarray:
-        start, stop = box[-1]
-        pairs = self._runs.read((*box[:-1], (start // 2, -(-stop // 2))), False)
-        both = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
-        own = both[..., start % 2 : start % 2 + stop - start]
-        return np.ascontiguousarray(own).view(dtypes.to_numpy(_NIBBLES))
-
-
 def _reader(
     path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
 ) -> Source:
@@ -121,7 +103,7 @@ def _reader(
             )
         entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
         runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
-        arrays[place] = _Nibbles(runs) if dtype == _NIBBLES else runs
+        arrays[place] = nibbles.Nibbles(runs) if dtype == nibbles.DTYPE else runs
     beside = read_sidecar({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
     return ForeignReader(
         "safetensors",
@@ -148,9 +130,9 @@ def _holders(place: str, files: Sequence[_Opened]) -> str:
 def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, Layout]:
     """The dtype of a tensor, and the layout in which it lies there: bytes where two elements share one."""
     dtype = _NAMES.get(code)
-    if dtype is None or (dtype == _NIBBLES and (not shape or shape[-1] % 2)):
+    if dtype is None or (dtype == nibbles.DTYPE and not nibbles.is_paired(shape)):
         raise UnsupportedError(f"{name} is {code}{list(shape)}, which cannot be read here")
-    if dtype == _NIBBLES:
+    if dtype == nibbles.DTYPE:
         return dtype, layout((*shape[:-1], shape[-1] // 2), np.uint8, None, name)
     stored = dtypes.to_numpy(dtype)
     return dtype, layout(shape, stored.newbyteorder("<"), stored, name)

@@ -16,6 +16,7 @@ from ...stores.store import Store, Writer
 from .. import get
 from .. import names as format_names
 from .folder import INDEX, SUFFIX, candidates, chosen, written_names
+from .nibbles import stored_nbytes
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
@@ -62,11 +63,11 @@ def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntr
     shards: list[list[ArrayEntry]] = [[]]
     held = 0
     for entry in entries:
-        if limit is not None and shards[-1] and held + entry.nbytes > limit:
+        if limit is not None and shards[-1] and held + stored_nbytes(entry) > limit:
             shards.append([])
             held = 0
         shards[-1].append(entry)
-        held += entry.nbytes
+        held += stored_nbytes(entry)
     return shards
 
 

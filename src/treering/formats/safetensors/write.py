@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import in_slices
 from ..._core.entries import ArrayEntry
 from ..._core.json_floats import as_text
 from ..._core.source import Source
@@ -17,12 +15,14 @@ from ..._pytree.leaves import alignment
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
 from .._shared.recognized import new_file
+from . import nibbles
 from .header import Tensor, encode_header
 from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
+_CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
     "key": "store jax.random.key_data of it, or drop it by a rule",
     "none": "drop it by a rule",
@@ -65,7 +65,10 @@ def write(
             total += file.size
         if len(shards) > 1:  # then the last name is that of the index, without which no reader opens it
             weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=False) for entry in shard}
-            index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weights}
+            index = {
+                "metadata": {"total_size": sum(nibbles.stored_nbytes(entry) for entry in entries)},
+                "weight_map": weights,
+            }
             with create(names[-1]) as file:
                 file.write(json.dumps(index, indent=2).encode())
             total += file.size
@@ -81,7 +84,9 @@ def _holdable(contents: Source) -> list[ArrayEntry]:
             problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or drop it by a rule')}"
         elif entry.type == "key":
             problem = f"typed PRNG keys; {_HINTS['key']}"
-        elif entry.dtype not in dtypes.SAFETENSORS:
+        elif entry.dtype == nibbles.DTYPE and not nibbles.is_paired(entry.shape):
+            problem = f"{entry.dtype} in an odd number, which two in a byte do not hold; pad the last axis, or cast it"
+        elif entry.dtype not in _CODES:
             problem = f"{entry.dtype}; cast it by a rule"
         elif path == "__metadata__":
             problem = "a name that the format uses itself; rename it by a rule"
@@ -112,12 +117,12 @@ def _metadata(contents: Source) -> dict[str, str]:
 
 def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
     """The header of a file, and its tensors in the order in which each is aligned for its elements."""
-    order = sorted(entries, key=lambda entry: alignment(entry.nbytes))
+    order = sorted(entries, key=lambda entry: alignment(nibbles.stored_nbytes(entry)))
     tensors: dict[str, Tensor] = {}
     position = 0
     for entry in order:
-        end = position + entry.nbytes
-        tensors[key_of(entry.path)] = Tensor(dtypes.SAFETENSORS[entry.dtype][0], entry.shape, (position, end))
+        end = position + nibbles.stored_nbytes(entry)
+        tensors[key_of(entry.path)] = Tensor(_CODES[entry.dtype], entry.shape, (position, end))
         position = end
     try:
         return encode_header(tensors, metadata, _ALIGN), order
@@ -131,7 +136,7 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
 def _write_tensors(file: Writer, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
     file.write(header)
     for entry in order:
-        for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
+        for box in nibbles.stored_slices(entry, _SLICE_BYTES):
             (array,) = contents.read([(entry, box)], verify=True)
             if array.size:
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                file.write(nibbles.as_stored(array).data)
