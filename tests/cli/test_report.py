@@ -140,6 +140,23 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
     assert treering("report", run.parent / "none", "-o", page).code == 3 and not page.exists()
 
 
+def test_files_beside_weights_are_written_and_replaced(run: pathlib.Path, treering: Any) -> None:
+    """A folder with files of other libraries is a checkpoint, but it belongs to nobody."""
+    for name in ("model.safetensors", "flax_model.msgpack", "streaming_params"):
+        folder = run.parent / name.partition(".")[0]
+        format = {"format": "fjformer"} if name.startswith("streaming") else {}
+        tr.save(folder / name, {"w": np.ones(3, np.float32)}, **format)
+        for _ in range(2):
+            assert treering("report", run, "-o", folder / "report.html").code == 0
+        found = treering("report", run, "-o", folder / name)
+        assert found.code == 3 and f"{folder / name}: expected a free path or an earlier report" in found.err
+        assert treering("cp", run, folder).code == 0 and tr.steps(folder) == tr.steps(run)
+        assert treering("cp", run, folder / name).code == 3
+    tr.save(run.parent / "o", {"w": np.ones(3)}, format="orbax")
+    for output in (["report", run, "-o", run.parent / "o" / "report.html"], ["cp", run, run.parent / "o"]):
+        assert treering(*output).code == 3, "deleting it would delete what lies within"
+
+
 def test_the_page_asks_for_nothing_and_names_are_no_markup(run: pathlib.Path, treering: Any) -> None:
     _report(treering, run)
     page = (run.parent / "report.html").read_text("utf-8")

@@ -109,7 +109,7 @@ def _names(store: Store, path: str) -> dict[int, str]:
 
 def _check_target(store: Store, to: str, prefix: str) -> None:
     """Checks where a run is to be copied to: it is a run with the same names of steps, or there is nothing."""
-    if formats.is_known(store, to):
+    if formats.has_folder(store, to):
         raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")
     if _run.directories(store, to) and (found := _run.prefix_of(store, to)) != prefix:
         raise MismatchError(

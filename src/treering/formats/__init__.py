@@ -19,7 +19,7 @@ from ..stores import git_lfs
 from ..stores.nfs import warn_of_closed
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
-from ..stores.whole_files import opened
+from ..stores.whole_files import is_folder, opened
 from ._shared import kinds
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ _MODULES = {
 _registered: dict[str, Format] = {}
 _looked = False  # for what is installed
 LOOK = 1 << 16  # bytes of a file that is too damaged to be recognized
+_SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # a folder of these is one by its files
 _ALIASES = {"easylm": "fjformer"}
 
 
@@ -246,6 +247,13 @@ def is_known(store: Store, path: str) -> bool:
     """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
     with store.glance(path):
         return any(accepts(format, store, path) for format in _each())
+
+
+def has_folder(store: Store, path: str) -> bool:
+    """Returns True if a path is a checkpoint, or unreadable, and no folder of files beside which others may lie."""
+    with store.glance(path):
+        found = {format.name for format in _each() if accepts(format, store, path)}
+    return bool(found - _SINGLE_FILES) or (bool(found) and not is_folder(store, path, links=True))
 
 
 def is_foreign(store: Store, path: str) -> bool:

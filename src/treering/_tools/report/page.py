@@ -44,7 +44,7 @@ _HEAD = f"""<!doctype html>
 def check_replaceable(store: Store, path: str) -> None:
     """Raises `ExistsError` where something lies at a path that is no report, or the path is within a checkpoint."""
     folder = os.path.dirname(path)
-    if formats.is_known(store, folder):
+    if formats.has_folder(store, folder):
         raise ExistsError(
             f"{path}: expected a place for the report, found the checkpoint {folder}; choose another path"
         )
