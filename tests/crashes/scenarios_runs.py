@@ -123,9 +123,9 @@ def _view(seen: Iterable[str], aside: Collection[str] = (), *, finished: bool = 
 def _save_again(run: Path, before: View) -> None:
     """What was set aside stays there, and a finished run goes on."""
     _save(run, "99")
-    seen, *aside = before.split(f" {_ASIDE} ")
+    seen, _, aside = before.partition(_ASIDE)
     words = [word for word in seen.split() if word not in (NOTHING, "finished")]
-    assert _look_at(run) == _view([*words, "99"], " ".join(aside).split())
+    assert _look_at(run) == _view([*words, "99"], aside.split())
     places = [run, *run.glob("rewound-*")]
     for place in places:
         committed = {os.path.basename(Checkpointer(place).path(step)) for step in steps(place)}
@@ -230,7 +230,7 @@ def _set_aside(states: Iterable[_Steps], step: int) -> set[_Steps]:
 
 def _only(states: Iterable[_Steps], step: int) -> set[_Steps]:
     """Those in which nothing lies behind a step."""
-    return {(seen, aside) for seen, aside in states if max(map(_step, seen)) <= step}
+    return {(seen, aside) for seen, aside in states if max(map(_step, seen), default=-1) <= step}
 
 
 def _with(states: Iterable[_Steps], label: str) -> set[_Steps]:
@@ -251,7 +251,7 @@ def _go_back_and_save(run: Path, label: str) -> None:
         ckpts.save(3, tree(label))
 
 
-def _rewind(run: Path, step: int) -> None:
+def _rewind(run: Path, step: int | None) -> None:
     with Checkpointer(run) as ckpts:
         ckpts.rewind(step)
 
@@ -268,7 +268,10 @@ def _rewinding(run: Path, disk: RecordingDisk) -> None:
     states = _with(states, "3b")
     disk.expect(*_views(states | _set_aside(states, 1)))
     _rewind(run, 1)
-    disk.expect(*_views(_only(_set_aside(states, 1), 1)))
+    states = _only(_set_aside(states, 1), 1)
+    disk.expect(*_views(states | _set_aside(states, -1)))
+    _rewind(run, None)
+    disk.expect(*_views(_only(_set_aside(states, -1), -1)))
 
 
 def _going_back(times: int) -> Record:

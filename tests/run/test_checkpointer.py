@@ -566,13 +566,11 @@ def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, ca
     for name in ("config.json", "notes_1", "model.msgpack"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01" if name.endswith("msgpack") else b"?")
     begin()
-    assert caplog.text == ""
+    assert "begins anew, but a-00000001 is in it; pass prefix='a-' to go on from there\n" in caplog.text
     for name in ("gen_1", "dis_1", "checkpoint_0.5"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01")
     begin()
-    assert (
-        "begins anew; there are checkpoints in it, but they are no steps: checkpoint_0.5, dis_1, gen_1" in caplog.text
-    )
+    assert "from there; there are checkpoints in it that are no steps: checkpoint_0.5, dis_1, gen_1\n" in caplog.text
 
 
 def test_restore_or_init_puts_arrays_where_they_belong(tmp_path: pathlib.Path) -> None:

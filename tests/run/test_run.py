@@ -74,7 +74,10 @@ def test_wrong_rewinds(tmp_path: pathlib.Path) -> None:
     assert tr.steps(tmp_path) == [1, 3]
 
 
-def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+@pytest.mark.parametrize("back", [None, 1])
+def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(
+    tmp_path: pathlib.Path, use_disk: Any, back: int | None
+) -> None:
     class Sticky(Disk):
         moves = 0
 
@@ -87,8 +90,8 @@ def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(tmp_pat
     save_steps(tmp_path, range(1, 6))
     use_disk(Sticky())
     with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(OSError, match="Input/output"):
-        ckpts.rewind(1)
-    assert tr.steps(tmp_path) == [1, 2, 3] and tr.steps(tmp_path / "rewound-1") == [4, 5]
+        ckpts.rewind(back)
+    assert tr.steps(tmp_path) == [1, 2, 3] and branch(tmp_path, 3) == 3 and tr.steps(tmp_path / "rewound-1") == [4, 5]
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
@@ -713,6 +716,8 @@ def test_wrong_records(tmp_path: pathlib.Path) -> None:
         with pytest.raises(error):
             tr.record(tmp_path, step, metrics)
     with pytest.raises(NotFoundError, match="deleted meanwhile"):
+        tr.record(tmp_path, 2, {})
+    with pytest.raises(NotFoundError, match=f"found none; it is within the run {tmp_path}"):
         tr.record(tmp_path / "nowhere", 1, {})
     assert len(list((tmp_path / "step-00000001").iterdir())) == 2
 

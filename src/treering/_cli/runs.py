@@ -170,15 +170,20 @@ def unpin(run: str, steps: tuple[int, ...]) -> None:
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.argument("step", type=int)
-def rewind(run: str, step: int) -> None:
+@click.argument("step", type=click.IntRange(0), required=False)
+@click.option("--all", "all_", is_flag=True, help="Go back to before the first step: the next job begins anew.")
+def rewind(run: str, step: int | None, all_: bool) -> None:
     """Go back to a STEP of a RUN: the later ones no longer count, and the next job goes on from it.
 
     Nothing is deleted: they lie in rewound-1 (-2, …) within the run, which is a run of its own.
     """
+    if all_ == (step is not None):
+        raise click.UsageError("expected a STEP, or --all")
+    from .._run.run import BEFORE_ALL
+
     directory = _directory(run)
     try:
-        directory.rewind(step)
+        directory.rewind(BEFORE_ALL if step is None else step)
     finally:
         directory.release()
 

@@ -36,6 +36,7 @@ from .last_state import LastState, StepOptions
 from .late_metrics import LateMetrics
 from .latest_good import latest_good, listed_again
 from .retention import Retention
+from .run import BEFORE_ALL
 from .saves_under_way import UnderWay, Verdict
 from .schedule import SaveEvery, Schedule
 from .steps import Steps
@@ -168,6 +169,7 @@ class Checkpointer:
         self._restored: int | None = None
         self._last = LastState(wanted=save_on_error)
         self._preempted = self._closed = False
+        self._looked = False  # whether there are steps, and if not, at what else may have been meant
         self._preemption = Preemption() if save_on_preemption else None
         if self._preemption:  # after one that the user did not close, SIGTERM must still end the process
             weakref.finalize(self, self._preemption.close).atexit = False
@@ -368,6 +370,9 @@ class Checkpointer:
         if not force and self._when_busy == "skip" and verdict.calls:
             return verdict, None, None
         with as_save_error(self._root):
+            if not self._looked:
+                resume.has_begun(self._directory)
+                self._looked = True
             place = self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
             together = self._directory.together
             return verdict, place, together and together.word()
@@ -513,6 +518,7 @@ class Checkpointer:
                 together.copy_before(call, step)
             self._restored, tree = resume.restore(call, self._directory, like, step, fallback, options)
             call.close()
+        self._looked = True
         self._directory.restored = self._restored
         self._directory.back_to = None if step is None else self._restored
         self._last.forget()
@@ -537,6 +543,9 @@ class Checkpointer:
             made there.
         options: as for `restore`. `dtype="template"` takes the floating-point dtypes of `init`.
 
+        A run that begins although steps are near by (under another `prefix`, set aside, in a run around or within it)
+        logs a warning that names them.
+
         Raises `MismatchError` if tracing `init` gives another tree than calling it, if a shape differs, and for a
         directory that is one checkpoint; `CorruptError` if all steps are damaged.
         """
@@ -549,6 +558,7 @@ class Checkpointer:
             self._settle(call)
             found = call.broadcast(lambda: resume.has_begun(self._directory))
             call.close()
+        self._looked = True
         if found:
             template: Any = initial.Initial(init)
             tree = self.restore(template, fallback=fallback, sharding=sharding, **options)
@@ -586,19 +596,25 @@ class Checkpointer:
             self._last.forget()
 
     @alone
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int | None) -> None:
         """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
 
         They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
+
+        step: None goes back to before the first step, so that all are set aside and the run begins anew. So does 0 in a
+            run that has not saved it.
+
         Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.
         """
-        step = step_number(step)
-        refuse_within(f"rewind({step})", self)
+        number = BEFORE_ALL if step is None else step_number(step)
+        what = f"rewind({step})"
+        refuse_within(what, self)
         self._check_open()
         with self._under_way.writing():
-            self._once(f"rewind({step})", lambda: self._directory.rewind(step))
+            self._once(what, lambda: self._directory.rewind(number))
         if together := self._directory.together:
-            together.rewound(step)
+            together.rewound(number)
+        self._looked = True
         self._directory.back_to = None
         self._last.forget()
 

@@ -12,7 +12,7 @@ from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, Unsup
 from ..formats import StepPath
 from ..formats.treering import pins, removal
 from ..keep import Saved
-from . import origin, run
+from . import new_run, origin, run
 from .latest_good import Place
 from .steps import Steps
 
@@ -35,6 +35,7 @@ class Directory:
         self.reading: int | None = None
         self.before_delete: Callable[[str], None] = lambda path: None
         self._taken = self._told_of_later = False
+        self._begins_anew = False  # all steps were set aside by this job
         self.has_written = False  # the lock was this one's
         self._holder: int | None = None  # the process that has it, which a fork of it has not
         self._lock = steps.store.lease(steps.root, busy)
@@ -106,9 +107,11 @@ class Directory:
         """Remembers that a copy of a step is damaged, until it is replaced."""
         self.steps.mark_damaged(place.step, place.path)
 
-    def check_new(self) -> None:
-        """Checks a directory without steps; see `run.check_new`."""
-        run.check_new(self._store, self._root, self._prefix)
+    def check_new(self, **local: bool) -> None:
+        """Checks a directory without steps, and logs what may have been meant instead; see `new_run`."""
+        new_run.check(self._store, self._root, self._prefix)
+        if not self._begins_anew:
+            new_run.warn(self._store, self._root, **local)
 
     def path(self, step: int) -> str:
         """The directory of a step, whether it exists or not."""
@@ -181,7 +184,8 @@ class Directory:
             self._told_of_later = True
             _log.warning(
                 "%s: step %d is saved behind step %d, which stays the latest: that one is restored, and `keep` counts "
-                "from there; to go on from an earlier step restore it with step=, or rewind to it",
+                "from there; to go on from an earlier step restore it with step=, or rewind to it; to begin anew call "
+                "rewind(None), which sets all steps aside",
                 self._root, step, later[-1],
             )  # fmt: skip
 
@@ -241,8 +245,12 @@ class Directory:
         self.release()
 
     def rewind(self, step: int) -> None:
-        """Goes back to a step. Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's."""
-        self.existing(step)
+        """Goes back to a step, or before the first: to 0, where it is not saved, or to `run.BEFORE_ALL`.
+
+        Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's.
+        """
+        if step > 0:
+            self.existing(step)
         self.check_own_after(step)
         self._take()
         self.set_aside_after(step)
@@ -259,15 +267,18 @@ class Directory:
         self._check_removable(later)  # again, for now no other process writes the run
         if later:
             place = run.set_aside(self._store, self._root, list(reversed(later.values())))
-            _log.warning("going on from step %d; %d later steps were set aside to %s", step, len(later), place)
+            self._begins_anew = not self.steps.committed()
+            where = "the run begins anew" if self._begins_anew else f"going on from step {step}"
+            _log.warning("%s; %d later steps were set aside to %s", where, len(later), place)
 
     def check_own_after(self, step: int) -> None:
         """Raises `UnsupportedError` for steps behind a number that are not to be moved."""
         own = self.steps.committed()
         foreign = [path for number, path in self.all_steps().items() if number > step and number not in own]
         if foreign:
+            behind = f"step {step}" if step >= 0 else "the beginning"
             raise UnsupportedError(
-                f"{foreign[0]}: behind step {step}, and written by another library, so it is not moved; move it out "
+                f"{foreign[0]}: behind {behind}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or go on in another directory"
             )
         self._check_removable({number: path for number, path in own.items() if number > step})
@@ -293,5 +304,6 @@ class Directory:
         if (number := step_number(step)) not in committed:
             run.check_open(self._store, self.own_path(number), NotFoundError)
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")
-            raise NotFoundError(f"{self._root}: expected step {number}, found {shown}")
+            meant = "" if committed else new_run.meant(self._store, self._root)
+            raise NotFoundError(f"{self._root}: expected step {number}, found {shown}{meant}")
         return committed[number]

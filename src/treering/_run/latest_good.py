@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from .. import formats
+from .. import formats, stores
 from .._core.entries import step_number
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.read_errors import ReplacedError, reading
 from ..stores.store import Store
+from . import new_run
 from .run import located_steps
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def places_of(
     if not found:
         format = check_known(store, place) if format is None else check_there(store, place, format)
         if step is not None:
-            raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run")
+            meant = new_run.meant(store, place)
+            raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run{meant}")
         return format
     if step is None:
         return [Place(number, store, *one) for number, one in reversed(found.items())]
@@ -102,6 +104,11 @@ def check_known(store: Store, place: str) -> formats.Format:
         if there is None:
             raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
         if there.is_folder:
+            if found := new_run.runs_below(store, place):
+                raise NotFoundError(
+                    f"{place}: expected a checkpoint or a run, found a directory of runs; pass the one that is meant: "
+                    f"{found}"
+                ) from None
             raise NotFoundError(str(error)) from None
         raise
 
@@ -144,7 +151,7 @@ def latest_good(
             deleted += 1
     if deleted and not first:
         raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
-    raise first or NotFoundError(f"{run}: expected a step, found none")
+    raise first or NotFoundError(f"{run}: expected a step, found none{new_run.meant(stores.of(run), run)}")
 
 
 def _log_next(passed: Place, place: Place) -> None:

@@ -12,7 +12,7 @@ from ..errors import NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.read_errors import reading
 from ..stores.store import Store
-from . import late_metrics
+from . import late_metrics, new_run
 from . import run as _run
 
 
@@ -30,9 +30,10 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
     place, number, numbers = stores.absolute(run), step_number(step), encoded(metrics)
     store = stores.of(place)
-    path = _run.all_steps(store, place).get(number)
-    if path is None:
-        raise NotFoundError(f"{place}: expected step {number}, found none; was it deleted meanwhile?")
+    steps = _run.all_steps(store, place)
+    if (path := steps.get(number)) is None:
+        why = ("" if steps else new_run.meant(store, place)) or "; was it deleted meanwhile?"
+        raise NotFoundError(f"{place}: expected step {number}, found none{why}")
     _write(store, path, number, numbers)
     late_metrics.arrived(place)
 

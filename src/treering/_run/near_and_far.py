@@ -151,8 +151,9 @@ class NearAndFar:
                 "job, or bring those hosts back, and try again; or, if they are gone for good, remove that directory "
                 "on all hosts to begin anew"
             )
-        self.far.check_new()
-        self.near.check_new()
+        standing = self.origin.standing()
+        self.far.check_new(knows_local=standing is not None and standing.rank > 0)
+        self.near.check_new(local=True)
 
     def path(self, step: int) -> str:
         return self.all_steps().get(step) or self.near.path(step)

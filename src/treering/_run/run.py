@@ -1,7 +1,6 @@
 """A run on the disk: a directory of checkpoints, one per step."""
 
 import contextlib
-import logging
 import os
 import posixpath
 import re
@@ -11,20 +10,20 @@ from .. import formats, stores
 from .._core.leaf_paths import few
 from .._core.tracebacks import at_the_caller
 from .._core.values import EXACT as MAX_STEP
-from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..errors import MismatchError, TreeringError
 from ..formats.treering import summary
 from ..stores import nfs
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from ..stores.whole_files import is_folder, make_empty
 
-_log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
 _OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
 ORIGIN = "origin"  # the token of the job that has written a run last which is copied from a local disk
 COPIED = "copied-to.json"  # a file on that disk: the run that it belongs to, and tokens
-_REWOUND = re.compile(r"rewound-(\d+)")
+SET_ASIDE = re.compile(r"rewound-(\d+)")  # a directory of steps that no longer count
+BEFORE_ALL = -1  # the number before every step, to which a run that begins anew goes back
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
 
 
@@ -59,7 +58,7 @@ def _directories(store: Store, run: str, prefix: str | None) -> list[tuple[int, 
         return _committed(store, run, names, prefix)
     if found := _committed(store, run, names, PREFIX):
         return found
-    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and _is_committed(store, run, name)}
+    others = {match[1] for name in names if (match := _OTHER.fullmatch(name)) and is_committed(store, run, name)}
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
@@ -76,10 +75,10 @@ def prefix_of(store: Store, run: str) -> str:
 
 def _committed(store: Store, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
     found = ((step, name) for name in names if (step := parse(name, prefix)) is not None)
-    return sorted((step, name) for step, name in found if _is_committed(store, run, name))
+    return sorted((step, name) for step, name in found if is_committed(store, run, name))
 
 
-def _is_committed(store: Store, run: str, name: str) -> bool:
+def is_committed(store: Store, run: str, name: str) -> bool:
     """Whether there is a manifest. A directory that cannot be read is no step, which is logged once."""
     path = posixpath.join(run, name)
     try:
@@ -154,37 +153,12 @@ def check_open(store: Store, path: str, kind: type[TreeringError]) -> None:
         ) from error
 
 
-def check_new(store: Store, run: str, prefix: str) -> None:
-    """Checks a directory without steps: raises `MismatchError` when it is a checkpoint itself, and so no run.
-
-    Raises `UnsupportedError` when there are directories of steps that this process cannot read.
-
-    Checkpoints of other libraries with a number in their name may be meant as steps, and are logged.
-    """
-    for name in store.list(run):
-        if parse(name, prefix) is not None:
-            check_open(store, posixpath.join(run, name), UnsupportedError)
-    format = formats.detect(store, run).name if formats.is_known(store, run) else None
-    weights = format == "safetensors" or (
-        format == "flax" and is_folder(store, run, links=True)
-    )  # to begin with, beside the steps
-    if format is not None and not weights:
-        raise MismatchError(
-            f"{run}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
-            "directory, and restore this one with treering.restore where the run begins"
-        )
-    numbered = [name for name in store.list(run) if re.search("[0-9]", name)]
-    foreign = tuple([name for name in numbered if formats.is_foreign(store, posixpath.join(run, name))])
-    if foreign:
-        _log.warning("%s: begins anew; there are checkpoints in it, but they are no steps: %s", run, few(foreign))
-
-
 def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     """Moves step directories into a new directory within the run, and returns that.
 
     Given the newest first, the steps that remain are at every moment those that the run had at some time.
     """
-    taken = (int(match[1]) for name in store.list(run) if (match := _REWOUND.fullmatch(name)))
+    taken = (int(match[1]) for name in store.list(run) if (match := SET_ASIDE.fullmatch(name)))
     place = posixpath.join(run, f"rewound-{max(taken, default=0) + 1}")
     store.make_folder(place)
     store.settle(run)
@@ -197,7 +171,7 @@ def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
 
 def aside(store: Store, run: str) -> list[str]:
     """The directories of steps that were set aside; a file or a link of such a name is not Treering's."""
-    places = [posixpath.join(run, name) for name in store.list(run) if _REWOUND.fullmatch(name)]
+    places = [posixpath.join(run, name) for name in store.list(run) if SET_ASIDE.fullmatch(name)]
     return [place for place in places if is_folder(store, place)]
 
 

@@ -53,7 +53,7 @@ class Together:
     def rewound(self, step: int) -> None:
         """After a rewind."""
         self._set_aside_after(step)
-        self._copy(f"the rewind to step {step}")
+        self._copy("the rewind" if step < 0 else f"the rewind to step {step}")
 
     def _set_aside_after(self, step: int) -> None:
         self._disks.set_aside([path for one, path in steps_in_part(self._places.near.steps).items() if one > step])

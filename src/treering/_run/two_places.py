@@ -206,7 +206,8 @@ class TwoPlaces(NearAndFar):
             self._ever_far.discard(step_number(step))
 
     def rewind(self, step: int) -> None:
-        self.existing(step)
+        if step > 0:
+            self.existing(step)
         self._claim()
         self._set_aside_after(step)
 

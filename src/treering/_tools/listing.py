@@ -7,6 +7,7 @@ import posixpath
 from typing import Literal
 
 from .. import formats, stores
+from .._run import new_run
 from .._run import run as _run
 from .._run.latest_good import open_one
 from .._run.steps import Steps
@@ -87,15 +88,15 @@ def check_run(store: Store, place: str) -> None:
     """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
     with reading(place):
         if summary.look(store, place):
-            raise NotFoundError(f"{place}: expected a run, found one checkpoint")
+            raise NotFoundError(f"{place}: expected a run, found one checkpoint{new_run.meant(store, place)}")
         if store.stat(place) is None and not store.list(place):
             raise NotFoundError(f"{place}: expected a run, found nothing")
         names = store.list(place)
         steps = any(_run.parse(name, _run.PREFIX) is not None for name in names)
         if not (steps or _run.FINISHED in names or _run.all_steps(store, place)):
-            if formats.is_known(store, place):
-                raise NotFoundError(f"{place}: expected a run, found one checkpoint")
-            raise NotFoundError(f"{place}: expected a run, found {'no step in it' if names else 'an empty directory'}")
+            found = "no step in it" if names else "an empty directory"
+            what = "one checkpoint" if formats.is_known(store, place) else found
+            raise NotFoundError(f"{place}: expected a run, found {what}{new_run.meant(store, place)}")
 
 
 def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:

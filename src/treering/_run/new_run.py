@@ -1,0 +1,140 @@
+"""A directory without steps: whether a run may begin in it, and which run was meant if the path is a mistake."""
+
+import logging
+import posixpath
+import re
+
+from .. import formats
+from .._core.leaf_paths import few
+from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..stores.store import Store
+from ..stores.whole_files import is_folder
+from . import run
+
+_log = logging.getLogger("treering")
+_MAX_FOLDERS = 100  # in a directory that are searched for runs
+_NUMBERED = re.compile(r"((?:.*[^0-9])?)([0-9]{1,16})", re.DOTALL)
+
+
+def check(store: Store, root: str, prefix: str) -> None:
+    """Checks a directory without steps: raises `MismatchError` when it is a checkpoint itself, and so no run.
+
+    Raises `UnsupportedError` when there are directories of steps that this process cannot read.
+    """
+    for name in store.list(root):
+        if run.parse(name, prefix) is not None:
+            run.check_open(store, posixpath.join(root, name), UnsupportedError)
+    format = formats.detect(store, root).name if formats.is_known(store, root) else None
+    weights = format == "safetensors" or (
+        format == "flax" and is_folder(store, root, links=True)
+    )  # to begin with, beside the steps
+    if format is not None and not weights:
+        if step := step_of(store, root):
+            raise MismatchError(f"{root}: expected a run, found {step}")
+        raise MismatchError(
+            f"{root}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
+            "directory, and restore this one with treering.restore where the run begins"
+        )
+
+
+def warn(store: Store, root: str, *, local: bool = False, knows_local: bool = False) -> None:
+    """Logs what may have been meant instead of a directory without steps: steps with other names, runs near by.
+
+    local: it is the local directory of a run; knows_local: the job has that of the job that wrote the run last.
+    """
+    found = _within(store, root)
+    if not local:
+        aside = _aside(store, root)
+        found += [*aside, *_below(store, root), *_above(store, root)]
+        if not (knows_local or aside) and store.stat(posixpath.join(root, run.ORIGIN)):
+            found.append("it was written from another local= directory, which may have steps that are not copied")
+    if found:
+        _log.warning("%s: begins anew, but %s", root, "; ".join(found))
+
+
+def step_of(store: Store, path: str) -> str:
+    """Returns which step of which run a checkpoint is, for a message; "" if it is none."""
+    for place in (path, posixpath.dirname(path)):  # Orbax has a folder for each item of a step
+        parent = _parent(place)
+        if parent is None:
+            break
+        numbered = _NUMBERED.fullmatch(posixpath.basename(place))
+        try:
+            steps = run.located_steps(store, parent, numbered and numbered[1])
+        except (TreeringError, OSError) as error:
+            _log.info("%s: not searched for the run that is meant: %s", parent, error)
+            continue
+        for step, one in steps.items():
+            if one.path == place:
+                return f"step {step} of the run {parent}; pass the run"
+    return ""
+
+
+def meant(store: Store, root: str) -> str:
+    """Returns what may have been meant instead of a directory without steps, as the end of a message."""
+    if formats.is_known(store, root) and (step := step_of(store, root)):
+        return f"; it is {step}"
+    found = [*_within(store, root), *_aside(store, root), *_below(store, root)]
+    return "".join(f"; {one}" for one in found or _above(store, root))
+
+
+def runs_below(store: Store, root: str) -> str:
+    """Returns which runs lie in a directory, for a message; "" if there are none."""
+    found: list[str] = []
+    names = [name for name in store.list(root) if run.SET_ASIDE.fullmatch(name) is None]
+    folders = [path for name in names if is_folder(store, path := posixpath.join(root, name), links=True)]
+    for path in folders[:_MAX_FOLDERS]:
+        found += _run_at(store, path)
+    if len(folders) > _MAX_FOLDERS:
+        _log.info("%s: only %d of %d directories were searched for runs", root, _MAX_FOLDERS, len(folders))
+    return few(tuple(found))
+
+
+def _within(store: Store, root: str) -> list[str]:
+    """Returns the checkpoints in a directory that are no steps of the run."""
+    names, own = store.list(root), dict[str, list[tuple[int, str]]]()
+    for name in names:
+        if (numbered := _NUMBERED.fullmatch(name)) and run.is_committed(store, root, name):
+            own.setdefault(numbered[1], []).append((int(numbered[2]), name))
+    found = [
+        f"{max(steps)[1]} is in it; pass prefix={prefix!r} to go on from there" for prefix, steps in sorted(own.items())
+    ]
+    committed = {name for steps in own.values() for _, name in steps}
+    rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
+    if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
+        found.append(f"there are checkpoints in it that are no steps: {few(foreign)}")
+    return found
+
+
+def _aside(store: Store, root: str) -> list[str]:
+    found = tuple(one for place in run.aside(store, root) for one in _run_at(store, place))
+    return [f"it has steps that were set aside, which `treering cp` brings back: {few(found)}"] if found else []
+
+
+def _below(store: Store, root: str) -> list[str]:
+    found = runs_below(store, root)
+    return [f"it has runs in it: {found}; pass the one that is meant"] if found else []
+
+
+def _above(store: Store, root: str) -> list[str]:
+    parent = _parent(root)
+    found = _run_at(store, parent, only=formats.get("treering")) if parent else []
+    return [f"it is within the run {one}" for one in found]
+
+
+def _run_at(store: Store, path: str, only: formats.Format | None = None) -> list[str]:
+    """Returns the run at a path, as a message names it, if there are steps."""
+    try:
+        steps = run.located_steps(store, path, only=only)
+    except MismatchError:  # their names have several prefixes
+        return [path]
+    except (TreeringError, OSError) as error:
+        _log.info("%s: not searched for steps: %s", path, error)
+        return []
+    return [f"{path} (newest step {max(steps)})"] if steps else []
+
+
+def _parent(path: str) -> str | None:
+    """Returns the directory around a path; None for the root of a file system or a bucket."""
+    parent = posixpath.dirname(path)
+    return None if parent == path or parent.endswith(":/") or not parent else parent

@@ -1,0 +1,239 @@
+"""A run that begins: anew in a used folder, and beside steps that may have been meant instead."""
+
+import logging
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering._cli.main import main
+from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
+
+
+def init() -> dict[str, Any]:
+    return {"x": np.zeros(3)}
+
+
+def _save(run: pathlib.Path, *steps: int, value: float = 1, **options: Any) -> None:
+    with tr.Checkpointer(run, **options) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": np.full(3, float(value))})
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    def found() -> list[str]:
+        texts = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        caplog.clear()
+        return texts
+
+    return found
+
+
+# Beginning anew in a folder that has been used
+
+
+@pytest.mark.parametrize("back", [None, 0])
+@pytest.mark.parametrize("local", [False, True])
+def test_a_new_start_sets_all_steps_aside(
+    tmp_path: pathlib.Path, back: int | None, local: bool, warnings: Callable[[], list[str]]
+) -> None:
+    run = tmp_path / "run"
+    options: Any = {"keep": tr.keep.last(2), "local": tmp_path / "near" if local else None}
+    _save(run, 10, 20, 30, **options)
+    with tr.Checkpointer(run, **options) as ckpts:
+        ckpts.pin(20)
+        ckpts.rewind(back)
+        (text,) = {text.partition(";")[0] for text in warnings()}
+        assert text == "the run begins anew" and ckpts.steps == []
+        assert ckpts.restore_or_init(init)[1] == 0
+        assert not warnings(), "the program knows of the steps that it has just set aside"
+        for step in (1, 2, 3):
+            ckpts.save(step, {"x": np.full(3, 2.0)})
+        ckpts.rewind(2)
+        ckpts.save(3, {"x": np.full(3, 2.0)})
+    with tr.Checkpointer(run, **options) as ckpts:
+        state, step = ckpts.restore_or_init(init)
+    assert step == 3 and state["x"][0] == 2 and tr.steps(run) == [2, 3]
+    assert tr.steps(run / "rewound-1") == [20, 30]
+    with tr.Checkpointer(run) as ckpts:  # the way back
+        ckpts.rewind(None)
+    assert main(["cp", str(run / "rewound-1"), str(run)]) == 0
+    with tr.Checkpointer(run) as ckpts:
+        assert ckpts.restore_or_init(init)[0]["x"][0] == 1 and ckpts.restored_step == 30 and ckpts.pinned == [20]
+
+
+def test_step_0_is_a_step_to_go_back_to_where_it_is_saved(tmp_path: pathlib.Path) -> None:
+    _save(tmp_path, 0, 1)
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.rewind(0)
+        assert ckpts.steps == [0]
+        ckpts.rewind(None)
+        ckpts.rewind(None)
+        assert ckpts.steps == [] and tr.steps(tmp_path / "rewound-2") == [0]
+    with tr.Checkpointer(tmp_path / "new") as ckpts:
+        ckpts.rewind(None)  # so that a first job need not look
+        assert ckpts.restore_or_init(init)[1] == 0
+
+
+def test_a_new_start_beside_another_library_is_refused(tmp_path: pathlib.Path) -> None:
+    from flax.training import checkpoints
+
+    _save(tmp_path, 1)
+    checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, 5, keep=10)
+    with (
+        tr.Checkpointer(tmp_path) as ckpts,
+        pytest.raises(UnsupportedError, match=r"checkpoint_5: behind the beginning, and .* move it out"),
+    ):
+        ckpts.rewind(None)
+    assert tr.steps(tmp_path) == [1, 5]
+
+
+def test_the_shell_begins_anew(tmp_path: pathlib.Path) -> None:
+    _save(tmp_path, 1, 2)
+    assert main(["rewind", str(tmp_path)]) == 2 == main(["rewind", str(tmp_path), "1", "--all"])
+    assert main(["rewind", str(tmp_path), "--all"]) == 0
+    assert tr.steps(tmp_path) == [] and tr.steps(tmp_path / "rewound-1") == [1, 2]
+
+
+# Beside other steps
+
+
+def _another_prefix(run: pathlib.Path) -> dict[str, Any]:
+    _save(run, 9, 500)
+    return {"prefix": "ckpt-"}
+
+
+def _checkpoints_by_hand(run: pathlib.Path) -> dict[str, Any]:
+    tr.save(run / "epoch_3", init())
+    return {}
+
+
+def _set_aside(run: pathlib.Path) -> dict[str, Any]:
+    _save(run, 1, 2)
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.rewind(None)
+    return {}
+
+
+def _run_within(run: pathlib.Path) -> dict[str, Any]:
+    _save(run / "gpt", 1, 2)
+    return {}
+
+
+def _run_around(run: pathlib.Path) -> dict[str, Any]:
+    _save(run.parent, 1, 2)
+    return {}
+
+
+_BESIDE: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
+    "prefix": (_another_prefix, "step-00000500 is in it; pass prefix='step-' to go on from there"),
+    "by hand": (_checkpoints_by_hand, "epoch_3 is in it; pass prefix='epoch_' to go on from there"),
+    "set aside": (
+        _set_aside,
+        "steps that were set aside, which `treering cp` brings back: {run}/rewound-1 (newest step 2)",
+    ),
+    "within": (_run_within, "it has runs in it: {run}/gpt (newest step 2); pass the one that is meant"),
+    "around": (_run_around, "it is within the run {parent} (newest step 2)"),
+}
+
+
+@pytest.mark.parametrize("beside", _BESIDE)
+@pytest.mark.parametrize("call", ["restore_or_init", "save"])
+def test_a_run_that_begins_beside_steps_names_them_once(
+    tmp_path: pathlib.Path, beside: str, call: str, warnings: Callable[[], list[str]]
+) -> None:
+    run = tmp_path / "parent" / "run"
+    make, words = _BESIDE[beside]
+    options = make(run)
+    warnings()
+    with tr.Checkpointer(run, **options) as ckpts:
+        if call == "restore_or_init":
+            assert ckpts.restore_or_init(init)[1] == 0
+        ckpts.save(1, init())
+        ckpts.save(2, init())
+    (text,) = warnings()
+    assert text.startswith(f"{run}: begins anew, but ") and words.format(run=run, parent=run.parent) in text
+    with tr.Checkpointer(run, **options) as ckpts:
+        assert ckpts.restore_or_init(init)[1] == 2
+        ckpts.save(3, init())
+    assert not warnings()
+
+
+@pytest.mark.parametrize("beside", _BESIDE)
+def test_where_no_step_is_found_the_error_names_those_near_by(tmp_path: pathlib.Path, beside: str) -> None:
+    run = tmp_path / "parent" / "run"
+    make, words = _BESIDE[beside]
+    options = make(run)
+    ckpts = tr.Checkpointer(run, **options)
+    for call in (ckpts.restore, ckpts.open, lambda: ckpts.restore(step=1), lambda: ckpts.rewind(1)):
+        with pytest.raises(NotFoundError) as caught:
+            call()
+        assert words.format(run=run, parent=run.parent) in str(caught.value)
+
+
+def test_a_run_whose_steps_are_on_another_local_disk(tmp_path: pathlib.Path, warnings: Callable[[], list[str]]) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run, local=tmp_path / "a") as ckpts:
+        ckpts.save(1, init())
+    shutil.rmtree(run / "step-00000001")  # as if the job had been killed before it copied its step
+    with tr.Checkpointer(run, local=tmp_path / "a") as ckpts:
+        assert ckpts.restore_or_init(init)[1] == 1 and not warnings()
+    shutil.rmtree(run / "step-00000001")
+    for local in (None, tmp_path / "b"):
+        assert tr.Checkpointer(run, local=local).restore_or_init(init)[1] == 0
+        assert "it was written from another local= directory, which may have steps that are not copied" in warnings()[0]
+
+
+# Another directory than that of the run
+
+
+@pytest.mark.parametrize("library", ["treering", "orbax"])
+def test_the_directory_of_a_step_is_answered_with_its_run(tmp_path: pathlib.Path, library: str) -> None:
+    run, path = tmp_path / "run", tmp_path / "run" / "step-00000003"
+    if library == "treering":
+        _save(run, 3)
+    else:
+        import orbax.checkpoint as ocp
+
+        with ocp.CheckpointManager(run) as manager:
+            manager.save(3, args=ocp.args.StandardSave(init()))
+        path = run / "3" / "default"
+    ckpts = tr.Checkpointer(path)
+    calls: list[Callable[[], object]] = [
+        lambda: ckpts.restore_or_init(init),
+        lambda: ckpts.save(4, init()),
+        lambda: ckpts.restore(),
+        lambda: tr.restore(path, step=3),
+        lambda: tr.record(path, 3, {"loss": 1}),
+    ]
+    for call in calls:
+        with pytest.raises(TreeringError) as caught:
+            call()
+        assert f"step 3 of the run {run}; pass the run" in str(caught.value).splitlines()[0]
+        assert "begin in another" not in str(caught.value)
+    assert not list(path.glob("step-*"))
+
+
+def test_a_directory_of_runs_is_answered_with_the_runs(
+    tmp_path: pathlib.Path, warnings: Callable[[], list[str]]
+) -> None:
+    for name in ("a", "b"):
+        _save(tmp_path / name, 1)
+    (tmp_path / "empty").mkdir()
+    for call in (tr.restore, tr.open, tr.verify, lambda path: tr.restore(path, step=1)):
+        with pytest.raises(NotFoundError) as caught:
+            call(tmp_path)
+        assert str(caught.value) == (
+            f"{tmp_path}: expected a checkpoint or a run, found a directory of runs; pass the one that is meant: "
+            f"{tmp_path}/a (newest step 1), {tmp_path}/b (newest step 1)"
+        )
+    with pytest.raises(NotFoundError, match=f"it has runs in it: {tmp_path}/a"):
+        tr.record(tmp_path, 1, {"loss": 1})
+    assert not list(tr.follow(tmp_path, timeout=0)) and f"runs in it: {tmp_path}/a" in warnings()[0]
+    with pytest.raises(MismatchError, match="from 0"):
+        tr.Checkpointer(tmp_path / "a").rewind(-1)
