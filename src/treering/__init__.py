@@ -89,7 +89,12 @@ if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
     def __getattr__(name: str) -> Any:
         home = _HOMES.get(name)
         if home is None:
-            raise AttributeError(f"module 'treering' has no attribute {name!r}")
+            from ._core import habits
+
+            message = f"module 'treering' has no attribute {name!r}"
+            raise AttributeError(
+                habits.answer(message, habits.OF_MODULE[name]) if name in habits.OF_MODULE else message
+            )
         module = importlib.import_module(f".{home}", __name__)
         value = module if name == home else getattr(module, "open_checkpoint" if name == "open" else name)
         globals()[name] = value

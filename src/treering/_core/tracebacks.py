@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
+from . import habits
 
 _MISTAKES = (ExistsError, MismatchError, NotFoundError, UnsupportedError)  # damage and failures keep their frames
 
@@ -41,13 +42,18 @@ _without_frames = _WithoutFrames()
 def at_the_caller(function: F) -> F:
     """A public call whose errors about its arguments show no frames of this library; causes stay.
 
-    The objects that those frames hold (templates, readers, a `Checkpointer`) are released with them.
+    The objects that those frames hold (templates, readers, a `Checkpointer`) are released with them. An error
+    about another library's arguments ends with our call.
     """
 
     @functools.wraps(function)
     def call(*args: object, **options: object) -> object:
-        with _without_frames:
-            return function(*args, **options)
+        try:
+            with _without_frames:
+                return function(*args, **options)
+        except (TypeError, MismatchError) as error:
+            habits.explain(error, function, args, options)
+            raise
 
     return call  # type: ignore[return-value]
 

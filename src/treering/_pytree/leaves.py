@@ -13,7 +13,7 @@ import numpy as np
 from jax import core
 from jax.custom_batching import custom_vmap
 
-from .._core import dtypes
+from .._core import dtypes, habits
 from .._core.boxes import Box, box_shape, in_slices, local_shards, whole
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.lazy import LazyArray
@@ -278,6 +278,8 @@ def kind_of(leaf_type: type) -> str:
         return "function"
     if iterators.is_iterator(leaf_type):
         return "iterator"
+    if answer := habits.of_leaf(leaf_type):
+        raise UnsupportedError(f"{name}; {answer}")
     hint = iterators.why_not(leaf_type) or "convert it to an array, a number, text or bytes"
     raise UnsupportedError(f"{name}; {hint}, or leave it out of the tree")
 

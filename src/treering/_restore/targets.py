@@ -8,7 +8,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from .._core import dtypes
+from .._core import dtypes, habits
 from .._core.describe import NOTHING, describe, reshaping, shorten
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._processes import coordinator
@@ -51,7 +51,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
     if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
         if iterators.is_iterator(type(leaf)):
             return _iterator_target(path, leaf, entry)
-        hint = iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
+        hint = habits.of_leaf(type(leaf)) or iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(leaf, entry)
@@ -150,8 +150,8 @@ def missing_target(path: str, leaf: Any, *, allowed: bool) -> Target:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         hint = f"where the template has an array and not only a shape, as init() has, missing=[{path!r}] takes that"
         raise Differs(expected, NOTHING, hint)
-    if not allowed:
-        raise Differs(expected, NOTHING, f"missing='template' or missing=[{path!r}] takes the template's")
+    if (hint := habits.of_leaf(type(leaf))) or not allowed:
+        raise Differs(expected, NOTHING, hint or f"missing='template' or missing=[{path!r}] takes the template's")
     return Target("value", value=leaf, filled=True)
 
 

@@ -8,9 +8,10 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from .. import stores
+from .._core import habits
 from .._core.entries import step_number
 from .._core.leaf_paths import few
 from .._core.tracebacks import methods_at_the_caller
@@ -173,6 +174,17 @@ class Checkpointer:
         self._preemption = Preemption() if save_on_preemption else None
         if self._preemption:  # after one that the user did not close, SIGTERM must still end the process
             weakref.finalize(self, self._preemption.close).atexit = False
+
+    if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return object.__getattribute__(self, name)  # Python's own error, and that within a property
+            except AttributeError as error:
+                if error.name != name or name not in habits.OF_RUN:
+                    raise
+                message = habits.answer(str(error), habits.OF_RUN[name])
+                raise AttributeError(message, name=name, obj=self) from None
 
     @property
     def directory(self) -> str:
