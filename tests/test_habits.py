@@ -163,5 +163,5 @@ def test_what_the_pages_call_a_property_is_one(tmp_path: pathlib.Path) -> None:
         assert isinstance(getattr(tr.Checkpointer, name), property)
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(3, STATE)
-        with pytest.raises(TypeError, match="^'int' object is not callable$"):  # Python's own, which no code sees
+        with pytest.raises(TypeError, match=r"^'int' object is not callable$"):  # Python's own, which no code sees
             ckpts.latest_step()  # type: ignore[misc]
