@@ -14,15 +14,18 @@ takes, when it is read. Paths and globs are those of `treering.Checkpoint`: ``*`
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import dtypes
-from ._core.views import Leaf, padded, tiled, transposed
+from ._core.describe import describe
+from ._core.entries import KEY_SIZES
+from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
 from ._core.views_reshaped import reshaped
-from ._rules.base import Rule, compiled, dtype_text, filler, whole_numbers
+from ._rules.base import Rule, axis_of, compiled, dtype_text, filler, whole_numbers
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from .errors import MismatchError
@@ -43,9 +46,11 @@ __all__ = [
     "scale",
     "split",
     "stack",
+    "take",
     "tile",
     "transpose",
     "unstack",
+    "wrap_key_data",
 ]
 
 
@@ -138,6 +143,51 @@ def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optiona
                 f"{text}: {leaf.entry.path} of shape {list(leaf.array.shape)} needs a pair for each axis"
             )
         return padded(leaf, pairs, filler(value, leaf, text))
+
+    return Each(text, glob, change, optional)
+
+
+def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rule:
+    """Takes one position along an axis, as ``array[index]`` does; the rest is not read. Arrays of typed keys, too.
+
+    >>> take("**", 0)  # of a state that `pmap` replicated: of the shape [8, 3, 4] becomes [3, 4]
+    """
+    text = f"take({glob!r}, {index}{f', axis={axis}' if axis else ''})"
+    try:
+        number = operator.index(index)
+    except TypeError:
+        raise MismatchError(f"{text}: expected a whole number, found {index!r}") from None
+
+    def change(leaf: Leaf) -> Leaf:
+        entry = leaf.array
+        own = axis_of(axis, len(entry.shape) - (entry.type == "key"), f"{text}: {entry.path}")
+        size = entry.shape[own]
+        if not -size <= number < size:
+            raise MismatchError(f"{text}: {entry.path} has {size} along axis {own}, no index {number}")
+        return part(leaf, entry.path, own, number % size, number % size + 1, drop_axis=True)
+
+    return Each(text, glob, change, optional, or_keys=True)
+
+
+def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = False) -> Rule:
+    """Makes typed PRNG keys of their uint32 data, as `jax.random.wrap_key_data` does.
+
+    impl: the name of the keys' implementation, whose size the last axis has: 2 for "threefry2x32", 4 for "rbg" and
+        "unsafe_rbg".
+
+    Raises `MismatchError` for other data; restoring raises `UnsupportedError` for an implementation that JAX lacks.
+
+    >>> wrap_key_data("rng")  # uint32[2], of `jax.random.PRNGKey`, becomes a key of `jax.random.key`
+    """
+    text = f"wrap_key_data({glob!r}, {impl!r})"
+
+    def change(leaf: Leaf) -> Leaf:
+        entry = leaf.array
+        size = KEY_SIZES.get(impl)
+        if entry.dtype != "uint32" or not entry.shape or size not in (None, entry.shape[-1]):
+            expected = "" if size is None else f" whose last axis has {size}"
+            raise MismatchError(f"{text}: {entry.path} is {describe(entry)}; expected uint32{expected}")
+        return wrapped(leaf, impl)
 
     return Each(text, glob, change, optional)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from samples import examples
 from treering import rules
 from treering._core import leaf_paths, views, views_groups, views_reshaped
 from treering._core.entries import ArrayEntry
-from treering.errors import CorruptError, MismatchError
+from treering.errors import CorruptError, MismatchError, UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,8 @@ CASES: dict[str, tuple[rules.Rule, Callable[[dict[str, Any]], dict[str, Any]]]] 
         rules.scale("layers/1(0)/kernel", r"layers/\1/kernel", "float16"),
         lambda t: {"layers/10/kernel": (t["layers"]["10"]["kernel"] * t["layers"]["0"]["kernel"]).astype("f2")},
     ),
+    "take": (rules.take("attention/*", 1), lambda t: {f"attention/{x}": t["attention"][x][1] for x in ("qkv", "out")}),
+    "take the last of an axis": (rules.take("embed", -1, axis=-1), lambda t: {"embed": t["embed"][:, -1]}),
     "combine": (
         rules.combine(["embed", "attention/out"], "both", lambda a, b: b @ b.T * a[0], shape=(6, 6), dtype="float32"),
         lambda t: {"both": t["attention"]["out"] @ t["attention"]["out"].T * t["embed"][0]},
@@ -628,6 +631,14 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is of bfloat16, in which \[1\] cannot be"),
         (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but a none"),
         (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys, which can only be renamed or dropped"),
+        (lambda: [rules.take("embed", 5)], r"take\('embed', 5\): embed has 5 along axis 0, no index 5"),
+        (lambda: [rules.take("embed", -6)], "has 5 along axis 0, no index -6"),
+        (lambda: [rules.take("embed", 0, axis=2)], "axis 2 of 2"),
+        (lambda: [rules.take("embed", 1.0)], "expected a whole number, found 1.0"),
+        (lambda: [rules.take("step", 0)], "step is no array but a int"),
+        (lambda: [rules.take("key", 0)], "axis 0 of 0"),
+        (lambda: [rules.wrap_key_data("embed")], r"embed is bfloat16\[5,6\]; expected uint32 whose last axis has 2"),
+        (lambda: [rules.wrap_key_data("key")], "PRNG keys, which can only be renamed or dropped"),
         (lambda: ["rename"], "expected what treering.rules makes"),
     ],
 )
@@ -770,3 +781,99 @@ def test_keys_that_become_text_beside_new_names_are_logged(
     caplog.clear()
     tr.save(tmp_path / "renamed", tree, rules=[rules.rename("^m/1$", "m/new")])
     assert "m: its keys were no text" in caplog.text
+
+
+@pytest.fixture
+def replicated(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    """A state as programs with `pmap` saved it: one copy for each of 4 devices along a leading axis, and raw keys."""
+    data = np.arange(8, dtype=np.uint32).reshape(4, 2)
+    state = {"params": {"w": numbers(6, 3)}, "step": np.int32(7), "rng": np.array([1, 2], np.uint32)}
+    spread = jax.tree.map(lambda x: np.stack([x] * 4), state)
+    tr.save(tmp_path / "c", {**spread, "dropout": data})
+    return tmp_path / "c", {**state, "dropout": data[0]}
+
+
+def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
+    replicated: Any, tmp_path: pathlib.Path
+) -> None:
+    path, state = replicated
+    changes = [rules.take("**", 0), rules.wrap_key_data("rng"), rules.wrap_key_data("dropout")]
+    like = {**state, "rng": jax.random.key(0), "dropout": jax.random.key(0)}
+    for restored in (
+        tr.restore(path, like=like, rules=changes),
+        tr.restore(path, like=tr.open(path).apply(changes).abstract(), rules=changes),
+        tr.restore(path, rules=changes),  # without a template
+    ):
+        for name in ("rng", "dropout"):
+            assert jax.random.key_impl(restored[name]) == jax.random.key_impl(jax.random.key(0))
+            assert (jax.random.key_data(restored[name]) == state[name]).all()
+        assert_same({"w": np.asarray(restored["params"]["w"])}, {"w": state["params"]["w"]})
+        assert int(restored["step"]) == 7
+    tr.convert(path, tmp_path / "new", rules=changes)  # after which no rules are needed
+    assert not tr.diff(tmp_path / "new", tr.restore(path, like=like, rules=changes))
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    live = jax.device_put(tr.restore(path), jax.NamedSharding(mesh, jax.P("x")))
+    tr.save(tmp_path / "saved", live, rules=changes)  # on the way out, a copy on each device
+    assert not tr.diff(tmp_path / "saved", tmp_path / "new")
+    tr.convert(path, tmp_path / "orbax", format="orbax", rules=changes)
+    assert tr.restore(tmp_path / "orbax")["rng"] == jax.random.wrap_key_data(state["rng"])
+
+
+def test_a_run_with_raw_keys_goes_on_with_typed_ones(tmp_path: pathlib.Path) -> None:
+    old = {"w": jnp.zeros(3), "rng": jax.random.key_data(jax.random.split(jax.random.key(3), (2, 5)))}
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, old)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        init = lambda: {"w": jnp.zeros(3), "rng": jax.random.split(jax.random.key(0), (2, 5))}  # noqa: E731
+        state, step = ckpts.restore_or_init(init, rules=[rules.wrap_key_data("rng", optional=True)])
+        assert step == 1 and (jax.random.key_data(state["rng"]) == old["rng"]).all()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_key_data_becomes_keys_of_its_implementation(tmp_path: pathlib.Path, impl: str) -> None:
+    keys = jax.random.split(jax.random.key(5, impl=impl), 8)
+    tr.save(tmp_path / "c", {"keys": keys})
+    tr.save(tmp_path / "data", {"keys": jax.random.key_data(keys)})
+    view = tr.open(tmp_path / "data").apply([rules.wrap_key_data("keys", impl)])
+    assert f"key<{impl}>[8]" in str(view)
+    assert not tr.diff(view, tmp_path / "c")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = view.restore(sharding=None, like={"keys": jax.device_put(keys, jax.NamedSharding(mesh, jax.P("x")))})
+    assert (jax.random.key_data(spread["keys"]) == jax.random.key_data(keys)).all()
+    assert spread["keys"].sharding.spec == jax.P("x")
+    # One of them, of keys and of their data alike: the axis of the data is no axis of the keys.
+    for one in (view.apply([rules.take("keys", 3)]), tr.open(tmp_path / "c").apply([rules.take("keys", 3, axis=-1)])):
+        assert (jax.random.key_data(one.restore()["keys"]) == jax.random.key_data(keys[3])).all()
+
+
+def test_data_of_another_size_or_implementation_is_no_key(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"rng": np.zeros((3, 4), np.uint32), "one": np.uint32(1)})
+    ckpt = tr.open(tmp_path / "c")
+    with pytest.raises(MismatchError, match=r"rng is uint32\[3,4\]; expected uint32 whose last axis has 2"):
+        ckpt.apply([rules.wrap_key_data("rng")])
+    with pytest.raises(MismatchError, match="one is uint32"):
+        ckpt.apply([rules.wrap_key_data("one", "rbg")])
+    with pytest.raises(UnsupportedError, match="as a philox key"):  # which nobody has registered here
+        ckpt.apply([rules.wrap_key_data("rng", "philox")]).select("rng").restore()
+    assert ckpt.apply([rules.wrap_key_data("rng", "rbg")]).restore()["rng"].shape == (3,)
+
+
+def test_an_index_reads_what_it_takes_and_no_more() -> None:
+    """Of 8 copies one is read; with a box of that, the box alone."""
+    entry = ArrayEntry("w", "numpy", "float32", (8, 100, 50))
+    (leaf,) = rules.take("w", 3).apply(views.leaves_of({"w": entry})).values()
+    assert leaf.array.shape == (100, 50)
+    assert leaf.plan_of(((0, 100), (0, 50))).needs == [(entry, ((3, 4), (0, 100), (0, 50)))]
+    assert leaf.plan_of(((10, 20), (0, 5))).needs == [(entry, ((3, 4), (10, 20), (0, 5)))]
+
+
+def test_errors_about_keys_and_copies_name_the_rule_that_helps(replicated: Any) -> None:
+    path, state = replicated
+    with pytest.raises(MismatchError, match=r"w: expected .*tr\.rules\.take\('params/w', 0\) takes the first"):
+        tr.restore(path, like=state)
+    taken = [rules.take("**", 0)]
+    with pytest.raises(MismatchError, match=r"rng: expected key.*tr\.rules\.wrap_key_data\('rng', 'threefry2x32'\)"):
+        tr.restore(path, like={**state, "rng": jax.random.key(0)}, rules=taken)
+    with pytest.raises(MismatchError, match=r"w: expected key.*only typed keys become typed keys\n"):
+        tr.restore(path, like={**state, "params": {"w": jax.random.key(0)}}, rules=taken)

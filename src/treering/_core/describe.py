@@ -44,6 +44,8 @@ def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has
         change = f"tr.rules.transpose({path!r}, {tuple(axes)}) turns it, "
     elif math.prod(found) == math.prod(wanted):
         change = f"tr.rules.reshape({path!r}, {wanted}) keeps its values in their order, "
+    elif found[1:] == wanted:
+        change = f"tr.rules.take({path!r}, 0) takes the first of {found[0]}, "
     elif len(found) == len(wanted) and all(a <= b for a, b in zip(found, wanted, strict=True)):
         widths = tuple((0, b - a) for a, b in zip(found, wanted, strict=True))
         change = f"tr.rules.pad({path!r}, {widths}) fills it up with zeros, "

@@ -17,6 +17,7 @@ from .values import EXACT, ValueType, decode
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 NO_ARRAY = ("none", "function")
+KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # uint32 numbers of a key of JAX's own implementations
 
 
 class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False):

@@ -106,6 +106,11 @@ def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
     return leaf.made(plan, dtype=dtype)
 
 
+def wrapped(leaf: Leaf, impl: str) -> Leaf:
+    """The leaf's uint32 data as typed keys of an implementation, which have one axis less."""
+    return leaf.made(leaf.plan_of, type="key", impl=impl)
+
+
 def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: bool = False) -> Leaf:
     """A range of the leaf along an axis; with `drop_axis` its only position there."""
 

@@ -54,7 +54,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
         hint = habits.of_leaf(type(leaf)) or iterators.why_not(type(leaf)) or "no leaf of this type can be restored"
         _differ(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _key_target(leaf, entry)
+        return _key_target(path, leaf, entry)
     want = np.dtype(leaf.dtype)
     shape = tuple(leaf.shape)
     if isinstance(entry, ValueEntry):
@@ -111,11 +111,14 @@ def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | s
     return f"one kind of number does not become another; use {found} in the template, or {rule}"
 
 
-def _key_target(leaf: Any, entry: Entry) -> Target:
+def _key_target(path: str, leaf: Any, entry: Entry) -> Target:
     impl = _key_impl(leaf.dtype)
     expected = f"key<{impl}>[{','.join(map(str, leaf.shape))}]"
     if not isinstance(entry, ArrayEntry) or entry.type != "key":
-        _differ(expected, entry, "only typed keys become typed keys; see jax.random.wrap_key_data")
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        is_data = isinstance(entry, ArrayEntry) and (entry.dtype, entry.shape) == ("uint32", data.shape)
+        rule = f"; tr.rules.wrap_key_data({path!r}, {impl!r}) makes them of their data" if is_data else ""
+        _differ(expected, entry, f"only typed keys become typed keys{rule}")
     if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
         _differ(expected, entry, "shapes and key implementations must be equal")
     return Target("key", entry, dtypes.to_numpy(entry.dtype))

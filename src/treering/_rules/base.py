@@ -93,13 +93,16 @@ def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
             check_whole([lost(path, why, *entry.why)])
 
 
-def array(leaf: Leaf, text: str) -> Leaf:
+def array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
     """The leaf, if it is an array. Raises `MismatchError` for others, `CorruptError` for one that cannot be read."""
     check_whole([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
         raise MismatchError(f"{text}: {leaf.entry.path} is no array but a {leaf.entry.type}; choose a narrower pattern")
-    if leaf.entry.type == "key":
-        raise MismatchError(f"{text}: {leaf.entry.path} is an array of PRNG keys, which can only be renamed or dropped")
+    if leaf.entry.type == "key" and not or_keys:
+        raise MismatchError(
+            f"{text}: {leaf.entry.path} is an array of PRNG keys, which can only be renamed or dropped, "
+            "and indexed by take"
+        )
     return leaf
 
 

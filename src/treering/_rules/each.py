@@ -62,13 +62,17 @@ class Each:
     glob: str
     change: Callable[[Leaf], Leaf]
     optional: bool
+    or_keys: bool = False
 
     def apply(self, leaves: Leaves) -> Leaves:
         fit = fitting(leaves, self.glob)
         check_any(fit, self.optional, self.text, leaves)
         # One that cannot be read stays what it is: reading it raises.
         found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
-        return {path: self.change(array(leaf, self.text)) if path in found else leaf for path, leaf in leaves.items()}
+        return {
+            path: self.change(array(leaf, self.text, or_keys=self.or_keys)) if path in found else leaf
+            for path, leaf in leaves.items()
+        }
 
 
 def _copied(path: str, leaf: Leaf, source: str) -> str | None:
