@@ -236,10 +236,18 @@ def test_none_and_functions_are_no_arrays(saved: Any) -> None:
     like = {"f": jnp.tanh, "n": None, "x": np.ones(2), "was": np.ones(2), "new": None}
     found = tr.restore(path, like=like)
     assert found["f"] is jnp.tanh and found["n"] is None and found["new"] is None
-    with pytest.raises(MismatchError, match="was: expected nothing, found float64"):
-        tr.restore(path, like=like | {"was": None})
-    with pytest.raises(MismatchError, match=r"n: expected float64.*found nothing"):
-        tr.restore(path, like=like | {"n": np.ones(2)})
+    for own, said in ((None, "None"), (jnp.tanh, "a function")):
+        with pytest.raises(MismatchError, match=f"was: expected {said}, found float64.*; extra='ignore' or extra="):
+            tr.restore(path, like=like | {"was": own})
+    for name, said in (("n", "None"), ("f", "a function")):  # and no path is the closest to itself
+        hint = rf"; missing='template' or missing=\['{name}'\]"
+        with pytest.raises(MismatchError, match=rf"{name}: expected float64\[2\], found {said}{hint}"):
+            tr.restore(path, like=like | {name: np.ones(2)})
+        with pytest.raises(MismatchError, match=f"{name}: expected float32.*, found {said}; where the template has"):
+            tr.restore(path, like=like | {name: jax.ShapeDtypeStruct((2,), "float32")})
+        with pytest.raises(MismatchError, match=f"found none of the 1 .*'{name}'") as error:
+            tr.restore(path, like={name: np.ones(2)}, missing="template", extra="ignore")
+        assert f"closest: {name}" not in str(error.value)
     without = tr.restore(path, like={"x": np.ones(2), "was": np.ones(2)})
     assert set(without) == {"x", "was"}
 

@@ -10,6 +10,8 @@ from .entries import Entry, LostEntry, ValueEntry
 from .leaf_paths import closest, matches
 
 NOTHING = "nothing"
+NONE, FUNCTION = "None", "a function"
+ABSENT = (NOTHING, NONE, FUNCTION)  # what a leaf without data is in a difference
 _MAX_LINES = 20  # lines
 _NUMBER = re.compile(r"\d+")
 

@@ -85,6 +85,11 @@ class ValueEntry(
 Entry = ArrayEntry | ValueEntry
 
 
+def is_absent(entry: Entry | None) -> bool:
+    """Returns True for None and functions, which carry no data, and where there is no entry."""
+    return entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
+
+
 def step_number(step: Any) -> int:
     """A step as an int. Raises `MismatchError` for anything but an integer from 0 to 2^53, the exact range of JSON."""
     try:

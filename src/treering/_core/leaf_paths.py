@@ -114,7 +114,7 @@ def matches(path: str, globs: str | Iterable[str]) -> bool:
         return any(matches_exactly(path, glob) for glob in candidates)
     plain = written(path)
     return any(
-        matches_exactly(path, glob) or (_has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
+        matches_exactly(path, glob) or (has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
     )
 
 
@@ -123,7 +123,8 @@ def matches_exactly(path: str, glob: str) -> bool:
     return _compile(glob).fullmatch(path + "/") is not None
 
 
-def _has_wildcards(glob: str) -> bool:
+def has_wildcards(glob: str) -> bool:
+    """Returns True if a glob means more than one path."""
     return "*" in glob or "?" in glob
 
 
@@ -132,7 +133,7 @@ def meant(text: str, paths: Collection[str]) -> str:
 
     Raises `MismatchError` where several paths are written so.
     """
-    if _has_wildcards(text) or text in paths:
+    if has_wildcards(text) or text in paths:
         return text
     found = tuple(path for path in paths if "~" in path and written(path) == text)
     if len(found) > 1:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .._core import dtypes
-from .._core.describe import NOTHING, describe, mismatch
-from .._core.entries import NO_ARRAY, ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered
+from .._core.describe import FUNCTION, NONE, NOTHING, describe, mismatch
+from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered, is_absent
 from .._core.leaf_paths import above, all_meant, below, closest, few, matches
 from .._core.skeleton import Node, Skeleton, containers
 from .._pytree import box_levels
@@ -130,6 +130,7 @@ def _compare(
     differences: list[Difference] = []
     skipped: list[str] = []
     used: set[str] = set()
+    without: dict[str, str] = {}  # what the template has where the checkpoint has data
     found = False
     alike: dict[tuple[Any, ...], Target] = {}  # the target of one leaf of each kind, for the thousands like it
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
@@ -146,16 +147,18 @@ def _compare(
             skipped.append(path)
             targets.append(Target("value", value=...))
             continue
-        absent = entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
+        absent = is_absent(entry)
         if leaf is None or is_function(leaf):
             if absent:
                 used.add(path)
+            else:
+                without[path] = NONE if leaf is None else FUNCTION
             targets.append(Target("value", value=leaf))
             continue
         used.add(path)
         try:
             if absent:
-                targets.append(missing_target(path, leaf, allowed=policy.allows("missing", path)))
+                targets.append(missing_target(path, leaf, entry, allowed=policy.allows("missing", path)))
             else:
                 assert entry is not None
                 found = True
@@ -166,12 +169,12 @@ def _compare(
         except Differs as difference:
             differences.append(Difference(path, *difference.args))
     for path, entry in () if entries.keys() <= used else entries.items():
-        if path in used or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY):
+        if path in used or is_absent(entry):
             continue
         if any(below(path, at) is not None for at in skipped) or policy.allows("extra", path):
             continue
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
-        differences.append(Difference(path, NOTHING, describe(entry), hint))
+        differences.append(Difference(path, without.get(path, NOTHING), describe(entry), hint))
     # The class of a container in which nothing is restored does not matter.
     classes = _other_classes(walked.skeleton, skeleton or ())
     everywhere = bool(differences) or not found
@@ -198,7 +201,7 @@ def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry
 
     Otherwise the user would find out only by the loss that nothing was restored.
     """
-    near = closest(filled[0], list(entries))
+    near = closest(filled[0], [path for path, entry in entries.items() if not is_absent(entry)])
     hint = f"; likely: {cause}" if cause else f"; closest: {near}" if near else ""
     return MismatchError(
         f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "

@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .._core.entries import Entry
+from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import above, below
 from .._core.skeleton import Skeleton
 from .._pytree import box_levels
 from .._pytree.walk import Walk
 from .._rules.base import Leaves
 from ..errors import TreeringError
-from .origins import Origins, is_absent, origins, wanted
+from .origins import Origins, origins, wanted
 from .path_likeness import differing_heads
 from .prefix_renames import ordered, renames
 from .suggestion import Call, Cause, is_plain, renamed

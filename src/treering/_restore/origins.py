@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._core.entries import NO_ARRAY, Entry, ValueEntry
+from .._core.entries import Entry, is_absent
 from .._core.skeleton import Skeleton
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
@@ -251,10 +251,6 @@ def wanted(walked: Walk) -> dict[str, Any]:
     """The template's leaves that take something from a checkpoint."""
     pairs = zip(walked.paths, walked.leaves, strict=True)
     return {path: leaf for path, leaf in pairs if leaf is not None and leaf is not ... and not is_function(leaf)}
-
-
-def is_absent(entry: Entry) -> bool:
-    return isinstance(entry, ValueEntry) and entry.type in NO_ARRAY
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

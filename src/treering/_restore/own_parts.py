@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from .._core.describe import NOTHING
+from .._core.describe import ABSENT
 from .._core.entries import Entry
 from .._core.leaf_paths import below, matches
 from .._pytree.walk import Walk
@@ -25,10 +25,10 @@ def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Differ
         if len(inside) == len(everything):
             continue
         text = f"all of it lies below {place!r}, where the template can keep its own"
-        if all(one.found == NOTHING for one in leaves):
+        if all(one.found in ABSENT for one in leaves):
             part = "a part of " if any(path in entries for path in inside) else ""
             yield Cause(f"the checkpoint lacks {part}{place!r}", missing=(glob,))
-        elif all(one.expected == NOTHING for one in leaves):
+        elif all(one.expected in ABSENT for one in leaves):
             part = "a part of " if any(matches(path, glob) for path in walked.paths) else ""
             yield Cause(f"the template lacks {part}{place!r}", extra=(glob,))
         whole = len(leaves) < len(differences) or not fitting.intersection(inside)
@@ -36,9 +36,9 @@ def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Differ
             there = any(matches(path, glob) for path in walked.paths)
             own = text if there else f"the template lacks {place!r}"
             yield Cause(own, rules=(Call.of("drop", glob),), missing=(glob,) if there else ())
-        if all(NOTHING in (one.found, one.expected) for one in leaves):
+        if all(one.found in ABSENT or one.expected in ABSENT for one in leaves):
             yield Cause(text, missing=(glob,), extra=(glob,))
-    if all(one.expected == NOTHING for one in leaves):
+    if all(one.expected in ABSENT for one in leaves):
         yield Cause("the template is a part of what the checkpoint has", extra="ignore")
 
 

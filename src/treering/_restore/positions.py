@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._core.describe import NOTHING
-from .._core.entries import Entry
+from .._core.describe import ABSENT
+from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import below, few
 from .._core.part import below_of, whole_of
 from .._core.source import Source, left_out
@@ -61,15 +61,15 @@ def with_hints(
     """
     wanted = _in_template(walked)
     free = [path for path in in_entries(entries) if path not in wanted]
-    absent = {one.path: wanted[one.path] for one in differences if one.found == NOTHING and one.path in wanted}
-    if not absent and not any(one.expected == NOTHING and one.path in free for one in differences):
+    absent = {one.path: wanted[one.path] for one in differences if one.found in ABSENT and one.path in wanted}
+    if not absent and not any(one.expected in ABSENT and one.path in free for one in differences):
         return list(differences)
     hinted: list[Difference] = []
     for one in differences:
-        holder = next((path for path in absent if one.expected == NOTHING and below(one.path, path)), None)
+        holder = next((path for path in absent if one.expected in ABSENT and below(one.path, path)), None)
         if one.path in absent:
             hint = _missing(one.path, absent, free, entries, elsewhere)
-        elif one.expected == NOTHING and one.path in free:
+        elif one.expected in ABSENT and one.path in free:
             hint = "put the iterator in this place of the template: it goes on where it was saved"
         elif holder is not None:
             hint = f"it may be a part of the state of the iterator at {holder!r}"
@@ -114,7 +114,7 @@ def _missing(
 def loses(walked: Walk, entries: Mapping[str, Entry], given: "Policy", proposed: "Policy") -> bool:
     """Returns True if a policy loses a position: it skips an iterator of one side, and the given policy does not."""
     wanted = _in_template(walked)
-    absent = [path for path in wanted if path not in entries]
+    absent = [path for path in wanted if is_absent(entries.get(path))]
     if any(proposed.allows("missing", path) and not given.allows("missing", path) for path in absent):
         return True
     taken = [*wanted, *(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...)]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes, habits
-from .._core.describe import NOTHING, describe, reshaping, shorten
+from .._core.describe import FUNCTION, NONE, NOTHING, describe, reshaping, shorten
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._processes import coordinator
 from .._pytree import iterators
@@ -147,14 +147,15 @@ def _iterator_target(path: str, leaf: Any, entry: Entry) -> Target:
     return Target("value", value=leaf, state=(state,))
 
 
-def missing_target(path: str, leaf: Any, *, allowed: bool) -> Target:
-    """The template's own leaf where the checkpoint has none. Raises `Differs`."""
+def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) -> Target:
+    """The template's own leaf where the checkpoint has none, or None or a function. Raises `Differs`."""
+    found = NOTHING if entry is None else NONE if entry.type == "none" else FUNCTION
     expected = type(leaf).__name__ if type(leaf) in _SCALARS else _shape_text(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         hint = f"where the template has an array and not only a shape, as init() has, missing=[{path!r}] takes that"
-        raise Differs(expected, NOTHING, hint)
+        raise Differs(expected, found, hint)
     if (hint := habits.of_leaf(type(leaf))) or not allowed:
-        raise Differs(expected, NOTHING, hint or f"missing='template' or missing=[{path!r}] takes the template's")
+        raise Differs(expected, found, hint or f"missing='template' or missing=[{path!r}] takes the template's")
     return Target("value", value=leaf, filled=True)
 
 
