@@ -25,7 +25,7 @@ from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
 from ._core.views_reshaped import reshaped
-from ._rules.base import Rule, axis_of, compiled, dtype_text, filler, whole_numbers
+from ._rules.base import Rule, axis_of, compiled, dtype_text, filler, texts, whole_numbers
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from .errors import MismatchError
@@ -86,29 +86,35 @@ def cast(glob: str, dtype: Any, *, optional: bool = False) -> Rule:
 def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule:
     """Changes the order of axes, as `numpy.transpose` does."""
 
+    text = f"transpose({glob!r}, {axes!r})"
+    order = whole_numbers(axes, (), None, text)
+
     def change(leaf: Leaf) -> Leaf:
         rank = len(leaf.array.shape)
-        own = tuple(axis + rank if axis < 0 else axis for axis in axes)
+        own = tuple(axis + rank if axis < 0 else axis for axis in order)
         if sorted(own) != list(range(rank)):
             raise MismatchError(
                 f"{leaf.entry.path}: an array of shape {list(leaf.array.shape)} has not the axes {axes}"
             )
         return transposed(leaf, own)
 
-    return Each(f"transpose({glob!r}, {tuple(axes)})", glob, change, optional)
+    return Each(text, glob, change, optional)
 
 
 def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
     """Changes shapes, as `numpy.reshape` does in C order; one size may be -1."""
 
+    text = f"reshape({glob!r}, {shape!r})"
+    sizes = whole_numbers(shape, (), -1, text)
+
     def change(leaf: Leaf) -> Leaf:
-        size, known = math.prod(leaf.array.shape), math.prod(n for n in shape if n != -1)
-        own = tuple(size // known if n == -1 and known else n for n in shape)
-        if math.prod(own) != size or list(shape).count(-1) > 1 or min(own, default=0) < 0:
-            raise MismatchError(f"{leaf.entry.path}: {list(leaf.array.shape)} cannot become {list(shape)}")
+        size, known = math.prod(leaf.array.shape), math.prod(n for n in sizes if n != -1)
+        own = tuple(size // known if n == -1 and known else n for n in sizes)
+        if math.prod(own) != size or sizes.count(-1) > 1 or min(own, default=0) < 0:
+            raise MismatchError(f"{leaf.entry.path}: {list(leaf.array.shape)} cannot become {list(sizes)}")
         return reshaped(leaf, own)
 
-    return Each(f"reshape({glob!r}, {tuple(shape)})", glob, change, optional)
+    return Each(text, glob, change, optional)
 
 
 def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> Rule:
@@ -217,7 +223,9 @@ def split(
 
     >>> split(r"(.*)/qkv", [r"\\1/query", r"\\1/key", r"\\1/value"], axis=1)
     """
-    return Split(compiled(pattern), tuple(new), axis, None if sizes is None else tuple(sizes), optional)
+    text = f"split({pattern!r}, …)"
+    own = None if sizes is None else whole_numbers(sizes, (), 0, f"{text}, sizes={sizes!r}")
+    return Split(compiled(pattern), texts(new, text), axis, own, optional)
 
 
 def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool = False) -> Rule:
@@ -225,7 +233,7 @@ def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool =
 
     >>> concat([r"(.*)/query", r"(.*)/key", r"(.*)/value"], r"\\1/qkv", axis=1)
     """
-    return Concat(tuple([compiled(pattern) for pattern in patterns]), new, axis, optional)
+    return Concat(tuple([compiled(pattern) for pattern in texts(patterns, f"concat(…, {new!r})")]), new, axis, optional)
 
 
 def combine(
@@ -244,13 +252,14 @@ def combine(
 
     >>> combine([r"(.*)/lora_a", r"(.*)/lora_b"], r"\\1/delta", lambda a, b: a @ b, shape=(512, 512))
     """
-    text = f"combine({list(patterns)}, …)"
+    given = texts(patterns, f"combine(…, {new!r})")
+    text = f"combine({list(given)}, …)"
     own = None if dtype is None else dtype_text(dtype, text)
     return Combine(
-        tuple([compiled(pattern) for pattern in patterns]),
+        tuple([compiled(pattern) for pattern in given]),
         new,
         function,
-        None if shape is None else tuple(shape),
+        None if shape is None else whole_numbers(shape, (), 0, f"{text}, shape={shape!r}"),
         own,
         optional,
     )
@@ -286,9 +295,12 @@ def map(
 ) -> Rule:
     """Calls a function on whole arrays; `shape` is that of its results where it differs. The last resort."""
 
+    text = f"map({glob!r}, …)"
+    sizes = None if shape is None else whole_numbers(shape, (), 0, f"{text}, shape={shape!r}")
+
     def change(leaf: Leaf) -> Leaf:
-        own = leaf.array.shape if shape is None else tuple(shape)
+        own = leaf.array.shape if sizes is None else sizes
         hint = "pass shape=, and change the dtype by a cast rule"
         return mapped([leaf], leaf.entry.path, function, own, leaf.array.dtype, hint)
 
-    return Each(f"map({glob!r}, …)", glob, change, optional)
+    return Each(text, glob, change, optional)

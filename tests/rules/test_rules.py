@@ -629,7 +629,7 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 1j)], r"embed is of bfloat16, in which 1j cannot be"),
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is of bfloat16, in which 'a' cannot be"),
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is of bfloat16, in which \[1\] cannot be"),
-        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but a none"),
+        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but None"),
         (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys, which can only be renamed or dropped"),
         (lambda: [rules.take("embed", 5)], r"take\('embed', 5\): embed has 5 along axis 0, no index 5"),
         (lambda: [rules.take("embed", -6)], "has 5 along axis 0, no index -6"),
@@ -640,11 +640,94 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.wrap_key_data("embed")], r"embed is bfloat16\[5,6\]; expected uint32 whose last axis has 2"),
         (lambda: [rules.wrap_key_data("key")], "PRNG keys, which can only be renamed or dropped"),
         (lambda: ["rename"], "expected what treering.rules makes"),
+        (lambda: [rules.rename(["a"], "b")], r"\['a'\] is not a regular expression"),  # type: ignore[arg-type]
+        (
+            lambda: [rules.concat(r"layers/(\d+)/bias", "all")],
+            r"concat\(…, 'all'\): expected a list of texts, found 'layers/.*; pass \['layers/",
+        ),
+        (lambda: [rules.concat({"embed", "step"}, "all")], "expected a list of texts, found {"),  # type: ignore[arg-type]
+        (lambda: [rules.concat([b"embed"], "all")], "expected a list of texts, found"),  # type: ignore[list-item]
+        (lambda: [rules.concat([], "all")], r"expected a list of texts, found \[\]"),
+        (lambda: [rules.concat(None, "all")], "expected a list of texts, found None"),  # type: ignore[arg-type]
+        (lambda: [rules.combine("embed", "all", np.add)], "combine.*expected a list of texts, found 'embed'"),
+        (lambda: [rules.split("embed", "all")], "split.*expected a list of texts, found 'all'"),
+        (lambda: [rules.split("embed", ["a", "b"], sizes="23")], "sizes='23': expected a whole number for each axis"),  # type: ignore[arg-type]
+        (
+            lambda: [rules.transpose("embed", "10")],
+            r"transpose\('embed', '10'\): expected a whole number for each axis",
+        ),  # type: ignore[arg-type]
+        (lambda: [rules.transpose("embed", {1, 0})], "expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.reshape("embed", "30")], "expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.reshape("embed", -1)], "expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.map("embed", np.sum, shape="6")], "shape='6': expected a whole number for each axis"),  # type: ignore[arg-type]
+        (
+            lambda: [rules.combine(["embed"], "all", np.sum, shape="6")],  # type: ignore[arg-type]
+            "shape='6': expected a whole number for each axis",
+        ),
+        (lambda: [rules.scale("embed", "step", "float32", block="22")], "expected a whole number for each axis"),  # type: ignore[arg-type]
     ],
 )
 def test_a_rule_that_does_not_fit_says_so_at_once(layers: pathlib.Path, made: Any, message: str) -> None:
     with pytest.raises(MismatchError, match=message):
         tr.open(layers).apply(made())
+
+
+LAYERS_WITH_NONE = {
+    "layers": [{"bias": None, "f": jax.nn.relu, "kernel": np.ones((2, 3))} for _ in range(2)],
+    "norm": {"bias": None, "kernel": np.ones(3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "absent", "arrays"),
+    [
+        (rules.cast("**", "float16"), ["layers/0/bias", "layers/1/f"], ["layers/0/kernel", "norm/kernel"]),
+        (rules.tile("layers/*/*", 2), ["layers/0/bias"], ["layers/0/kernel"]),
+        (rules.map("**", lambda x: -x), ["norm/bias"], ["norm/kernel"]),
+        (rules.stack("layers/*/**"), ["layers/bias", "layers/f"], ["layers/kernel"]),
+        (rules.unstack("norm/*/**"), ["norm/0/bias", "norm/2/bias"], ["norm/0/kernel"]),
+        (rules.split("layers/0/(.*)", [r"a/\1", r"b/\1"]), ["a/bias", "b/f"], ["a/kernel", "b/kernel"]),
+        (rules.concat([r"layers/0/(.*)", r"layers/1/(.*)"], r"both/\1"), ["both/bias"], ["both/kernel"]),
+        (rules.combine([r"layers/0/(.*)", r"layers/1/(.*)"], r"both/\1", np.add), ["both/f"], ["both/kernel"]),
+        (rules.cast("*/bias", "float16", optional=True), ["norm/bias"], ["norm/kernel"]),
+    ],
+)
+def test_rules_for_many_leaves_pass_over_none_and_functions(
+    tmp_path: pathlib.Path, rule: rules.Rule, absent: list[str], arrays: list[str]
+) -> None:
+    tr.save(tmp_path / "c", LAYERS_WITH_NONE)
+    changed = tr.open(tmp_path / "c").apply([rule])
+    assert all(changed[path] is None for path in absent)
+    assert all(changed[path][...].size for path in arrays)
+    tr.save(tmp_path / "d", changed)
+    assert dict(tr.open(tmp_path / "d")).keys() == dict(changed).keys()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.cast("norm/bias", "float16"),
+        rules.cast("*/bias", "float16"),
+        rules.unstack("*/norm/bias"),
+        rules.split("norm/bias", ["a", "b"]),
+        rules.concat(["layers/0/bias", "layers/1/bias"], "c"),
+        rules.stack("layers/*/**", axis=0),
+    ],
+)
+def test_a_rule_for_none_alone_or_for_none_and_arrays_is_a_mistake(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
+    tree = {**LAYERS_WITH_NONE, "layers": [*LAYERS_WITH_NONE["layers"], {"bias": np.ones(2)}]}
+    tr.save(tmp_path / "c", tree)
+    with pytest.raises(MismatchError, match="is no array but None"):
+        tr.open(tmp_path / "c").apply([rule])
+
+
+@pytest.mark.parametrize("given", ["drop", None, iter([rules.drop("step")]), {rules.drop("step")}])
+def test_rules_are_a_list(layers: pathlib.Path, tmp_path: pathlib.Path, given: Any) -> None:
+    with pytest.raises(MismatchError, match="rules: expected a list of rules, found "):
+        tr.open(layers).apply(given)
+    for tree in ({"w": np.ones(2)}, tr.open(layers)):
+        with pytest.raises(MismatchError, match="rules: expected a list of rules, found "):
+            tr.save(tmp_path / "c", tree, rules=given)
 
 
 def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Path) -> None:

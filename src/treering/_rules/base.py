@@ -2,10 +2,10 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._core.entries import ArrayEntry, check_whole, fits, is_lost_tree, lost
+from .._core.entries import ArrayEntry, check_whole, fits, is_absent, is_lost_tree, lost
 from .._core.leaf_paths import all_meant, canonical, few
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
@@ -24,10 +24,17 @@ class Rule(Protocol):
         ...
 
 
-def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
-    """Applies rules in order. Raises a `MismatchError` that says which rule failed."""
+def check_list(rules: Any) -> None:
+    """Raises `MismatchError` for anything but a list of rules, such as a single one."""
     if hasattr(rules, "apply"):
         raise MismatchError(f"rules: expected a list, found one rule, {rules!r}; put it in brackets")
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise MismatchError(f"rules: expected a list of rules, found {rules!r:.100}")
+
+
+def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
+    """Applies rules in order. Raises a `MismatchError` that says which rule failed."""
+    check_list(rules)
     for rule in rules:
         if not hasattr(rule, "apply"):
             raise MismatchError(f"rules: expected what treering.rules makes, found {rule!r}")
@@ -93,11 +100,18 @@ def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
             check_whole([lost(path, why, *entry.why)])
 
 
+def none_of(leaves: Iterable[Leaf]) -> Leaf | None:
+    """Returns the first leaf if all are None or functions, which rules pass over: they carry no data."""
+    found = list(leaves)
+    return found[0] if all(is_absent(leaf.entry) for leaf in found) else None
+
+
 def array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
     """The leaf, if it is an array. Raises `MismatchError` for others, `CorruptError` for one that cannot be read."""
     check_whole([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
-        raise MismatchError(f"{text}: {leaf.entry.path} is no array but a {leaf.entry.type}; choose a narrower pattern")
+        what = "None" if leaf.entry.type == "none" else f"a {leaf.entry.type}"
+        raise MismatchError(f"{text}: {leaf.entry.path} is no array but {what}; choose a narrower pattern")
     if leaf.entry.type == "key" and not or_keys:
         raise MismatchError(
             f"{text}: {leaf.entry.path} is an array of PRNG keys, which can only be renamed or dropped, "
@@ -144,19 +158,37 @@ def dtype_text(dtype: Any, text: str) -> str:
         raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
 
 
-def whole_numbers(given: Any, shape: tuple[int, ...], least: int, text: str) -> Any:
+def texts(given: Any, text: str) -> tuple[str, ...]:
+    """Returns texts that were given as a list. Raises `MismatchError` for one text, which would be taken by letters.
+
+    It also does so for a set, which has no order.
+    """
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes | Set) else ()
+    if not found or not all(isinstance(one, str) for one in found):
+        hint = f"; pass [{given!r}]" if isinstance(given, str) else ""
+        raise MismatchError(f"{text}: expected a list of texts, found {given!r:.100}{hint}")
+    return found
+
+
+def whole_numbers(given: Any, shape: tuple[int, ...], least: int | None, text: str) -> Any:
     """The numbers given for each axis, one or of some `shape`, as tuples. Raises `MismatchError` below `least`."""
     import numpy as np
 
     try:
         found = np.asarray(given)
-    except ValueError:  # rows of several lengths
+    except (TypeError, ValueError):  # a tracer, or rows of several lengths
         found = np.asarray(None)
     if found.shape == (0,):
         return ()
-    if found.dtype.kind not in "iu" or found.shape[1:] != shape or not found.ndim or (found < least).any():
+    if (
+        found.dtype.kind not in "iu"
+        or found.shape[1:] != shape
+        or not found.ndim
+        or (least is not None and (found < least).any())
+    ):
         what = "a pair of whole numbers" if shape else "a whole number"
-        raise MismatchError(f"{text}: expected {what} for each axis, at least {least}")
+        limit = "" if least is None else f", at least {least}"
+        raise MismatchError(f"{text}: expected {what} for each axis{limit}")
     return tuple(tuple(row) for row in found.tolist()) if shape else tuple(found.tolist())
 
 
@@ -167,7 +199,11 @@ def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
     from .._core import dtypes
 
     dtype = dtypes.to_numpy(leaf.array.dtype)
-    given, found, shown = np.asarray(value), None, "cannot be"
+    found, shown = None, "cannot be"
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError):  # a tracer, or lists of several lengths
+        given = np.asarray([None])
     if not given.ndim and (given.dtype.kind != "c" or dtype.kind == "c"):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             found = dtypes.cast(given, dtype)
@@ -191,7 +227,7 @@ def _same(a: Any, b: Any) -> bool:
 def compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise MismatchError(f"{pattern!r} is not a regular expression: {error}") from None
 
 

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 
-from .._core.entries import LostEntry, covered, is_lost_tree
+from .._core.entries import LostEntry, covered, is_absent, is_lost_tree
 from .._core.leaf_paths import all_meant, below, meant
 from .._core.skeleton import places
 from .._core.views import Leaf
@@ -66,6 +66,9 @@ class Each:
 
     def apply(self, leaves: Leaves) -> Leaves:
         fit = fitting(leaves, self.glob)
+        named = all_meant(self.glob, leaves)  # for one without data that is named by itself, the rule is a mistake
+        arrays = [path for path in fit if path in named or not is_absent(leaves[path].entry)]
+        fit = arrays or ([] if self.optional else fit)
         check_any(fit, self.optional, self.text, leaves)
         # One that cannot be read stays what it is: reading it raises.
         found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}

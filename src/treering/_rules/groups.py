@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._core import dtypes
-from .._core.entries import ArrayEntry, Entry, LostEntry
-from .._core.leaf_paths import matches_exactly
+from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent
+from .._core.leaf_paths import has_wildcards, matches_exactly
 from .._core.views import Leaf, part
 from .._core.views_groups import joined, mapped, scaled, stacked
 from .._core.views_reshaped import reshaped
 from ..errors import MismatchError
-from .base import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, replaced
+from .base import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, none_of, replaced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +41,9 @@ class Stack:
         for name, group in groups.items():
             if sorted(group) != list(range(len(group))):
                 raise MismatchError(f"{text}: expected {name} with the numbers from 0, found {sorted(group)[:5]}…")
+            if none := none_of(leaves[path] for path in group.values()):
+                made[name] = none
+                continue
             own = [array(leaves[group[n]], text) for n in sorted(group)]
             check_alike(own, text)
             made[name] = stacked(own, name, axis_of(self.axis, len(own[0].array.shape) + 1, text))
@@ -61,16 +64,26 @@ class Unstack:
         check_known(leaves, text, glob)
         found = [path for path in leaves if matches_exactly(path, glob)]
         check_any(found, self.optional, text, leaves)
+        absent = [path for path in found if has_wildcards(glob) and is_absent(leaves[path].entry)]
         made: dict[str, list[tuple[str, Leaf]]] = {}
         for path in found:
+            if path in absent:
+                continue
             leaf = array(leaves[path], text)
             axis = axis_of(self.axis, len(leaf.array.shape), text)
-            names = path.split("/")
-            made[path] = []
-            for n in range(leaf.array.shape[axis]):
-                name = "/".join([*names[:level], str(n), *names[level:]])
-                made[path].append((name, part(leaf, name, axis, n, n + 1, drop_axis=True)))
+            made[path] = [
+                (name, part(leaf, name, axis, n, n + 1, drop_axis=True))
+                for n, name in enumerate(_numbered(path, level, leaf.array.shape[axis]))
+            ]
+        most = max(map(len, made.values()), default=1)
+        made.update({path: [(name, leaves[path]) for name in _numbered(path, level, most)] for path in absent})
         return replaced(text, leaves, {path: path for path in found}, made)
+
+
+def _numbered(path: str, level: int, count: int) -> list[str]:
+    """The paths with each number from 0 at a level of a path."""
+    names = path.split("/")
+    return ["/".join([*names[:level], str(n), *names[level:]]) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +101,9 @@ class Split:
         check_any(found, self.optional, text, leaves)
         made: dict[str, list[tuple[str, Leaf]]] = {}
         for path, match in found.items():
+            if is_absent(leaves[path].entry) and path != self.pattern.pattern:
+                made[path] = [(expanded(functools.partial(match.expand, new), new), leaves[path]) for new in self.new]
+                continue
             leaf = array(leaves[path], text)
             axis = axis_of(self.axis, len(leaf.array.shape), text)
             size = leaf.array.shape[axis]
@@ -165,7 +181,9 @@ def _grouped(
         if len(group) != len(patterns):
             lacking = next(p.pattern for n, p in enumerate(patterns) if n not in group)
             raise MismatchError(f"{text}: nothing matches {lacking!r} for {name}, found only {sorted(group.values())}")
-        made[name] = [(name, make(name, [array(leaves[group[n]], text) for n in range(len(group))]))]
+        own = [leaves[group[n]] for n in range(len(group))]
+        none = none_of(own) if list(group.values()) != [pattern.pattern for pattern in patterns] else None
+        made[name] = [(name, none or make(name, [array(leaf, text) for leaf in own]))]
     return replaced(text, leaves, {path: name for name, group in groups.items() for path in group.values()}, made)
 
 

@@ -33,6 +33,7 @@ from .._pytree.live_tree import LiveTree
 from .._pytree.on_demand import OnDemand, Supply
 from .._pytree.staging import Staging
 from .._restore.checkpoint import Checkpoint
+from .._rules.base import check_list
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from .._threads.reentry import alone
@@ -60,6 +61,7 @@ class Prepared(NamedTuple):
 
 def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOptions, format: Format) -> Prepared:
     """Describes the tree and finds what this process writes. Raises what `treering.save` raises before it begins."""
+    check_list(options.rules)
     target = Target(call, stores.of(path), path, format, info, options)
     if isinstance(tree, Checkpoint):
         return _prepare_view(target, inputs.view_of(tree, options.rules, options.dtype, info), None)
