@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import ml_dtypes
 import numpy as np
@@ -490,8 +491,6 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path)
         "i": 1,
         "f": 1.0,
         "s": "x",
-        "n": None,
-        "g": len,
         "__metadata__": np.ones(2),
     }
     for options in ({}, {"max_shard_size": 10}):
@@ -500,6 +499,32 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path)
         lines = str(error.value).splitlines()
         assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(set(tree) - {"fine"})
         assert "jax.random.key_data" in str(error.value) and not os.listdir(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"\n  a: none, and there is no array\n  b: function, and there is no"):
+        tr.save(tmp_path / "x.safetensors", {"a": None, "b": len})
+
+
+def test_none_and_functions_are_left_out_in_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = eqx.nn.MLP(2, 2, 3, 2, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+    with caplog.at_level("INFO", logger="treering"):
+        tr.save(tmp_path / "x.safetensors", {"layer": layer})
+    (line,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert "5 leaves that are None or functions are left out: layer/layers/0/bias" in line
+    assert sorted(tr.open(tmp_path / "x.safetensors")) == [f"layer/layers/{n}/weight" for n in range(3)]
+    assert eqx.tree_equal(tr.restore(tmp_path / "x.safetensors", {"layer": layer}), {"layer": layer})
+
+
+@pytest.mark.parametrize("format", formats.names())
+def test_no_format_refuses_a_tree_for_its_none(tmp_path: Path, format: str) -> None:
+    if format == "tensorflow":  # which is only read
+        return
+    layer = {"l": eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))}
+    tr.save(tmp_path / "native", layer)
+    tr.save(tmp_path / "saved", layer, format=format)
+    tr.convert(tmp_path / "native", tmp_path / "converted", format=format, dtype="bfloat16")
+    assert eqx.tree_equal(tr.restore(tmp_path / "saved", layer), layer)
+    assert tr.restore(tmp_path / "converted", layer)["l"].bias is None
 
 
 def test_options(tmp_path: Path) -> None:

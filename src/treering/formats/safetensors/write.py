@@ -1,14 +1,16 @@
 """Writing safetensors files, single or in shards with an index."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ..._core import dtypes
-from ..._core.entries import ArrayEntry
+from ..._core.entries import ArrayEntry, is_absent
 from ..._core.json_floats import as_text
+from ..._core.leaf_paths import few
 from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._pytree.leaves import alignment
@@ -20,13 +22,12 @@ from .header import Tensor, encode_header
 from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
+_log = logging.getLogger("treering")
 _ALIGN = 64  # bytes; from where JAX takes over an array without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
     "key": "store jax.random.key_data of it, or drop it by a rule",
-    "none": "drop it by a rule",
-    "function": "drop it by a rule",
     "str": "pass it as metadata=, and drop it by a rule",
     "bytes": "pass it as metadata=, and drop it by a rule",
 }
@@ -49,7 +50,7 @@ def write(
         )
     folder = max_shard_size is not None or filename_pattern is not None
     limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
-    entries, metadata = _holdable(contents), _metadata(contents)
+    entries, metadata = _holdable(path, contents), _metadata(contents)
     if not folder:
         with new_file(store, path, "safetensors", overwrite=overwrite) as file:
             _write_tensors(file, *_laid_out(entries, metadata), contents)
@@ -75,11 +76,19 @@ def write(
     return total
 
 
-def _holdable(contents: Source) -> list[ArrayEntry]:
-    """The leaves. Raises `UnsupportedError` with all that a safetensors file cannot hold."""
+def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
+    """Returns the arrays. None and functions carry no data, so they are left out, which is logged.
+
+    Raises `UnsupportedError` with all that a safetensors file cannot hold.
+    """
     arrays: list[ArrayEntry] = []
     problems: list[str] = []
+    absent = {path: entry for path, entry in contents.entries.items() if is_absent(entry)}
+    if len(absent) == len(contents.entries):  # then the file would be empty
+        problems += [f"  {path or '(root)'}: {entry.type}, and there is no array" for path, entry in absent.items()]
     for path, entry in contents.entries.items():
+        if path in absent:
+            continue
         if not isinstance(entry, ArrayEntry):
             problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or drop it by a rule')}"
         elif entry.type == "key":
@@ -97,6 +106,9 @@ def _holdable(contents: Source) -> list[ArrayEntry]:
     if problems:
         head = "these leaves cannot be held by a safetensors file; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
+    if absent:
+        named = few(tuple(path or "(root)" for path in absent))
+        _log.info("%s: %d leaves that are None or functions are left out: %s", file, len(absent), named)
     return arrays
 
 
