@@ -1,5 +1,6 @@
 """Where a restore puts arrays: what the template, `sharding=` and the checkpoint say."""
 
+import contextlib
 import json
 import logging
 import pathlib
@@ -41,6 +42,30 @@ def test_a_sharding_makes_jax_arrays_of_numpy_leaves(tmp_path: pathlib.Path, mes
     tr.save(tmp_path / "wide", {"a": np.ones(8)})
     with pytest.raises(MismatchError, match="jax_enable_x64"):
         tr.restore(tmp_path / "wide", like={"a": np.ones(8)}, sharding=where)
+
+
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", None)])
+def test_a_sharding_with_too_many_axes_says_for_which_arrays_and_what_to_pass(
+    tmp_path: pathlib.Path, mesh: Mesh, spec: jax.P, template: bool
+) -> None:
+    state = {"count": jnp.int32(3), "w": jnp.zeros((8, 8)), "moments": {"b": jnp.zeros(8), "scale": jnp.zeros(())}}
+    tr.save(tmp_path / "c", state)
+    fitting = {"w": True, "moments/b": spec[0] == "x"}
+    for ambient in (False, True):
+        with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
+            whole = spec if ambient else NamedSharding(mesh, spec)
+            with pytest.raises(MismatchError, match="expected shardings that fit the shapes:") as error:
+                tr.restore(tmp_path / "c", state if template else None, sharding=whole)
+            lines = str(error.value).splitlines()
+            named = {line.split(":")[0].strip() for line in lines[1:-1]}
+            assert named == {"count", "moments/scale", *(path for path, fits in fitting.items() if not fits)}
+            assert f"count: [] on {spec}: the array has 0 axes, and the spec divides axis {spec.index('x')}" in lines[1]
+            call = lines[-1].removeprefix("sharding=").removesuffix(" leaves out arrays with fewer axes")
+            follow = eval(call, {"P": jax.P, "NamedSharding": NamedSharding, "mesh": mesh})
+            found = tr.restore(tmp_path / "c", state if template else None, sharding=follow)
+            for path, array in (("w", found["w"]), ("moments/b", found["moments"]["b"])):
+                assert (not array.sharding.is_fully_replicated) == fitting[path]
 
 
 def test_saved_places_of_every_kind(tmp_path: pathlib.Path, mesh: Mesh) -> None:

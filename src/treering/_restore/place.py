@@ -17,6 +17,7 @@ from ..errors import MismatchError
 
 Where = Sharding | None  # None: the default device, uncommitted
 IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
+_MAX_LINES = 20  # arrays that an error names
 UNCOMMITTED = object()  # a wish for the default device
 
 
@@ -85,12 +86,24 @@ def concrete(wished: Sequence[Any], paths: Sequence[str], arrays: Callable[[], S
 def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequence[Any]) -> None:
     """Raises `MismatchError` for arrays that JAX cannot spread as wished: of other ranks, or not evenly divisible."""
     problems: list[str] = []
+    ranks: dict[PartitionSpec, int] = {}  # of specs that have too many axes for some array
     for place, path, array in zip(places, paths, arrays, strict=True):
         if array is not None and isinstance(place, NamedSharding):
             try:
                 place.shard_shape(array.shape)
             except (ValueError, IndexError) as error:
-                problems.append(f"  {path or '(root)'}: {list(array.shape)} on {place.spec}: {error}")
+                why: Any = error
+                rank = max([n for n, axis in enumerate(place.spec, 1) if axis is not None], default=0)
+                if rank > len(array.shape):
+                    ranks[place.spec] = rank
+                    why = f"the array has {len(array.shape)} axes, and the spec divides axis {rank - 1}"
+                problems.append(f"  {path or '(root)'}: {list(array.shape)} on {place.spec}: {why}")
+    if len(problems) > _MAX_LINES:
+        problems[_MAX_LINES:] = [f"  and {len(problems) - _MAX_LINES:,} more"]
+    for spec, rank in ranks.items():
+        where = spec if ambient_mesh() else f"NamedSharding(mesh, {spec})"
+        called = f"lambda path, shape, dtype: {where} if len(shape) >= {rank} else None"
+        problems.append(f"sharding={called} leaves out arrays with fewer axes")
     if problems:
         raise MismatchError("\n".join(["expected shardings that fit the shapes:", *problems]))
 
