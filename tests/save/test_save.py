@@ -386,6 +386,8 @@ LOOP.append(LOOP)
         ({"metadata": -(2**63) - 1}, "beyond 64 bits"),
         ({"metrics": {"loss": None}}, "real scalar"),
         ({"metrics": {"loss": "0.5"}}, "real scalar"),
+        ({"metrics": {"loss": [[1.0], [1.0, 2.0]]}}, "real scalar"),
+        ({"metrics": "loss"}, "metrics='loss': expected a dict of names and real scalars"),
         ({"metrics": {"loss": 1j}}, "real scalar"),
         ({"dtype": "int32"}, "expected a floating-point dtype"),
     ],

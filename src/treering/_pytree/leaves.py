@@ -17,6 +17,7 @@ from .._core import dtypes, habits
 from .._core.boxes import Box, box_shape, in_slices, local_shards, whole
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.lazy import LazyArray
+from .._core.leaf_paths import few
 from .._core.values import encode
 from ..errors import UnsupportedError
 from . import iterators, placements
@@ -282,6 +283,17 @@ def kind_of(leaf_type: type) -> str:
         raise UnsupportedError(f"{name}; {answer}")
     hint = iterators.why_not(leaf_type) or "convert it to an array, a number, text or bytes"
     raise UnsupportedError(f"{name}; {hint}, or leave it out of the tree")
+
+
+def check_no_tracers(paths: Sequence[str], leaves: Sequence[Any], name: str) -> None:
+    """Raises `UnsupportedError` for a template with tracers, which have neither values nor a place."""
+    kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, core.Tracer)}
+    if kinds:
+        found = tuple(path or "(root)" for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in kinds)
+        raise UnsupportedError(
+            f"{name}: expected a template of arrays or shapes, found tracers: {few(found)}; call restore outside of "
+            "jit, grad and vmap, and pass the arrays to the function"
+        )
 
 
 def _function_name(leaf: Any) -> str:

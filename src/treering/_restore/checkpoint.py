@@ -14,7 +14,7 @@ from .._core.leaf_paths import all_meant, below, closest, few, meant
 from .._core.part import below_of, part_of, whole_of
 from .._core.source import Source
 from .._core.tracebacks import methods_at_the_caller
-from ..errors import NotFoundError
+from ..errors import MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from .._processes.calls import Call
@@ -105,7 +105,12 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         )
 
     def at(self, path: str) -> "Checkpoint":
-        """The part below a path, with paths relative to it. Raises `NotFoundError` when there is none."""
+        """The part below a path, with paths relative to it.
+
+        Raises `NotFoundError` when there is none, and `MismatchError` for anything but a path.
+        """
+        if not isinstance(path, str):
+            raise MismatchError(f"at={path!r:.100}: expected a path within the checkpoint, as text")
         if not path:
             return self
         entries = {
@@ -135,9 +140,13 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
 
         A damaged part whose leaves' names are not known is among them where any of these could fit.
-        Raises `NotFoundError` when there are none; of several globs, one that fits nothing is logged.
+        Raises `NotFoundError` when there are none, and `MismatchError` for anything but globs. Of several globs, one
+        that fits nothing is logged.
         """
-        globs = all_meant(glob, self._source.entries)
+        given = [glob] if isinstance(glob, str) else list(glob) if isinstance(glob, Iterable) else [glob]
+        if not all(isinstance(one, str) for one in given):
+            raise MismatchError(f"select: expected a glob or a list of them, found {glob!r:.100}")
+        globs = all_meant(given, self._source.entries)
         entries = {path: entry for path, entry in self._source.entries.items() if fits(path, entry, globs)}
         idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
         if idle or not entries:

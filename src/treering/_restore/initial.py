@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import core
 
 from .._pytree import flax, walk
 from .._pytree.leaks import find_tracer
+from .._pytree.leaves import check_no_tracers
 from ..errors import MismatchError
 from . import place as _place
 
@@ -63,7 +65,11 @@ class Initial:
         self.split = self.split._replace(objects={})  # which hold arrays, or tracers
 
     def _from_call(self) -> flax.Split:
-        apart = _Apart(flax.split(self._init()))
+        split = flax.split(self._init())
+        apart = _Apart(split)
+        if any(isinstance(array, core.Tracer) for array in apart.arrays):
+            walked = walk.walk_split(split)
+            check_no_tracers(walked.paths, walked.leaves, "init")
         return apart.with_arrays([_shape(array) for array in apart.arrays])
 
     @functools.cached_property

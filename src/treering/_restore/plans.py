@@ -18,7 +18,7 @@ from .._core.skeleton import LEAF, Node, Skeleton, build, nest
 from .._core.source import Source, origins, records_kinds, static_values
 from .._core.views import View
 from .._pytree import box_levels, flax, static, walk
-from .._pytree.leaves import is_function
+from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
 from . import match, positional, saved_kinds, saved_places
 from . import place as _place
@@ -77,6 +77,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     """Plans a tree shaped like `like`. An `Initial` resumes a job: saved kinds and places override the template's."""
     split = like.split if isinstance(like, Initial) else flax.split(like)
     walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
+    check_no_tracers(walked.paths, walked.leaves, name)
     template, join = split.tree, split.join
     skeleton, elsewhere = source.skeleton, functools.partial(Elsewhere.of, source)
     if source.positional:

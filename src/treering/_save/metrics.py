@@ -13,10 +13,15 @@ from ..errors import MismatchError
 @devices.explicit()
 def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Encodes metrics as they are written. Raises `MismatchError` for anything but a name and a real scalar."""
+    if not isinstance(found, Mapping | None):
+        raise MismatchError(f"metrics={found!r:.60}: expected a dict of names and real scalars")
     numbers: dict[str, float | str] = {}
     for name, value in (found or {}).items():
-        array = np.asarray(value)
-        if not isinstance(name, str) or array.shape != () or array.dtype.kind not in "biufV":
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):  # a tracer, or lists of several lengths
+            array = None
+        if not isinstance(name, str) or array is None or array.shape != () or array.dtype.kind not in "biufV":
             raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
         numbers[name] = encode_float(float(array))
     return numbers
