@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import treering as tr
@@ -260,6 +261,28 @@ def test_another_named_tuple_at_the_same_path_is_noticed(saved: Any) -> None:
     with pytest.raises(MismatchError, match="opt/0: expected TraceState, found ScaleByAdamState; was the order"):
         tr.restore(path, like={"opt": (b(1, np.ones(2)), a(2, np.ones(2)))})
     tr.restore(path, like={"opt": [{"count": 0, "mu": np.ones(2)}] * 2})
+
+
+def test_a_renamed_class_of_named_tuples_is_taken_with_a_warning(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+    old, new, third = (collections.namedtuple(name, "w n") for name in ("TrainState", "LearnerState", "Actor"))
+    path = saved({"s": old(np.ones(3), 1)})
+    found = tr.restore(path, like={"s": new(np.zeros(3), 0)})
+    assert type(found["s"]) is new and found["s"].w[0] == 1
+    assert "TrainState is now LearnerState" in caplog.text
+    swapped = saved({"a": old(np.ones(3), 1), "b": third(np.zeros(3), 2)})
+    with pytest.raises(
+        MismatchError, match=r"a: expected Actor, found TrainState; .* restore with the class 'TrainState'"
+    ):
+        tr.restore(swapped, like={"a": third(np.zeros(3), 0), "b": old(np.zeros(3), 0)})
+
+
+def test_a_state_of_an_optimizer_is_no_renamed_class(saved: Any) -> None:
+    adam, belief = optax.scale_by_adam().init(np.ones(2)), optax.scale_by_belief().init(np.ones(2))
+    own = collections.namedtuple("MyState", "count mu nu")
+    path = saved({"opt": adam})
+    for other in (belief, own(*adam)):
+        with pytest.raises(MismatchError, match=r"opt: expected .*State, found ScaleByAdamState"):
+            tr.restore(path, like={"opt": other})
 
 
 # Dtypes

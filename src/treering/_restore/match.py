@@ -11,11 +11,12 @@ from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe, mismatch
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered, is_absent
 from .._core.leaf_paths import above, all_meant, below, closest, few, matches
-from .._core.skeleton import Node, Skeleton, containers
+from .._core.skeleton import Skeleton
 from .._pytree import box_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from ..errors import Difference, MismatchError
+from . import named_tuples
 from .positions import Elsewhere, with_hints
 from .saved_kinds import saved_target
 from .targets import Differs, Target, check_width, missing_target, target_of
@@ -112,6 +113,7 @@ def match(
         if differences:
             raise mismatch(name, differences, walked.paths, entries, cause)
         raise _nothing_found(name, filled, entries, cause)
+    named_tuples.warn_of_renamed(walked.skeleton, skeleton or (), name)
     return targets
 
 
@@ -176,7 +178,7 @@ def _compare(
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
         differences.append(Difference(path, without.get(path, NOTHING), describe(entry), hint))
     # The class of a container in which nothing is restored does not matter.
-    classes = _other_classes(walked.skeleton, skeleton or ())
+    classes = named_tuples.differences(walked.skeleton, skeleton or ())
     everywhere = bool(differences) or not found
     differences += [one for one in classes if everywhere or not _is_own(one.path, walked.paths, targets)]
     return _Compared(targets, found, differences)
@@ -255,29 +257,3 @@ def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Itera
         left_out = policy.allows("extra", path, entry) or any(below(path, at) is not None for at in skipped)
         if isinstance(entry, LostEntry) and (path in asked or not left_out or not leaves.isdisjoint(above(path))):
             yield entry
-
-
-def _other_classes(template: Skeleton, found: Skeleton) -> list[Difference]:
-    """Named tuples of another class at the same path: a reordered optax chain shows in nothing else."""
-    if not _has_named_tuples(template):
-        return []
-    classes = {path: node.name for _, path, node in _named_tuples(found)}
-    return [
-        Difference(path, node.name, classes[path], "was the order of an optimizer chain changed?")
-        for _, path, node in _named_tuples(template)
-        if classes.get(path, node.name) != node.name
-    ]
-
-
-def _named_tuples(skeleton: Skeleton) -> Iterable[tuple[int, str, Node]]:
-    if not _has_named_tuples(skeleton):
-        return []
-    return [
-        (n, path, node)
-        for n, path, node in containers(skeleton)
-        if isinstance(node, Node) and node.kind == "namedtuple"
-    ]
-
-
-def _has_named_tuples(skeleton: Skeleton) -> bool:
-    return "namedtuple" in {node.kind for node in skeleton if isinstance(node, Node)}
