@@ -71,7 +71,8 @@ def _is_of_optax(name: str) -> bool:
 
 
 def _nodes(skeleton: Skeleton) -> Mapping[str, Node]:
-    return dict(_each(skeleton)) if "namedtuple" in {node.kind for node in skeleton if isinstance(node, Node)} else {}
+    kinds = {node.kind for node in skeleton if node.__class__ is Node}  # which calls nothing for a leaf
+    return dict(_each(skeleton)) if "namedtuple" in kinds else {}
 
 
 def _each(skeleton: Skeleton) -> Iterator[tuple[str, Node]]:

@@ -26,7 +26,7 @@ from .._save.metadata import plain
 from .._save.options import SaveOptions
 from .._save.pending import PendingSave, SaveReport, as_save_error, wait_for_all_in
 from .._threads.reentry import alone, refuse_within
-from ..errors import MismatchError, SaveError, TreeringError
+from ..errors import MismatchError, SaveError, TreeringError, UnsupportedError
 from ..keep import Policy, last, rank
 from ..rules import Rule
 from . import resume
@@ -382,8 +382,9 @@ class Checkpointer:
         if not force and self._when_busy == "skip" and verdict.calls:
             return verdict, None, None
         with as_save_error(self._root):
-            if not self._looked:
-                resume.has_begun(self._directory)
+            if not self._looked and self._directory.steps.store.has_folders:  # where a look takes no request
+                with contextlib.suppress(MismatchError, UnsupportedError):  # which restore_or_init raises
+                    resume.has_begun(self._directory)
                 self._looked = True
             place = self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
             together = self._directory.together

@@ -50,8 +50,9 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
     store = stores.of(run)
     seen: dict[int, object] = {}
     waiting_since = time.monotonic()
-    if store.list(run) and not _run.located_steps(store, run) and (meant := new_run.meant(store, run)):
-        _log.warning("%s: waits for the first step%s", run, meant)
+    with reading(run):
+        if store.list(run) and not _run.located_steps(store, run) and (meant := new_run.meant(store, run)):
+            _log.warning("%s: waits for the first step%s", run, meant)
     while True:
         with reading(run):
             finished = store.stat(posixpath.join(run, _run.FINISHED))  # asked first: then the listing below is complete

@@ -97,7 +97,8 @@ class Orbax(ZarrFolders):
     def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         marks = (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)  # where a name alone commits nothing
         steps: dict[int, str] = {}
-        for name in () if self.refuses(store, folder) is None else names:  # a checkpoint has folders with numbers, too
+        named = [name for name in names if STEP.fullmatch(name)]
+        for name in named if named and self.refuses(store, folder) is not None else ():  # or they are parts of it
             found, path = STEP.fullmatch(name), posixpath.join(folder, name)
             if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # or it was never committed
                 committed = any(is_file(store, posixpath.join(path, mark)) for mark in marks)
