@@ -382,7 +382,7 @@ class Checkpointer:
         if not force and self._when_busy == "skip" and verdict.calls:
             return verdict, None, None
         with as_save_error(self._root):
-            if not self._looked and self._directory.steps.store.has_folders:  # where a look takes no request
+            if not (self._looked or self._two_places) and self._directory.steps.store.has_folders:  # no request is made
                 with contextlib.suppress(MismatchError, UnsupportedError):  # which restore_or_init raises
                     resume.has_begun(self._directory)
                 self._looked = True
