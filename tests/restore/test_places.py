@@ -62,7 +62,7 @@ def test_a_sharding_with_too_many_axes_says_for_which_arrays_and_what_to_pass(
             assert named == {"count", "moments/scale", *(path for path, fits in fitting.items() if not fits)}
             assert f"count: [] on {spec}: the array has 0 axes, and the spec divides axis {spec.index('x')}" in lines[1]
             call = lines[-1].removeprefix("sharding=").removesuffix(" leaves out arrays with fewer axes")
-            follow = eval(call, {"P": jax.P, "NamedSharding": NamedSharding, "mesh": mesh})
+            follow = eval(call, {"P": jax.P, "PartitionSpec": jax.P, "NamedSharding": NamedSharding, "mesh": mesh})
             found = tr.restore(tmp_path / "c", state if template else None, sharding=follow)
             for path, array in (("w", found["w"]), ("moments/b", found["moments"]["b"])):
                 assert (not array.sharding.is_fully_replicated) == fitting[path]
