@@ -276,7 +276,7 @@ def test_damaged_states(tmp_path: Path, files: dict[str, bytes], problem: str) -
 
 
 def assert_not_proposed(text: str) -> None:
-    """No text says how to begin anew where the checkpoint has a position."""
+    """No text says how to start over where the checkpoint has a position."""
     for way in ("'ignore'", "'template'", "drop(", "anew", "=['data", "=['iter", "=['more", "**"):
         assert way not in text, text
 
@@ -332,7 +332,7 @@ def test_a_position_that_is_not_there(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as run:
         run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(TREE)))
     own = dataset()
-    with pytest.raises(MismatchError, match=r"missing=\['data'\] takes the template's, and the data begins anew with"):
+    with pytest.raises(MismatchError, match=r"missing=\['data'\] takes the template's, and the data starts over with"):
         tr.restore(tmp_path, like={"state": TREE, "data": own})
     assert tr.restore(tmp_path, like={"state": TREE, "data": own}, missing=["data"])["data"] is own
 

@@ -566,7 +566,7 @@ def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, ca
     for name in ("config.json", "notes_1", "model.msgpack"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01" if name.endswith("msgpack") else b"?")
     begin()
-    assert "begins anew, but a-00000001 is in it; pass prefix='a-' to go on from there\n" in caplog.text
+    assert "starts over, but a-00000001 is in it; pass prefix='a-' to go on from there\n" in caplog.text
     for name in ("gen_1", "dis_1", "checkpoint_0.5"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01")
     begin()

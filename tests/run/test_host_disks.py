@@ -295,7 +295,7 @@ def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["cb", "bc", "ca", "b"])
 def test_nothing_was_copied_and_a_host_is_gone(tmp_path: pathlib.Path, hosts: str) -> None:
-    """No run begins anew for it, and the parts that are left stay until the host is back."""
+    """No run starts over for it, and the parts that are left stay until the host is back."""
     job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
     body = """
 if COUNT == 1:  # to whom the place is like any other

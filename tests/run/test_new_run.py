@@ -49,7 +49,7 @@ def test_a_new_start_sets_all_steps_aside(
         ckpts.pin(20)
         ckpts.rewind(back)
         (text,) = {text.partition(";")[0] for text in warnings()}
-        assert text == "the run begins anew" and ckpts.steps == []
+        assert text == "the run starts over" and ckpts.steps == []
         assert ckpts.restore_or_init(init)[1] == 0
         assert not warnings(), "the program knows of the steps that it has just set aside"
         for step in (1, 2, 3):
@@ -157,7 +157,7 @@ def test_a_run_that_begins_beside_steps_names_them_once(
         ckpts.save(1, init())
         ckpts.save(2, init())
     (text,) = warnings()
-    assert text.startswith(f"{run}: begins anew, but ") and words.format(run=run, parent=run.parent) in text
+    assert text.startswith(f"{run}: starts over, but ") and words.format(run=run, parent=run.parent) in text
     with tr.Checkpointer(run, **options) as ckpts:
         assert ckpts.restore_or_init(init)[1] == 2
         ckpts.save(3, init())

@@ -171,7 +171,7 @@ def unpin(run: str, steps: tuple[int, ...]) -> None:
 @click.command()
 @click.argument("run", type=PATH)
 @click.argument("step", type=click.IntRange(0), required=False)
-@click.option("--all", "all_", is_flag=True, help="Go back to before the first step: the next job begins anew.")
+@click.option("--all", "all_", is_flag=True, help="Go back to before the first step: the next job starts over.")
 def rewind(run: str, step: int | None, all_: bool) -> None:
     """Go back to a STEP of a RUN: the later ones no longer count, and the next job goes on from it.
 

@@ -1,4 +1,4 @@
-"""The processes that are the cause when a process waited in vain, and what its error says of them."""
+"""Which processes to name in the error of a process whose wait timed out, and what to say about them."""
 
 import dataclasses
 from collections.abc import Collection

@@ -4,7 +4,7 @@ Processes hear one another in calls alone (see `multi_process`). A process that 
 one makes no call, and its peers would blame it. So each process renews one key of the job's store every two seconds
 (less often in a large job), from its first call, or from the import of Treering into a job that has formed, to its end.
 Process 0, which runs the store, keeps the roll: it reads these signs without a request, and publishes which processes
-are silent. A process that has waited in vain reads that.
+are silent. A process whose wait timed out reads the roll.
 
 To ask the peers only when one is missed would need a request in each process that waits in the store. JAX's client
 cannot cancel one, and a process whose interpreter ends meanwhile crashes. `get_live_nodes`, JAX's own knowledge, is a

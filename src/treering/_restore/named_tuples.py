@@ -7,7 +7,7 @@ was renamed has the same fields, and neither name is in use on the other side.
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from .._core.leaf_paths import few
 from .._core.skeleton import Node, Skeleton, containers
@@ -71,7 +71,8 @@ def _is_of_optax(name: str) -> bool:
 
 
 def _nodes(skeleton: Skeleton) -> Mapping[str, Node]:
-    kinds = {node.kind for node in skeleton if node.__class__ is Node}  # which calls nothing for a leaf
+    # A restore of many leaves comes through here, and `isinstance` would be one call for each of them.
+    kinds = {cast("Node", node).kind for node in skeleton if node.__class__ is Node}
     return dict(_each(skeleton)) if "namedtuple" in kinds else {}
 
 

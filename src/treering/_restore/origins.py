@@ -110,7 +110,7 @@ class _Search:
             others = {at: there for (other, at), there in theirs.items() if other == kind}
             arrays = [path for path in leaves.values() if _rank(self.leaves[path])]
             origins = {self.sources[path] for path in arrays if path in self.sources}
-            if arrays and not origins:  # a state that begins anew begins with its own numbers
+            if arrays and not origins:  # a state that starts over begins with its own numbers
                 continue
             for rest, path in leaves.items():
                 having = [

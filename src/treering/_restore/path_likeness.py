@@ -28,12 +28,12 @@ def is_average(head: str) -> bool:
 
 
 def may_be_levels(old: str, new: str) -> bool:
-    """Whether the beginnings of two paths may be levels of which one was put in the place of the other."""
+    """Returns True if one of two beginnings of paths may be a level that replaced the other."""
     return is_level(old, new) or not common(old, new)
 
 
 def is_level(old: str, new: str) -> bool:
-    """Whether one beginning of a path is the other with more in one place."""
+    """Returns True if one beginning of a path is the other with more names in one place."""
     if old == new:
         return False
     few, many = sorted((old, new), key=len)

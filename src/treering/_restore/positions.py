@@ -107,8 +107,8 @@ def _missing(
             f"the checkpoint has what cannot be read here, {', '.join(elsewhere.left_out)}: where that is its "
             "position, restore it with the library that wrote it, and put `...` in its place"
         )
-    what = "its random numbers begin" if iterators.is_generator(type(leaf)) else "the data begins"
-    return f"missing='template' or missing=[{path!r}] takes the template's, and {what} anew with that"
+    what = "its random numbers start" if iterators.is_generator(type(leaf)) else "the data starts"
+    return f"missing='template' or missing=[{path!r}] takes the template's, and {what} over with that"
 
 
 def loses(walked: Walk, entries: Mapping[str, Entry], given: "Policy", proposed: "Policy") -> bool:

@@ -614,7 +614,7 @@ class Checkpointer:
 
         They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
 
-        step: None goes back to before the first step, so that all are set aside and the run begins anew. So does 0 in a
+        step: None goes back to before the first step, so that all are set aside and the run starts over. So does 0 in a
             run that has not saved it.
 
         Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.

@@ -171,7 +171,7 @@ class Copies:
                 if not self.taken_over:  # for good: what is far may be replaced by the other job's
                     self._copy_lacking(only)
                     then()
-        except _PausedError as error:  # it begins anew when the run was changed
+        except _PausedError as error:  # it starts over when the run was changed
             self._error = error
         except BaseException as error:  # whatever it is, `finish` must not say that all is copied
             self._report(error)
@@ -225,7 +225,7 @@ class Copies:
             self._begin_later()
 
     def _begin_later(self) -> None:
-        """Begins anew after a while, unless that is to happen already."""
+        """Starts over after a while, unless that is to happen already."""
         if self._timer or self._places.disks:
             return
 

@@ -184,7 +184,7 @@ class Directory:
             self._told_of_later = True
             _log.warning(
                 "%s: step %d is saved behind step %d, which stays the latest: that one is restored, and `keep` counts "
-                "from there; to go on from an earlier step restore it with step=, or rewind to it; to begin anew call "
+                "from there; to go on from an earlier step restore it with step=, or rewind to it; to start over call "
                 "rewind(None), which sets all steps aside",
                 self._root, step, later[-1],
             )  # fmt: skip
@@ -268,7 +268,7 @@ class Directory:
         if later:
             place = run.set_aside(self._store, self._root, list(reversed(later.values())))
             self._begins_anew = not self.steps.committed()
-            where = "the run begins anew" if self._begins_anew else f"going on from step {step}"
+            where = "the run starts over" if self._begins_anew else f"going on from step {step}"
             _log.warning("%s; %d later steps were set aside to %s", where, len(later), place)
 
     def check_own_after(self, step: int) -> None:

@@ -149,7 +149,7 @@ class NearAndFar:
                 f"{self.root}: expected a step, found none, and in {self.near.root} parts of {lacking}, whose other "
                 "parts are on no disk of this job's hosts, or which another job held when this one began; end that "
                 "job, or bring those hosts back, and try again; or, if they are gone for good, remove that directory "
-                "on all hosts to begin anew"
+                "on all hosts to start over"
             )
         standing = self.origin.standing()
         self.far.check_new(knows_local=standing is not None and standing.rank > 0)

@@ -49,7 +49,7 @@ def warn(store: Store, root: str, *, local: bool = False, knows_local: bool = Fa
         if not (knows_local or aside) and store.stat(posixpath.join(root, run.ORIGIN)):
             found.append("it was written from another local= directory, which may have steps that are not copied")
     if found:
-        _log.warning("%s: begins anew, but %s", root, "; ".join(found))
+        _log.warning("%s: starts over, but %s", root, "; ".join(found))
 
 
 def step_of(store: Store, path: str) -> str:

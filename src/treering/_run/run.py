@@ -23,7 +23,7 @@ FINISHED = "finished"  # an empty file in the run's directory: no step comes any
 ORIGIN = "origin"  # the token of the job that has written a run last which is copied from a local disk
 COPIED = "copied-to.json"  # a file on that disk: the run that it belongs to, and tokens
 SET_ASIDE = re.compile(r"rewound-(\d+)")  # a directory of steps that no longer count
-BEFORE_ALL = -1  # the number before every step, to which a run that begins anew goes back
+BEFORE_ALL = -1  # the number before every step, to which a run that starts over goes back
 DIGITS = 8  # of a step in a name; fewer are padded, more are written out
 
 

@@ -141,7 +141,7 @@ def _parts(store: Store, place: str, only: formats.Format | None) -> dict[str, s
     if foreign and not single:
         others = set(formats.foreign_steps(store, place, set(names), only).values())
         known = {posixpath.basename(one.path) for one in others}.union(names)
-        # One that counts for nothing, for there is another of its number, is damaged nevertheless.
+        # A damaged step beside a good one of the same number does not count, but it is still damage.
         rest = [name for name in store.list(place) if name not in known]
         others.update(one for _, one in formats.damaged_steps(store, place, rest, only))
         parts.update({one.path: one.format for one in sorted(others, key=lambda one: one.path)})

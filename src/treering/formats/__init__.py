@@ -51,7 +51,11 @@ def __dir__() -> list[str]:
 
 
 class Format(Protocol):
-    """A kind of checkpoint. Formats of other packages are added with `register`."""
+    """A kind of checkpoint. Formats of other packages are added with `register`.
+
+    A format may also have a method `damaged_steps(store, folder, names)`. It returns the steps, by number, that have
+    the names and the files of its steps and are too damaged for `refuses` to recognize them.
+    """
 
     @property
     def name(self) -> str: ...

@@ -53,7 +53,7 @@ def _failing(function: Any, when: Callable[[int, str], bool]) -> Callable[..., A
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_none(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    """A run would begin anew: what fails says nothing about the format of what is there."""
+    """A run would start over: what fails says nothing about the format of what is there."""
     name = {"flax": "checkpoint_3", "t5x": "checkpoint_3", "levanter": "step-3", "safetensors": "3.safetensors"}
     path = f"odd://t/run/{name.get(format, '3')}"
     tr.save(path, _ONE, format=format)

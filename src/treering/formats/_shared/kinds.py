@@ -55,7 +55,7 @@ def described(store: Store, path: str) -> str | None:
 
 
 def is_other(data: bytes) -> bool:
-    """Whether a file that begins so is of a kind that is known, and no checkpoint."""
+    """Returns True if these are the first bytes of a known kind of file that is no checkpoint."""
     return any(data[at:].startswith(magic) for at, magic, _ in _BEGINNINGS)
 
 

@@ -67,7 +67,7 @@ def write(
         raise MismatchError(f"format='orbax': expected no options of its own, found {', '.join(options)}")
     if UNFINISHED in posixpath.basename(path):
         raise UnsupportedError(
-            f"{path}: Orbax takes a folder with {UNFINISHED!r} in its name for one that was never finished"
+            f"{path}: Orbax treats a folder with {UNFINISHED!r} in its name as unfinished; choose another name"
         )
     leaves = list(_leaves(contents))
     _check(leaves)

@@ -113,7 +113,7 @@ def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
 
 
 def _metadata(contents: Source) -> dict[str, str]:
-    """`__metadata__`: text by name, which always says "format": loaders of Hugging Face's ask for it in every file."""
+    """Returns `__metadata__`, text by name. Loaders of Hugging Face need its "format" in every file."""
     metadata, text = contents.metadata, {}
     pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
     if pairs and all(type(part) is str for pair in pairs for part in pair):

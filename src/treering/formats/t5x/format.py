@@ -55,7 +55,7 @@ class T5X(ZarrFolders):
             return "it does not begin like a state dict in MessagePack"
         if _is_state(first, version, own_name=os.path.basename(file) == FILE):
             return None
-        return f"it begins with {first[1][1]!r:.100}, and has not the version and optimizer that T5X's state dicts are"
+        return f"it begins with {first[1][1]!r:.100}, and lacks the version and the optimizer of a T5X state dict"
 
     def open(self, store: Store, path: str) -> Source:
         from .read import open_state
@@ -113,8 +113,8 @@ def _version_behind(store: Store, file: str) -> Any:
 def _is_state(first: Sequence[tuple[int, Any]], version: Any, *, own_name: bool) -> bool:
     """Returns True if a map with these first tokens, and this version behind them, is a state dict of T5X's.
 
-    All of its keys have to be T5X's, for users have a `version` and an `optimizer`, too. A file with T5X's name may
-    also be of a version that is unknown here, or lack it.
+    All of its keys must be T5X's, because users have a `version` and an `optimizer`, too. A file with T5X's name may
+    also have a version that is unknown here, or no version.
     """
     (_, count), (_, key), *rest = first
     if key == "version" and rest[0][0] in (VALUE, STR) and rest[1][0] == STR:
