@@ -12,18 +12,18 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Stat, Store, Writer
 from .. import detect, get
 
-_BEGIN = (1 << 20) + (1 << 16)  # bytes that are kept: Equinox looks for the end of a line in the first MiB
+_BEGIN = 1 << 17  # bytes that are kept, unless a format looks at more
 _END = 64  # bytes
 
 
 @contextlib.contextmanager
-def new_file(store: Store, path: str, format: str, *, overwrite: bool) -> Iterator[Writer]:
-    """Yields a file to write, as `Store.new_file` does.
+def new_file(store: Store, path: str, format: str, *, overwrite: bool, begin: int = _BEGIN) -> Iterator[Writer]:
+    """Yields a file to write, as `Store.new_file` does; `begin` is how many bytes of it show the format.
 
     Raises `UnsupportedError`, and leaves nothing, if the file would not open as this format.
     """
     with store.new_file(path, overwrite=overwrite) as file:
-        watched = Watched(file)
+        watched = Watched(file, begin)
         yield watched
         check(path, {path: watched}, format)
 
@@ -31,8 +31,8 @@ def new_file(store: Store, path: str, format: str, *, overwrite: bool) -> Iterat
 class Watched:
     """A file that is written, of which the beginning and the end are kept."""
 
-    def __init__(self, file: Writer):
-        self._file = file
+    def __init__(self, file: Writer, begin: int = _BEGIN):
+        self._file, self._most = file, begin
         self.begin, self.end = bytearray(), b""
 
     @property
@@ -42,7 +42,7 @@ class Watched:
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         view = memoryview(data).cast("B")
-        self.begin += view[: max(_BEGIN - len(self.begin), 0)]
+        self.begin += view[: max(self._most - len(self.begin), 0)]
         self.end = (self.end + bytes(view[-_END:]))[-_END:]
 
 

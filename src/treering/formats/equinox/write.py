@@ -18,6 +18,7 @@ from .schema import NAME
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
+_LOOK = 1 << 16  # bytes behind the line of JSON
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 
 
@@ -34,9 +35,9 @@ def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
             path,
             few(guessed),
         )
-    with new_file(store, path, NAME, overwrite=overwrite) as file:
-        if contents.metadata is not None:
-            file.write(json.dumps(contents.metadata).encode() + b"\n")
+    line = b"" if contents.metadata is None else json.dumps(contents.metadata).encode() + b"\n"
+    with new_file(store, path, NAME, overwrite=overwrite, begin=max(len(line), _LOOK) + _LOOK) as file:
+        file.write(line)
         for entry in contents.entries.values():
             if isinstance(entry, ArrayEntry):
                 dtype = dtypes.to_numpy(entry.dtype)
