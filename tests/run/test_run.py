@@ -922,6 +922,7 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
         for step in range(2, 6):
             ckpts.save(step, {"x": step})
         ckpts.wait()
+        first = ckpts
         ckpts.pin(4)
         if finish:
             ckpts.finish()
@@ -942,7 +943,8 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
     assert held["x"] == 1
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
         ckpts.restore_or_init(lambda: {"x": 0})
-        assert ckpts.steps == [2, 4, 5], "this job goes on"
+        assert ckpts.steps == [2, 4, 5], "this job goes on, and the first one's step counts no longer, though it is alive"
+    assert first.restored_step == 1
 
 
 def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) -> None:

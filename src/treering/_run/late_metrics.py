@@ -60,7 +60,7 @@ class LateMetrics:
             return
         if coordinator.position()[0] != 0:  # process 0 decides for all
             return
-        needed = {step}.union(*(one.directory.needed() for one in of_run))
+        needed = {step}.union(*(one.directory.needed() for one in of_run if not one.closed))
         try:
             if self._retention.has_late(needed):
                 with self._under_way.writing():
