@@ -45,6 +45,7 @@ class Process:
 class _Zygote:
     def __init__(self) -> None:
         self._ended: dict[int, int] = {}
+        self.cpu_seconds = 0.0  # of the forks that have ended
         reader, writer = os.pipe()
         command = [sys.executable, __file__, str(writer)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer], text=True)
@@ -79,10 +80,16 @@ class _Zygote:
     def _word(self, timeout: float) -> Any:
         if not select.select([self._words], [], [], max(timeout, 0))[0]:
             raise TimeoutError
-        what, pid, code = json.loads(self._words.readline())
+        what, pid, code, seconds = json.loads(self._words.readline())
         if what == "ended":
             self._ended[pid] = code
+            self.cpu_seconds += seconds
         return what, pid
+
+
+def cpu_seconds() -> float:
+    """Seconds of CPU of all processes of this module that have ended."""
+    return _zygote().cpu_seconds if _zygote.cache_info().currsize else 0.0
 
 
 @functools.cache
@@ -105,10 +112,10 @@ def _serve(words: int) -> str:
     while True:
         asked, _, _ = select.select([sys.stdin], [], [], 0.02 if running else None)
         for pid in [*running]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status, used = os.wait4(pid, os.WNOHANG)
             if ended:
                 running.remove(pid)
-                say("ended", pid, os.waitstatus_to_exitcode(status))
+                say("ended", pid, os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
         if not asked:
             continue
         line = sys.stdin.readline()
@@ -126,7 +133,7 @@ def _serve(words: int) -> str:
             os.dup2(1, 2)
             return script
         running.add(pid)
-        say("forked", pid, None)
+        say("forked", pid, None, 0)
 
 
 if __name__ == "__main__":
