@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-STEPS, SAVE_EVERY, KILL_AFTER = 120, 10, 55
+STEPS, SAVE_EVERY, KILL_AFTER = 60, 10, 25
 
 
 def train(run: str) -> None:
