@@ -37,7 +37,7 @@ thorough: $(VENV)/test
 	TEST_EVERY=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
 quick: $(VENV)/test
-	$(RUN) -m pytest -m "not slow and not long" -n 2
+	$(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test
@@ -79,20 +79,19 @@ fuzz: $(VENV)/test $(VENV)/fuzz
 # What `make lowest` and `make newest` need.
 elsewhere: .venv-lowest/done $(if $(PYTHON_NEWEST),.venv-newest/done)
 
-# The test suite on the oldest releases that pyproject.toml admits; of the cases of a test every third is enough.
+# What depends on other libraries the most, on the oldest releases that pyproject.toml admits.
 lowest: .venv-lowest/done
-	TEST_CASES=3 .venv-lowest/bin/python -m pytest -m "not slow and not peers and (not long or elsewhere)" -n 3
+	.venv-lowest/bin/python -m pytest -m "compat and not peers" -n 3 --dist worksteal
 
-# The test suite on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed
-# here; `make clean` forgets them. `make test` has the same releases: here it is Python that counts, so of the cases of a
-# test that is quick every fifth is enough.
+# The same on Python 3.13 and the newest releases of everything, as they were when pyproject.toml last changed here;
+# `make clean` forgets them.
 ifeq ($(PYTHON_NEWEST),)
 newest:
 	@echo "make newest: SKIPPED: expected python3.13 on the PATH or among pyenv's versions, found none; say where one is \
 	with PYTHON_NEWEST=PATH"
 else
 newest: .venv-newest/done
-	TEST_CASES=5 .venv-newest/bin/python -m pytest -m "not slow and not long" -n 3
+	.venv-newest/bin/python -m pytest -m compat -n 3 --dist worksteal
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
