@@ -11,14 +11,15 @@ import gc
 import importlib.metadata
 import pathlib
 import platform
+import random
 import secrets
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 import azurite
 import durations
@@ -29,9 +30,6 @@ from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
 
-settings.register_profile("part", max_examples=samples.examples(settings().max_examples))
-settings.load_profile("part")
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,27 +39,52 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(durations)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The shipped conformance suite has no marks of ours; what moves 256 MiB through every format is slow.
+_MARKS = {
+    "test_any_size_is_copied_in_bounded_memory": ("slow", "rare"),  # 256 MiB through a format
+    "test_of_many_writers_one_wins": ("long",),
+    "test_a_folder_has_many_names": ("long",),
+    "test_every_format_works_on_it": ("long",),
+    "test_bytes_changed_anywhere": ("long",),
+    "test_files_cut_off_anywhere": ("long",),
+    "test_errors_of_the_disk_leave_nothing": ("long",),
+    "test_large_arrays_and_odd_layouts": ("long",),
+}
 
-    What uses JAX the most, and several processes of it, is run on the oldest releases even where it takes long.
+
+def _is(item: pytest.Item, *marks: str) -> bool:
+    return any(item.get_closest_marker(mark) for mark in marks)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses what is tried (see `samples`). The shipped conformance suite has no marks: they are given here.
 
     Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
+    With `TEST_SHUFFLE=1` nothing has a place of its own: the order is that of the seed.
     """
-    cases: dict[tuple[str, bool], list[pytest.Item]] = collections.defaultdict(list)
-    tried = {item for item in items if item.get_closest_marker("whole")}
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if getattr(item, "originalname", "") == "test_any_size_is_copied_in_bounded_memory":
-            item.add_marker(pytest.mark.slow)
-        if item.path.parent.name in ("processes", "pytree"):
-            item.add_marker(pytest.mark.elsewhere)
-        long = any(item.get_closest_marker(name) for name in ("long", "slow"))
-        cases[item.nodeid.partition("[")[0], long].append(item)
-    for (test, long), own in cases.items():
-        tried.update(own[n] for n in samples.cases(test, len(own), long=long))
-    items[:] = [item for item in items if item in tried]
+        for mark in _MARKS.get(getattr(item, "originalname", ""), ()):
+            item.add_marker(mark)
+        if _is(item, "long", "slow") and not _is(item, "whole"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    if not any("::" in argument for argument in config.args):
+        left_out = {item for item in items if _is(item, "rare") and not samples.is_tried(item.nodeid.partition("[")[0])}
+        for test, own in cases.items():
+            left_out.update(set(own) - {own[n] for n in samples.long_cases(test, len(own))})
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
+    if os.environ.get("TEST_SHUFFLE"):
+        random.Random(samples.SEED).shuffle(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    """Says with a failure how the test is chosen again, whatever the commit is by then."""
+    report = yield
+    if report.failed:
+        report.sections.append(("once more", f"TEST_SEED={samples.SEED} python -m pytest {shlex.quote(item.nodeid)}"))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

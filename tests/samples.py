@@ -1,38 +1,58 @@
-"""How much is tried of what takes minutes: `make test` takes every seventh point of it, and every fourth case of a test
-that is long and has as many, unless it is marked as whole; `make thorough` takes all.
+"""How much is tried of what takes minutes; `make thorough` tries all of it.
 
-Of what is quick all is tried. Where the same is run again on other releases, every third or fifth case of each test is,
-and as large a part of the examples that are made up.
+`make test` tries one of seven points, such as the requests at which a job is killed; one of four cases of a test that
+is marked as `long` or `slow`, unless it is `whole`; and one of four of the tests that are marked as `rare`. Which ones
+depends on the commit, so that they are others after each change: after twenty changes one point of twenty is still to
+come, and one of three hundred cases. `TEST_SEED` chooses instead; what the tests print at their end says which seed
+they had. A test that is called by its name (`FILE::TEST`) is run with all of its cases.
 """
 
 import os
+import subprocess
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeVar
 
 _T = TypeVar("_T")
 
+
+def _commit() -> str:
+    """The beginning of the hash of the commit, or "release" where the tests lie in no repository of their own."""
+    command = ["git", "rev-parse", "HEAD:tests/samples.py", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "release"
+    return done.stdout.split()[1][:12]
+
+
 EVERY = int(os.environ.get("TEST_EVERY", "7"))
-CASES = int(os.environ.get("TEST_CASES", "1"))
-_LONG_CASES = 1 if EVERY == 1 else 4
-_FEW_EXAMPLES = 10
-TRIED = "all" if EVERY == CASES == 1 else f"1 of {EVERY} points, 1 of {_LONG_CASES} long cases, 1 of {CASES} others"
+SEED = os.environ.get("TEST_SEED") or _commit()
+_ONE_OF = 1 if EVERY == 1 else 4
+TRIED = "all" if EVERY == 1 else f"1 of {EVERY} points, 1 of {_ONE_OF} long cases and rare tests, by TEST_SEED={SEED}"
 
 
 def some(points: Iterable[_T], first: int = 0) -> list[_T]:
-    """Every seventh of them, the first one, or the one of that number, among them.
+    """Every seventh of them, and at least one.
 
-    Tests that only differ in what happens at the points begin at other ones, so that together they take all.
+    Tests that only differ in what happens at the points pass numbers of their own as `first`: they begin at other
+    points, so that together they take all.
     """
-    return list(points)[first % EVERY :: EVERY]
+    known = list(points)
+    return known[(first + _number(SEED)) % (min(EVERY, len(known)) or 1) :: EVERY]
 
 
-def cases(test: str, count: int, *, long: bool) -> range:
-    """The numbers of those of so many cases of a test that are tried. Tests begin at other ones, each at its own."""
-    step = max(CASES, _LONG_CASES if long and count >= _LONG_CASES else 1)
-    return range(zlib.crc32(test.encode()) % min(step, count), count, step)
+def long_cases(test: str, count: int) -> range:
+    """The numbers of those of so many cases of a long test that are tried. Each test begins at another one."""
+    step = min(_ONE_OF, count)
+    return range(_number(test + SEED) % step, count, step)
 
 
-def examples(count: int) -> int:
-    """How many of so many examples Hypothesis makes up."""
-    return max(count // CASES, _FEW_EXAMPLES)
+def is_tried(test: str) -> bool:
+    """Whether a rare test is tried."""
+    return _number(SEED + test) % _ONE_OF == 0
+
+
+def _number(text: str) -> int:
+    return zlib.crc32(text.encode())

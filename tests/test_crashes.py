@@ -160,6 +160,7 @@ def _by_linking(store: Any, run: str, paths: list[str]) -> None:
     disk.sync_dir(run)
 
 
+@pytest.mark.long
 def test_a_failure_says_where_and_why(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDisk, "sync", Disk.sync)
     (failure,) = checks.check(SCENARIOS["first save"], folder).failures
@@ -196,6 +197,7 @@ def test_a_scenario_is_recorded_alike_every_time(name: str, folder: pathlib.Path
     assert first.log == second.log
 
 
+@pytest.mark.long
 def test_a_second_process_is_killed_at_each_of_its_operations(folder: pathlib.Path) -> None:
     once, twice = SCENARIOS["killed, then saved, first save"], SCENARIOS["killed twice, then saved, first save"]
     first = [one.variant for one in checks.recorded(once, folder, kind="sync_dir")]
@@ -213,6 +215,7 @@ def test_of_several_processes_each_writes_a_file(name: str, folder: pathlib.Path
     assert {one.process for one in last.log if one.kind == "write" and "arrays-" in one.path} == {0, 1, 2}
 
 
+@pytest.mark.long
 def test_what_recordings_begin_with_alike_is_looked_at_once(folder: pathlib.Path) -> None:
     scenario = SCENARIOS["safetensors: killed, then saved, first save"]
     each = [checks.examine(one, folder) for one in checks.recorded(scenario, folder, kind="sync_dir")]

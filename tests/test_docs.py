@@ -20,7 +20,7 @@ WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
 MARKS = {  # pages that show the newest releases of other libraries, whose own warnings are theirs
     "coming-from.md": [pytest.mark.peers],
-    "integrations.md": [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("default")],
+    "integrations.md": [pytest.mark.peers, pytest.mark.slow, pytest.mark.rare, pytest.mark.filterwarnings("default")],
 }
 RUN = [pytest.param(page, marks=MARKS.get(page.name, [])) for page in PAGES]
 QUIET = {  # other libraries ask for nothing outside of this machine

@@ -101,6 +101,7 @@ def test_a_call_of_orbax_is_answered_with_ours(wrong: str, scope: dict[str, Any]
 ARGUMENTS = [(name, argument) for name, (_, table) in habits.CALLS.items() for argument in table]
 
 
+@pytest.mark.long
 def test_every_answer_works_and_answers_what_is_no_name_here(scope: dict[str, Any], tmp_path: pathlib.Path) -> None:
     for n, (name, argument) in enumerate(ARGUMENTS):
         owner, _, method = name.rpartition(".")

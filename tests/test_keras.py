@@ -58,6 +58,7 @@ def test_an_interrupted_training_ends_as_one_that_was_not(tmp_path: pathlib.Path
     assert tr.steps(tmp_path / "run") == []  # deleted at the end, as Keras does
 
 
+@pytest.mark.rare
 def test_a_killed_training_goes_on(tmp_path: pathlib.Path) -> None:
     program = f"""
 import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})

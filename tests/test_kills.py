@@ -27,6 +27,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Pat
     assert_old_and_new("points", name, tmp_path)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_kill_before_and_after_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path) -> None:
     """In a run some operations fail as a matter of course, such as a look at what is not there."""

@@ -4,6 +4,8 @@ import ast
 import functools
 import pathlib
 
+import pytest
+
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
 LAYERS = [  # from top to bottom
     {"testing", "keras"},
@@ -68,6 +70,7 @@ def test_every_file_has_a_layer() -> None:
     assert {_room(module) for module in FILES} == set().union(*LAYERS)
 
 
+@pytest.mark.long
 def test_imports_run_downwards() -> None:
     wrong = [
         f"{module} imports {other}"

@@ -16,6 +16,8 @@ import pytest
 import treering as tr
 from treering._restore import options as _options
 
+pytestmark = pytest.mark.compat
+
 NAMES = [name for name in dir(tr) if name not in ("__version__", "errors", "keep")]
 
 

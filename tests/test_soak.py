@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_hundreds_of_saves_and_restores_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "torture.soak", "300", str(tmp_path), "--quick"]

@@ -25,6 +25,7 @@ def test_no_attack_succeeds(format: str, tmp_path: Path) -> None:
     check(some(name for name in load() if name.split("/")[0] == format), tmp_path / "x")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_sample_of_the_attacks(tmp_path: Path) -> None:
     check(list(load())[::QUICK], tmp_path / "x")

@@ -186,11 +186,13 @@ def _race(
     assert met > 2, "nobody came in between"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RACES)
 def test_nothing_outside_is_touched_when_a_folder_is_replaced_by_a_link(name: str, tmp_path: Path) -> None:
     _race(RACES[name], tmp_path, None)
 
 
+@pytest.mark.long
 @as_root
 @pytest.mark.parametrize("name", BY_OTHERS)
 def test_no_link_of_another_user_is_followed_when_steps_are_removed_or_moved(name: str, tmp_path: Path) -> None:
@@ -281,6 +283,7 @@ def test_what_a_link_of_a_steps_name_leads_to_is_left_alone(tmp_path: Path) -> N
     assert _seen(outside) == before
 
 
+@pytest.mark.long
 def test_a_leftover_of_any_depth_and_kind_never_fails_a_save(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is removed with three open directories, and without recursion."""
     os.mkfifo(shared / ".c.safetensors.000000.tmp")

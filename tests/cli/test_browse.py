@@ -90,6 +90,7 @@ def test_a_search_unfolds_what_it_finds(run: pathlib.Path) -> None:
     drive([tr.open(run)], do)
 
 
+@pytest.mark.long
 def test_steps_of_a_run_are_opened_when_they_are_unfolded(run: pathlib.Path) -> None:
     (run / "step-00000009").mkdir()
 
@@ -123,6 +124,7 @@ def test_two_checkpoints_are_compared(run: pathlib.Path) -> None:
     drive([tr.open(run, step=1), tr.open(run, step=2)], do)
 
 
+@pytest.mark.rare
 @pytest.mark.long
 def test_a_hundred_thousand_leaves_stall_nothing(tmp_path: pathlib.Path) -> None:
     """Counts what is made, for times are not asserted: nothing takes more nodes at once than a group has."""

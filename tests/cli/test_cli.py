@@ -85,6 +85,7 @@ def test_ls_shows_the_steps_of_other_libraries(tmp_path: pathlib.Path, treering:
     ]
 
 
+@pytest.mark.long
 def test_what_prune_deletes_is_what_a_run_with_that_policy_deletes(tmp_path: pathlib.Path, treering: Any) -> None:
     policies = [
         (["last:2"], tr.keep.last(2)),
@@ -140,6 +141,7 @@ def test_pins_are_those_of_the_run(run: str, treering: Any) -> None:
     assert treering("pin", run, 9).code == 3
 
 
+@pytest.mark.long
 def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> None:
     found = treering("rewind", run, 2)
     assert found.code == 0 and "set aside" in found.err and tr.steps(run) == [1, 2]
@@ -456,6 +458,7 @@ def test_hostile_names_never_reach_the_terminal(tmp_path: pathlib.Path, treering
     assert safe(name) == r"\x1b[31m\r\n\u202ename"
 
 
+@pytest.mark.long
 def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
     tree = {"a": {"w": np.arange(6.0, dtype="float32").reshape(2, 3)}, "b": np.ones(2, "int32")}
     paths = {
@@ -505,6 +508,7 @@ def test_a_damaged_checkpoint_is_an_error_without_a_traceback(run: str, treering
     assert debugged.code == 3 and "Traceback" in debugged.err and "CorruptError" in debugged.err
 
 
+@pytest.mark.long
 def test_looking_imports_neither_jax_nor_numpy(run: str) -> None:
     code = f"""
 import sys
@@ -519,6 +523,7 @@ for call in (["--help"], ["ls", {run!r}], ["pin", {run!r}, "2"], ["prune", {run!
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {f"leaf{'x' * 200}{n}y{n}": np.ones(n) for n in range(2000)})
     command = [sys.executable, "-m", "treering", "show", "--all", str(tmp_path / "c")]
@@ -581,6 +586,7 @@ def test_colours_go_to_terminals_alone_and_narrow_ones_cut(run: str) -> None:
     assert on_terminal(20, "ls", run) and "\x1b" not in program("ls", run, "--keep", "last:1").stdout
 
 
+@pytest.mark.long
 def test_completions_are_printed_for_every_shell() -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "_TREERING_COMPLETE" in program("completion", shell).stdout

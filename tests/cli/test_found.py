@@ -201,6 +201,7 @@ def test_huge_integers_are_shown(tmp_path: pathlib.Path, treering: Any) -> None:
     assert treering("show", tmp_path / "c", "--json").code == 0
 
 
+@pytest.mark.long
 def test_outputs_that_are_closed_or_have_another_encoding(run: pathlib.Path) -> None:
     command = f"{sys.executable} -m treering show {run} x"
     latin = subprocess.run(command, shell=True, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
@@ -275,6 +276,7 @@ def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeyp
     assert min(read) > 16000 and sum(read) == 64 * 1024 + 24
 
 
+@pytest.mark.long
 def test_what_a_newcomer_tripped_over(tmp_path: pathlib.Path, treering: Any, run: pathlib.Path) -> None:
     assert treering("diff", run, "--steps", 1, 2).code == 1
     assert treering("diff", run, "--steps", 1, 1).code == 0

@@ -65,6 +65,7 @@ def _report(treering: Any, run: pathlib.Path, *options: object) -> dict[str, Any
     return _Data(page.read_text("utf-8")).data
 
 
+@pytest.mark.long
 def test_the_data_are_those_of_the_run(run: pathlib.Path, treering: Any) -> None:
     data = _report(treering, run)
     assert [row["step"] for row in data["steps"]] == data["read"] == list(range(10, 90, 10))
@@ -87,6 +88,7 @@ def test_the_data_are_those_of_the_run(run: pathlib.Path, treering: Any) -> None
     assert {row["path"] for row in data["diff"]["changed"]} == layers
 
 
+@pytest.mark.long
 def test_steps_leaves_and_the_two_that_are_compared_are_chosen(run: pathlib.Path, treering: Any) -> None:
     data = _report(treering, run, "--steps", 3, "--leaves", "layers/*/b", "--compare", 10, 30)
     assert data["read"][0] == 10 and data["read"][-1] == 80 and len(data["read"]) == 3
@@ -108,6 +110,7 @@ def test_layers_that_are_alike_count_with_all_their_bytes(run: pathlib.Path, tre
     assert leaves(tree) == tree["nbytes"] == sum(np.asarray(leaf).nbytes for leaf in tr.open(run).values())
 
 
+@pytest.mark.long
 def test_what_is_damaged_is_named_in_the_page_and_on_stderr(run: pathlib.Path, treering: Any) -> None:
     (arrays,) = (run / "step-00000030").glob("*.safetensors")
     data = bytearray(arrays.read_bytes())
@@ -140,6 +143,7 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
     assert treering("report", run.parent / "none", "-o", page).code == 3 and not page.exists()
 
 
+@pytest.mark.long
 def test_files_beside_weights_are_written_and_replaced(run: pathlib.Path, treering: Any) -> None:
     """A folder with files of other libraries is a checkpoint, but it belongs to nobody."""
     for name in ("model.safetensors", "flax_model.msgpack", "streaming_params"):

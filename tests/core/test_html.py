@@ -71,6 +71,7 @@ def test_reports(ckpt: tr.Checkpoint, tmp_path: pathlib.Path) -> None:
     assert "1 problem" in Page(tr.verify(tmp_path / "d")._repr_html_()).text
 
 
+@pytest.mark.long
 def test_what_is_large_or_deep_ends(tmp_path: pathlib.Path) -> None:
     deep = "/".join("a" * 5000)
     names = [deep, *(f"{'x' * (n % 97)}y{n}z{'w' * (n % 3)}/{n}" for n in range(5000))]

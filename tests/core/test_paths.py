@@ -171,6 +171,7 @@ def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
     assert tr.restore("./gs:/ckpt") == {"a": 1} and tr.restore("./~") == {"a": 2}
 
 
+@pytest.mark.long
 def test_what_globs_may_match_below_a_path() -> None:
     """Against all paths of up to four components of three names."""
     paths = ["/".join(parts) for n in range(1, 5) for parts in itertools.product("abc", repeat=n)]

@@ -101,6 +101,7 @@ def test_a_run_that_is_killed_and_told_to_stop_ends_with_the_same_bits(name: str
     assert not tr.diff(tmp_path / "peaceful", run)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_adapters_are_saved_without_the_weights_that_they_adapt(tmp_path: pathlib.Path) -> None:
     run, model = tmp_path / "run", tmp_path / "model.safetensors"
@@ -112,6 +113,7 @@ def test_adapters_are_saved_without_the_weights_that_they_adapt(tmp_path: pathli
     assert finish("lora.py", run, "--steps", 20, "--model", model)[-1] != trained, "the file is what counts"
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_best_step_by_an_evaluator_that_is_killed_is_kept(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
@@ -133,6 +135,7 @@ def test_the_best_step_by_an_evaluator_that_is_killed_is_kept(tmp_path: pathlib.
     assert tr.steps(run) == [best, 120, 140]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_parameters_of_eight_devices_on_one(tmp_path: pathlib.Path) -> None:
     *_, many, saved = finish("params_only.py", tmp_path / "run", "--save", devices=8)

@@ -93,6 +93,8 @@ def flips(path: pathlib.Path, most: int | None) -> Iterator[tuple[pathlib.Path, 
         yield (*places[n], n % 8)
 
 
+@pytest.mark.rare
+@pytest.mark.long
 @pytest.mark.parametrize("most", [400, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_flipped_bit(saved: pathlib.Path, most: int | None) -> None:
     before = leaves(saved, None)
@@ -114,6 +116,8 @@ def test_every_bit_of_some_bytes(saved: pathlib.Path) -> None:
             flip(file, at, bit)
 
 
+@pytest.mark.rare
+@pytest.mark.long
 @pytest.mark.parametrize("most", [300, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
     before = leaves(saved, None)
@@ -126,6 +130,7 @@ def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
         file.write_bytes(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, True, False])
 def test_bytes_that_were_appended_and_pages_that_were_lost(saved: pathlib.Path, mmap: bool | None) -> None:
     before = leaves(saved, None)
@@ -158,6 +163,7 @@ def test_files_of_another_checkpoint(saved: pathlib.Path, tmp_path: pathlib.Path
     assert leaves(saved, None) == after and tr.verify(saved).ok  # now it is the other one, whole
 
 
+@pytest.mark.long
 def test_blocks_that_changed_places(tmp_path: pathlib.Path) -> None:
     """Every block has its own place: a block of zeros, or another good one, is as bad as noise."""
     rng = np.random.default_rng(0)

@@ -120,6 +120,7 @@ def test_what_orbax_wrote_fits_its_own_template(tmp_path: pathlib.Path, name: st
         assert not found.changed and found.equal > 0 and all(tr.open(path)[name] is None for name in lone)
 
 
+@pytest.mark.long
 def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
     """Saved itself, its list has numbers and an attribute as keys, which Orbax cannot read back even into the model."""
     model, like = Model(0), Model(1)
@@ -176,6 +177,7 @@ def test_flax_and_its_relatives(tmp_path: pathlib.Path, name: str, format: str) 
     assert set(tr.open(tmp_path / "ours")) == set(tr.open(path))
 
 
+@pytest.mark.long
 def test_shapes_with_shardings_are_templates(tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((8,), ("x",))
     where = NamedSharding(mesh, PartitionSpec())
@@ -208,6 +210,7 @@ def test_other_formats_do_not_show_them(tmp_path: pathlib.Path) -> None:
         assert_same(tr.restore(tmp_path / format, nnx.state(Model(1), nnx.Param)), params)
 
 
+@pytest.mark.long
 def test_a_run_that_orbax_began_goes_on(tmp_path: pathlib.Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=ocp.args.StandardSave(nnx.state(optimizer(0))))

@@ -36,12 +36,14 @@ FLOAT8 = tuple(d for d in DTYPES if d.startswith("float8") and d != "float8_e4m3
 ZARR = (*NUMPY, *FLOAT8, *(d for d in NEW if hasattr(tensorstore, d)), "bfloat16", "int2", "int4")
 
 
+@pytest.mark.compat
 class TestTreering(FormatConformance):
     format = "treering"
     step_name = "step-{}"
     checksums = True
 
 
+@pytest.mark.compat
 class TestSafetensors(FormatConformance):
     format = "safetensors"
     suffix = ".safetensors"
@@ -72,6 +74,7 @@ class TestSafetensorsFolder(TestSafetensors):
         self.assert_holds(tmp_path / "x.safetensors", self.small())
 
 
+@pytest.mark.compat
 class TestFlax(FormatConformance):
     format = "flax"
     suffix = ".msgpack"
@@ -106,6 +109,7 @@ class TestEquinox(FormatConformance):
     streams = True
 
 
+@pytest.mark.compat
 class TestT5X(FormatConformance):
     format = "t5x"
     step_name = "checkpoint_{}"
@@ -120,6 +124,7 @@ class TestT5X(FormatConformance):
         return {**super().small(), "large": sample("float32", (130, 130))}
 
 
+@pytest.mark.compat
 class TestOrbax(FormatConformance):
     format = "orbax"
     step_name = "{}"

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from hostile import damaged, outcome, shuffled
-from samples import examples
 from treering import formats, rules, stores
 from treering._core.boxes import whole
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
@@ -88,6 +87,7 @@ def model(seed: int = 0) -> Model:
 # Reading
 
 
+@pytest.mark.long
 def test_a_model_of_equinox(tmp_path: Path) -> None:
     path = tmp_path / "m.eqx"
     eqx.tree_serialise_leaves(path, model(0))
@@ -100,6 +100,7 @@ def test_a_model_of_equinox(tmp_path: Path) -> None:
     assert type(tr.restore(path)) is list and len(tr.restore(path)) == 9
 
 
+@pytest.mark.long
 def test_a_real_file_with_its_line_of_json() -> None:
     ckpt = tr.open(REAL)
     assert ckpt.metadata == {"width": 16, "depth": 3}
@@ -541,8 +542,9 @@ def test_damaged_files(tmp_path: Path) -> None:
         assert outcome(path) != "fine" or size in (11, 145, 289), size
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**32))
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shuffled_files(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "x.eqx"
     path.write_bytes(shuffled(SMALL, seed))

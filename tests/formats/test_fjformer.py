@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import REAL, assert_described, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
-from samples import examples
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.formats._shared import state_dict_write
@@ -354,6 +353,7 @@ def test_malformed_streams(tmp_path: Path, data: bytes, kind: type, text: str) -
     assert type(caught.value) is kind and str(tmp_path / "x") in str(caught.value)
 
 
+@pytest.mark.long
 def test_damage_anywhere(tmp_path: Path) -> None:
     save(tmp_path / "x", {"a": {"w": np.arange(3, dtype=np.int16), "n": None}, "step": 5, "z": np.float32(1)})
     data = (tmp_path / "x").read_bytes()
@@ -365,7 +365,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     path = tmp_path_factory.getbasetemp() / "streaming_params"

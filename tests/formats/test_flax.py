@@ -33,7 +33,6 @@ from safetensors.numpy import save_file
 import treering as tr
 from helpers import assert_described, described
 from hostile import damaged, outcome, shuffled
-from samples import examples
 from treering import formats, stores
 from treering.errors import (
     CorruptError,
@@ -222,6 +221,7 @@ def backend() -> Iterator[Any]:
     flax.config.update("flax_use_orbax_checkpointing", before)
 
 
+@pytest.mark.long
 def test_a_train_state(tmp_path: Path, backend: Any) -> None:
     backend(False)
 
@@ -831,6 +831,7 @@ def test_arrays_that_begin_alike_are_tested_like_others(tmp_path: Path, monkeypa
     assert "key 'x' twice" in quickly[1][1] and "UTF-8" in quickly[2][1]
 
 
+@pytest.mark.long
 def test_damage_to_large_arrays(tmp_path: Path) -> None:
     data = b"\x82\xa1w" + chunked() + b"\xa1g" + msgpack.packb("//GDAPlaceholder:g")
     path = tmp_path / "x.msgpack"
@@ -856,7 +857,8 @@ TREES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(60), deadline=None)
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
 @given(tree=st.dictionaries(st.text(max_size=4), TREES, max_size=4), seed=st.integers(0, 2**32))
 def test_any_tree_and_any_damage(tmp_path_factory: pytest.TempPathFactory, tree: Any, seed: int) -> None:
     folder = tmp_path_factory.mktemp("any")
@@ -867,7 +869,8 @@ def test_any_tree_and_any_damage(tmp_path_factory: pytest.TempPathFactory, tree:
         outcome(path)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=60))
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.msgpack"

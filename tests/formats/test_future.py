@@ -317,6 +317,7 @@ def test_an_array_file_of_a_later_version_hides_no_damage_beside_it(tmp_path: pa
         assert "1 problems" in str(raised.value) and metrics.name in str(raised.value)
 
 
+@pytest.mark.long
 def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, TREE)

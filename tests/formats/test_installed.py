@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 _FORMAT = """
 import numpy as np
 from treering.formats.safetensors.format import FORMAT as SAFETENSORS
@@ -32,6 +34,7 @@ def _install(folder: pathlib.Path, name: str, code: str, point: str) -> None:
     (info / "entry_points.txt").write_text(f"[treering.formats]\n{point}\n")
 
 
+@pytest.mark.long
 def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib.Path) -> None:
     _install(tmp_path, "mine_format", _FORMAT, "mine = mine_format:FORMAT")
     _install(tmp_path, "broken_format", "1 / 0", "broken = broken_format:FORMAT")

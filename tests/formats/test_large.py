@@ -30,6 +30,7 @@ def _outcome(parse: Any) -> Any:
         return "refused"
 
 
+@pytest.mark.long
 def test_fields_decoded_at_once_are_those_of_strict_parsing() -> None:
     """Whatever is written into a text, both ways take it for the same, or refuse it."""
     draw = random.Random(0)
@@ -108,6 +109,7 @@ def _headers(monkeypatch: pytest.MonkeyPatch) -> list[ArrayHeader]:
     return made
 
 
+@pytest.mark.long
 def test_a_few_leaves_of_many(many: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _headers(monkeypatch)
     ckpt = tr.open(many)
@@ -119,6 +121,7 @@ def test_a_few_leaves_of_many(many: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert tr.verify(many).ok
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_the_tensor_itself_is_found_at_once(many: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A header of another shape than the manifest's, sealed anew; one with a hole is found when all of it is read."""
     file = next(many.glob("arrays-*"))

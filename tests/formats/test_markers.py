@@ -58,6 +58,7 @@ _NAMES = """
 NAMES = _NAMES.split()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", WRITTEN)
 def test_keys_that_are_marks_of_formats(tmp_path: Path, format: str) -> None:
     problems = [
@@ -68,6 +69,7 @@ def test_keys_that_are_marks_of_formats(tmp_path: Path, format: str) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", WRITTEN)
 def test_names_that_are_marks_of_formats(tmp_path: Path, format: str) -> None:
     trees = {"tree": {"w": W}, "T5X": TREES["version, optimizer"], "levels": TREES["levels of T5X"], "number": 3}

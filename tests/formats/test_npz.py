@@ -73,6 +73,8 @@ def test_a_leaf_with_leaves_below_it_is_refused(tmp_path: Path) -> None:
         tr.open(tmp_path / "x.npz")
 
 
+@pytest.mark.rare
+@pytest.mark.long
 def test_what_expands_is_read_when_it_is_trusted(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez_compressed(path, a=np.zeros(10_000_000, np.float64))
@@ -120,6 +122,7 @@ def test_damage_is_named(tmp_path: Path, data: bytes, kind: type[TreeringError],
         tr.restore(tmp_path / "x.npz")
 
 
+@pytest.mark.long
 def test_a_part_is_read_whatever_is_read_before(tmp_path: Path) -> None:
     array = np.arange(3_000_000, dtype=np.int32).reshape(1000, 3000)
     np.savez_compressed(tmp_path / "x.npz", a=array)

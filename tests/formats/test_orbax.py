@@ -27,7 +27,6 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import treering as tr
 from helpers import assert_same
 from hostile import outcome, shuffled
-from samples import examples
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.testing._doubles import CountingDisk
@@ -351,6 +350,7 @@ def test_items_of_other_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         tr.open(tmp_path / "0")
 
 
+@pytest.mark.long
 def test_items_that_are_arrays_and_keys(tmp_path: Path) -> None:
     keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1), 4), "raw": jax.random.PRNGKey(5)}
     with ocp.CheckpointManager(tmp_path / "run") as run:
@@ -666,7 +666,7 @@ def test_damage(tmp_path: Path, name: str) -> None:
     assert "fine" in seen and (len(seen) > 1 or name == "_sharding")
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tree_of_keys(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "ckpt"

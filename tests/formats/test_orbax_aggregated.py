@@ -47,6 +47,7 @@ def test_runs_and_items(release: str) -> None:
     assert_same(tr.restore(FOLDER / release / "manager"), tr.restore(FOLDER / release / "manager" / "3" / "default"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_train_state_as_the_template(release: str) -> None:
     class Model(nn.Module):

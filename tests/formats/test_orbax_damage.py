@@ -339,6 +339,7 @@ def test_a_template_stands_in_for_the_list_of_leaves(tmp_path: Path, ocdbt: bool
             tr.restore(path)
 
 
+@pytest.mark.long
 def test_every_array_that_is_gone_is_named(tmp_path: Path) -> None:
     tree = {f"a{n}": np.full(4, n + 1.0) for n in range(122)} | {"n": 5, "s": 6}
     for zarr3, about in ((False, ".zarray"), (True, "zarr.json")):
@@ -353,6 +354,7 @@ def test_every_array_that_is_gone_is_named(tmp_path: Path) -> None:
         assert_same(tr.restore(path, at="a1"), tree["a1"])
 
 
+@pytest.mark.long
 def test_every_chunk_that_is_gone_is_named(tmp_path: Path) -> None:
     array = np.arange(123 * 4.0).reshape(123, 4) + 1
     for name, ocdbt in (("files", False), ("database", True)):

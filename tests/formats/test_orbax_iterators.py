@@ -96,6 +96,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and one.name == "treering"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_iterator_goes_on_where_orbax_saved_it(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     data = drawn(KINDS[kind])
@@ -117,6 +118,7 @@ def test_an_iterator_goes_on_where_orbax_saved_it(tmp_path: Path, caplog: pytest
     assert tr.steps(tmp_path / "run") == [2, 3]
 
 
+@pytest.mark.long
 def test_maxtext(tmp_path: Path) -> None:
     """`items` and `iter`, where the template may have only the one of them that is wanted."""
     data = drawn(dataset)
@@ -136,6 +138,7 @@ def test_maxtext(tmp_path: Path) -> None:
     assert tr.open(tmp_path / "run", step=4)["more/iter"] == [{"next_index": DRAWN + 5}]
 
 
+@pytest.mark.long
 def test_iterators_by_themselves_and_of_version_1(tmp_path: Path) -> None:
     data = drawn(dataset)
     ocp.Checkpointer(grain.checkpoint.CheckpointHandler()).save(tmp_path / "alone", data)
@@ -190,6 +193,7 @@ def of_two(path: Path, *, make: Any = dataset) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_another_number_of_processes(tmp_path: Path) -> None:
     run = of_two(tmp_path / "run")
     new = dataset()
@@ -291,6 +295,7 @@ def save_tree(path: Path, name: str = "data") -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     ("like", "at", "said"),
@@ -318,6 +323,7 @@ def test_no_suggestion_loses_a_position(tmp_path: Path, native: bool, like: Any,
     assert_not_proposed(str(error.value))
 
 
+@pytest.mark.long
 def test_the_rule_that_an_error_names_takes_the_position(tmp_path: Path) -> None:
     run, like = save_tree(tmp_path / "run"), {"state": TREE, "iter": dataset()}
     with pytest.raises(MismatchError) as error:

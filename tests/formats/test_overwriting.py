@@ -66,6 +66,7 @@ def test_other_files_stay(tmp_path: pathlib.Path, format: str, links: bool, use_
     assert kept == written | OTHERS.keys() | {"link", "broken", "fresh"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FOLDERS)
 def test_a_folder_with_a_run_or_other_folders_in_it_is_refused(tmp_path: pathlib.Path, format: str) -> None:
     path = tmp_path / "run"
@@ -97,6 +98,7 @@ def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: pathlib.Path, 
         assert listing(tmp_path) == before
 
 
+@pytest.mark.long
 def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib.Path) -> None:
     """Items of Orbax, T5X's state of the data: they are parts of the old checkpoint, and not of the new one."""
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
@@ -255,6 +257,7 @@ def test_several_checkpoints_of_orbax_in_a_folder_stay(tmp_path: pathlib.Path) -
     assert listing(tmp_path) == before
 
 
+@pytest.mark.long
 def test_all_that_orbax_wrote_is_replaced(tmp_path: pathlib.Path) -> None:
     for place in (REAL / "orbax").glob("*/*/_METADATA"):
         shutil.copytree(place.parent, tmp_path / place.parent.relative_to(REAL / "orbax"))

@@ -28,7 +28,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import REAL, assert_read_as_by, assert_same, described
 from hostile import damaged, outcome, shuffled
-from samples import examples
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.formats._zarr.chunks import divided
@@ -136,6 +135,7 @@ def test_checkpoints_of_t5x(tmp_path: Path, name: str) -> None:
     assert int(step) in tr.steps(REAL / "t5x" / run) and tr.open(REAL / "t5x" / run, step=int(step)).step == int(step)
 
 
+@pytest.mark.long
 def test_a_real_file_with_every_leaf_in_it(tmp_path: Path) -> None:
     path = REAL / "t5x" / "test_t5_tiny.checkpoint_0"
     expected = serialization.msgpack_restore(path.read_bytes())["optimizer"]
@@ -216,6 +216,7 @@ def test_a_model_folder(tmp_path: Path, kvstore: str, large: int) -> None:
     assert tr.open(tmp_path).nbytes == sum(path.stat().st_size for path in beside)
 
 
+@pytest.mark.long
 def test_into_templates(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint_5", small_t5())
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -563,6 +564,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 # Damage
 
 
+@pytest.mark.long
 def test_damage_anywhere(tmp_path: Path) -> None:
     save(tmp_path / "x", {"target": {"w": np.arange(6, dtype=np.int16)}, "state": {"step": 1, "n": None}})
     data = (tmp_path / "x" / "checkpoint").read_bytes()
@@ -574,7 +576,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
     assert {"fine", "CorruptError", "UnsupportedError", "NotFoundError"} <= seen
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"

@@ -36,7 +36,6 @@ from bundles import (
     varint,
 )
 from hostile import damaged, outcome, shuffled
-from samples import examples
 from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.t5_names import T5_TO_T5X
@@ -551,6 +550,7 @@ def test_every_change_of_the_index_is_found(tmp_path: Path, compress: Any) -> No
         assert data.startswith(good[:-48])  # blocks have checksums; only what is around the footer has none
 
 
+@pytest.mark.long
 def test_messages_that_lie(tmp_path: Path) -> None:
     """The same with checksums that fit, so that it is the contents that are tested."""
     path = tmp_path / "x.index"
@@ -661,8 +661,9 @@ def test_tables_that_lie(tmp_path: Path) -> None:
     error(UnsupportedError, "version 1 of the format, found 2")
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**32))
-@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shuffled_files(tmp_path: Path, seed: int) -> None:
     bundle = small()
     path = bundle.save(tmp_path / "x")

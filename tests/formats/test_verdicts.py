@@ -84,6 +84,7 @@ def test_readers_find_what_there_is(examine: Callable[[pathlib.Path], dict[str, 
     assert {name: one for name, one in found.items() if not is_same(one, VERDICTS[name])} == {}
 
 
+@pytest.mark.long
 def test_what_people_call_comes_to_the_same_verdicts() -> None:
     for name in VERDICTS.keys() - {"file-unused-lost", "damaged-and-later"}:
         expected = VERDICTS[name]
@@ -122,6 +123,7 @@ def test_there_are_cases_of_every_kind() -> None:
         assert sum(word in [part for part in kind if isinstance(part, str)] for kind in kinds) >= 20
 
 
+@pytest.mark.long
 def test_the_schema_accepts_what_is_valid() -> None:
     validator = jsonschema.Draft202012Validator(SCHEMA)
     for name, verdict in VERDICTS.items():
@@ -129,6 +131,7 @@ def test_the_schema_accepts_what_is_valid() -> None:
             validator.validate(json.loads((GOLDEN / name / "treering.json").read_bytes()))
 
 
+@pytest.mark.long
 def test_the_schema_refuses_what_it_can_see() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     validator = jsonschema.Draft202012Validator(SCHEMA)

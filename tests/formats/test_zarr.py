@@ -18,7 +18,6 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from samples import examples
 from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats._zarr import array as zarr
@@ -413,6 +412,7 @@ def test_sharded_chunks_whose_index_lies(tmp_path: Path, offset: int) -> None:
         whole(lay(tmp_path, metadata, {"c/0": DATA + struct.pack("<4Q", *[(1 << 64) - 1] * 2, 8, 8)}))
 
 
+@pytest.mark.long
 def test_every_truncation_and_flipped_byte_of_an_array(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.float32)
     make(tmp_path / "a", array, [12], compressor=GZIP)
@@ -433,6 +433,7 @@ def test_every_truncation_and_flipped_byte_of_an_array(tmp_path: Path) -> None:
     assert found > 200
 
 
+@pytest.mark.long
 def test_broken_databases(tmp_path: Path) -> None:
     make(Path("a"), np.arange(300, dtype=np.float32), [100], base=tmp_path)
     found = 0
@@ -494,7 +495,8 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.long
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(version=st.sampled_from([version_2, version_3]), data=st.data())
 def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObject) -> None:
     metadata = version()
@@ -506,7 +508,8 @@ def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObjec
         pass
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.long
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     compressor=st.sampled_from([None, GZIP, {"id": "zstd"}, {"id": "blosc"}, {"id": "bz2"}, {"id": "zlib"}]),
     chunk=st.binary(max_size=60),

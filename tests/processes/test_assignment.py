@@ -97,6 +97,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[Layout, int]]]:
     return count, draw(st.lists(arrays, min_size=1, max_size=5))
 
 
+@pytest.mark.long
 @unhurried
 @given(jobs())
 def test_every_element_has_one_writer_who_holds_it(job: tuple[int, list[tuple[Layout, int]]]) -> None:
@@ -123,6 +124,7 @@ def within(box: Box, outer: Box) -> bool:
     return all(a <= start and stop <= b for (start, stop), (a, b) in zip(box, outer, strict=True))
 
 
+@pytest.mark.long
 @unhurried
 @given(jobs())
 def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int, list[tuple[Layout, int]]]) -> None:
@@ -134,6 +136,7 @@ def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int,
             assert at.tolist() == list(range(assignment._offset(box, outer), assignment._offset(box, outer) + at.size))
 
 
+@pytest.mark.long
 @unhurried
 @given(jobs())
 def test_the_same_in_every_process(job: tuple[int, list[tuple[Layout, int]]]) -> None:
@@ -144,6 +147,7 @@ def test_the_same_in_every_process(job: tuple[int, list[tuple[Layout, int]]]) ->
     assert plain[0] == plain[1]
 
 
+@pytest.mark.long
 @unhurried
 @given(jobs(), st.sampled_from([64, 500, 4000]))
 def test_what_is_small_is_never_cut(job: tuple[int, list[tuple[Layout, int]]], least: int) -> None:
@@ -194,6 +198,7 @@ def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
     return NamedSharding(mesh, P(*spec)), tuple(part * draw(st.integers(1, 3)) for part in parts)
 
 
+@pytest.mark.long
 @unhurried
 @given(shardings())
 def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedSharding, tuple[int, ...]]) -> None:
@@ -371,6 +376,7 @@ def handed_bytes(data: Any) -> bytes:
     return np.ascontiguousarray(data).tobytes()
 
 
+@pytest.mark.long
 @unhurried
 @given(states(), st.booleans())
 def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) -> None:
@@ -404,6 +410,7 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
         assert (times == 1).all() and value.tobytes() == copy.tobytes()
 
 
+@pytest.mark.long
 @unhurried
 @given(states())
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
@@ -416,6 +423,7 @@ def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> 
     assert falling == sorted(falling, reverse=True)
 
 
+@pytest.mark.long
 @unhurried
 @given(states(), st.sampled_from([1, 1000, 100_000]))
 def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> None:
@@ -493,6 +501,7 @@ def boxes_in_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
     return shape, outer, inner  # type: ignore[return-value]
 
 
+@pytest.mark.long
 @unhurried
 @given(boxes_in_boxes())
 def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
@@ -511,6 +520,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
         assert np.shares_memory(held, data)  # nothing is copied here
 
 
+@pytest.mark.long
 @unhurried
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), max_size=3),

@@ -231,6 +231,7 @@ sync("after")
     assert results[0].report[0][4:] == [None, True]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_file_system_that_is_not_shared_is_found_out(tmp_path: pathlib.Path) -> None:
     body = """
@@ -525,6 +526,7 @@ sync("done")
         assert steps == sorted({1, 4, 6, 7} - {last}) and skipped is None and later == ["ExistsError", None, None]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stopped", "where", "call"),

@@ -65,6 +65,7 @@ report([min(least), most, waits, len(warnings), all(right)])
 """
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_what_the_processes_of_a_host_hold_leaves_an_eighth_of_it(tmp_path: pathlib.Path) -> None:
     """Each alone is within its own limit; together they would take twice what there is."""

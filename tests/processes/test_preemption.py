@@ -82,6 +82,7 @@ def test_a_sigterm_in_the_moment_in_which_the_handler_is_set_is_heard(
         assert ckpts.save(1, {"x": 1}) and ckpts.preempted
 
 
+@pytest.mark.long
 def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
@@ -102,6 +103,7 @@ def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@pytest.mark.long
 def test_a_closed_one_that_another_handler_still_calls_lets_the_process_end(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, treering as tr

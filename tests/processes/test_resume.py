@@ -6,6 +6,8 @@ import pytest
 
 from jobs import run_job
 
+pytestmark = pytest.mark.compat
+
 JOB = """
 import logging
 logging.getLogger("treering").addHandler(logging.StreamHandler(sys.stdout))

@@ -70,6 +70,7 @@ def test_a_survivor_that_has_gone_on_to_its_next_call_is_not_the_cause(tmp_path:
         assert kind == "PeerError" and DEAD in text and "process 2 (" in text and "process 1" not in text, text
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_before_its_first_call_a_process_is_known_if_treering_was_imported_in_the_job(tmp_path: pathlib.Path) -> None:
     for kind, text in _survivors(tmp_path, {2: "SIGKILL"}, 3, is_warm=False, before=""):

@@ -19,6 +19,8 @@ from treering.errors import MismatchError
 from treering.formats.treering.read import Reader
 from treering.stores.posix import Disk
 
+pytestmark = pytest.mark.compat
+
 P = jax.P
 MIB = 1 << 20
 # JAX (0.10) admits no array whose cells have different sizes: `device_put`, `jit` with `out_shardings` and

@@ -88,6 +88,7 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
         assert dead[0] == "PeerError" and "process 4" in dead[1], dead
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "role"), [(1, "_Listening"), (4, "_Telling")])
 def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed(

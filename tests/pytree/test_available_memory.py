@@ -6,6 +6,8 @@ import pytest
 
 from treering._pytree import available_memory
 
+pytestmark = pytest.mark.compat
+
 _MIB = 1 << 20
 
 

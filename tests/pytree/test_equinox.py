@@ -14,6 +14,8 @@ import treering as tr
 from helpers import assert_same, assert_survives, every_way
 from treering.errors import MismatchError
 
+pytestmark = pytest.mark.compat
+
 
 def mlp(seed: int = 0, depth: int = 2, **options: Any) -> eqx.nn.MLP:
     return eqx.nn.MLP(3, 2, 4, depth, key=jax.random.key(seed), **options)
@@ -47,6 +49,7 @@ def run(model: Block, state: eqx.nn.State, x: jax.Array, key: jax.Array) -> tupl
     return batched(x, state, keys)
 
 
+@pytest.mark.long
 def test_paths_are_the_attributes_and_functions_are_leaves_without_arrays(tmp_path: Path) -> None:
     tr.save(tmp_path / "a", mlp())
     ckpt = tr.open(tmp_path / "a")
@@ -102,6 +105,7 @@ def test_a_hole_where_the_checkpoint_has_an_array_is_a_difference(tmp_path: Path
         tr.restore(tmp_path / "a", like=template)
 
 
+@pytest.mark.long
 def test_a_layer_with_state_resumes_with_the_same_bits(tmp_path: Path) -> None:
     model, state = eqx.nn.make_with_state(Block)(0)
     x, key = jnp.linspace(-2, 2, 15).reshape(5, 3), jax.random.key(9)
@@ -155,6 +159,7 @@ def test_every_path_of_a_checkpoint_with_more_layers_is_listed(tmp_path: Path) -
     assert "layers/2/bias: expected nothing, found float32[2]" in str(caught.value)
 
 
+@pytest.mark.long
 def test_shared_layers_stay_shared(tmp_path: Path) -> None:
     class Tied(eqx.Module):
         shared: eqx.nn.Shared

@@ -23,6 +23,8 @@ from treering._core import states as _states
 from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 
 def dataset_iterator() -> Any:
     return iter(grain.MapDataset.range(1000).shuffle(seed=1).map(lambda x: x * 2).batch(4).to_iter_dataset())
@@ -275,6 +277,7 @@ def test_other_formats_refuse_iterators_by_name(tmp_path: pathlib.Path, format: 
     tr.convert(tmp_path / "n", tmp_path / "c", format=format, rules=[tr.rules.drop("a/data")])
 
 
+@pytest.mark.long
 def test_an_iterator_in_a_run(tmp_path: pathlib.Path) -> None:
     def init(data: Any) -> Any:
         return {"n": jnp.zeros((), jnp.int32), "data": data}

@@ -26,8 +26,9 @@ from hypothesis.extra import numpy as hnp
 
 import treering as tr
 from helpers import assert_same, assert_survives, assert_survives_plainly, every_way
-from samples import examples
 from treering.errors import MismatchError, UnsupportedError
+
+pytestmark = pytest.mark.compat
 
 ML_DTYPES = sorted(n for n, t in vars(ml_dtypes).items() if isinstance(t, type) and issubclass(t, np.generic))
 NUMPY_DTYPES = [
@@ -662,6 +663,7 @@ def test_a_python_scalar_is_only_taken_for_its_own_type(tmp_path: Path) -> None:
                     tr.restore(tmp_path / name, like={"a": like})
 
 
+@pytest.mark.long
 def test_an_integer_and_an_integer_array_without_axes_stand_for_each_other(tmp_path: Path) -> None:
     forms = [5, np.int64(5), np.array(5, np.int16), jnp.asarray(5), jnp.zeros((), jnp.uint8) + 5, ml_dtypes.int4(5)]
     for saved in forms:
@@ -828,7 +830,7 @@ TREES = st.recursive(
 
 
 @pytest.mark.long
-@settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, background=st.booleans(), mmap=st.sampled_from([None, True, False]))
 def test_any_tree_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, tree: Any, background: bool, mmap: bool | None

@@ -16,6 +16,8 @@ import treering as tr
 from helpers import assert_same, assert_survives, every_way
 from treering.errors import MismatchError
 
+pytestmark = pytest.mark.compat
+
 
 class Net(nn.Module):
     """A partitioned and a plain layer around a batch norm."""
@@ -197,6 +199,7 @@ class Split(nn.Module):
         return nn.Dense(16, kernel_init=partition(nn.initializers.lecun_normal(), names))(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logical", [False, True])
 def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tmp_path: Path, logical: bool) -> None:
     model, x = Split(logical), jnp.ones((2, 8))

@@ -19,6 +19,8 @@ from helpers import assert_same, every_way
 from treering._pytree import flax
 from treering.errors import MismatchError, UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 
 class Net(nnx.Module):
     """Layers of many kinds. `tied` and `linear.kernel` are one Variable."""
@@ -116,6 +118,7 @@ def test_restoring_into_a_live_module_leaves_that_module_alone(tmp_path: Path) -
     assert_same_objects(template, Net(nnx.Rngs(7)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_variable_shared_by_two_attributes_stays_shared(tmp_path: Path, template: Callable[[], Net]) -> None:
     for restored in every_way(tmp_path, trained(), template()):
@@ -205,6 +208,7 @@ def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
         assert_same([restored.params(), restored.dropout(), restored()], [other.params(), other.dropout(), other()])
 
 
+@pytest.mark.long
 def test_metrics_survive(tmp_path: Path) -> None:
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     template = nnx.clone(metrics)
@@ -254,6 +258,7 @@ def test_what_a_template_unties_is_not_left_out_unnoticed(tmp_path: Path) -> Non
         tr.restore(tmp_path / "untied", like=Pair(True))
 
 
+@pytest.mark.long
 def test_a_vmapped_stack_of_layers_survives(tmp_path: Path) -> None:
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -290,6 +295,7 @@ def train(state: dict[str, Any], steps: range) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.long
 def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
     traces.clear()
     state = train(fresh(0), range(3))
@@ -324,6 +330,7 @@ def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_pat
     assert_same_objects(only["model"], state["model"])
 
 
+@pytest.mark.long
 def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_is_set(tmp_path: Path) -> None:
     def make(seed: int = 0) -> nnx.Linear:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))

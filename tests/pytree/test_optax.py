@@ -12,6 +12,8 @@ import treering as tr
 from helpers import assert_same, assert_survives, every_way
 from treering.errors import MismatchError
 
+pytestmark = pytest.mark.compat
+
 
 def params(fill: float = 1.0) -> dict[str, Any]:
     return {
@@ -169,6 +171,7 @@ def test_a_learning_rate_set_by_hand_is_never_rounded_unnoticed(tmp_path: Path) 
         tr.restore(tmp_path / "a", like=state)
 
 
+@pytest.mark.long
 def test_a_moment_whose_dtype_an_update_widened_is_not_narrowed_unnoticed(tmp_path: Path) -> None:
     weights, tx = {"a": jnp.ones(2), "w": jnp.ones(2, jnp.bfloat16)}, TRANSFORMS["inject_hyperparams"]
     _, state = advance(tx, weights, tx.init(weights))
@@ -181,6 +184,7 @@ def test_a_moment_whose_dtype_an_update_widened_is_not_narrowed_unnoticed(tmp_pa
     assert_same(narrowed.inner_state[0].mu["w"], state.inner_state[0].mu["w"].astype(jnp.bfloat16))
 
 
+@pytest.mark.long
 def test_a_jitted_update_is_not_traced_again_after_a_restore(tmp_path: Path) -> None:
     tx = TRANSFORMS["inject_hyperparams with a schedule"]
     traces = []

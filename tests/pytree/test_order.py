@@ -12,6 +12,8 @@ import treering as tr
 from helpers import assert_same
 from treering import rules
 
+pytestmark = pytest.mark.compat
+
 COUNT = 12  # more than ten: sorted as text, "10" comes before "2"
 FORMATS = ["treering", "safetensors", "levanter", "orbax", "flax", "fjformer", "t5x"]
 

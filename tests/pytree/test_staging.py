@@ -13,6 +13,8 @@ from treering._pytree import staging
 from treering._pytree.leaves import LocalShard
 from treering._pytree.staging import Staging
 
+pytestmark = pytest.mark.compat
+
 _SIZE = 1000
 
 

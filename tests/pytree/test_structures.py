@@ -13,6 +13,8 @@ from helpers import assert_same
 from treering._pytree import leaves, structures, walk
 from treering.errors import UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 OPTIONS: dict[str, Any] = {"dtype": None, "detach": True, "alone": True}
 
 

@@ -14,6 +14,8 @@ from treering._core import skeleton as _skeleton
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 Point = collections.namedtuple("Point", "x y")
 
 

@@ -529,6 +529,7 @@ KEY = jax.random.key(0)
 Pair, Other = collections.namedtuple("Pair", "a b"), collections.namedtuple("Other", "a b")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_no_suggestion_is_wrong_whatever_the_trees(tmp_path: pathlib.Path, seed: int) -> None:
@@ -583,6 +584,8 @@ def test_no_suggestion_puts_an_array_in_the_place_of_another(tmp_path: pathlib.P
     assert not any(f"rules.{name}(" in said for name in ("rename", "copy"))
 
 
+@pytest.mark.rare
+@pytest.mark.long
 def test_leaves_that_all_moved_in_ways_of_their_own(tmp_path: pathlib.Path) -> None:
     """As many rules as leaves are no suggestion; looking for them takes no time that grows with their square."""
     old = {f"layer{n}": {f"w{n}": np.zeros(2)} for n in range(20_000)}

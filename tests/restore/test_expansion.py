@@ -32,6 +32,8 @@ def one_array_many_times(path: Path) -> Path:
     return path
 
 
+@pytest.mark.rare
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["treering", "orbax", "t5x"])
 def test_it_is_read_only_when_asked_for(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run" / "step-00000001"

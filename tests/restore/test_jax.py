@@ -30,6 +30,8 @@ from treering._processes import coordinator, preemption
 from treering._pytree import jax_private, walk
 from treering.errors import MismatchError, UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 Point = collections.namedtuple("Point", "x y")
 
 

@@ -18,6 +18,8 @@ import treering as tr
 from treering._restore import place
 from treering.errors import MismatchError, UnsupportedError
 
+pytestmark = pytest.mark.compat
+
 P = jax.P
 
 
@@ -68,6 +70,7 @@ def test_a_sharding_with_too_many_axes_says_for_which_arrays_and_what_to_pass(
                 assert (not array.sharding.is_fully_replicated) == fitting[path]
 
 
+@pytest.mark.long
 def test_saved_places_of_every_kind(tmp_path: pathlib.Path, mesh: Mesh) -> None:
     explicit = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     backwards = Mesh(np.array(jax.devices()[::-1]), ("x",))
@@ -131,6 +134,7 @@ def test_arrays_that_were_spread_and_that_nothing_places_are_named(
     assert not caplog.records
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 def test_partition_metadata_of_nnx_places_shapes(tmp_path: pathlib.Path, eager: bool) -> None:
     def make() -> nnx.Module:

@@ -114,6 +114,7 @@ def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
         assert result.report == []
 
 
+@pytest.mark.rare
 def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
     """Those in which arrays lie as they are. Of chunks every process reads what it needs, and "once" says so."""
     body = """
@@ -154,6 +155,7 @@ def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
             assert first + second <= 1.1 * needed and min(first, second) >= 0.3 * needed, (name, first, second, needed)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Path) -> None:
     body = """
@@ -185,6 +187,7 @@ def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Pa
         assert more_rounds > rounds
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("count", some([4, 8]))
 def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> None:
@@ -514,6 +517,7 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
         assert result.report == [True, 2]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path: pathlib.Path) -> None:
     body = """

@@ -21,6 +21,8 @@ from treering._restore import place
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.posix import Disk
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture
 def saved(tmp_path: pathlib.Path) -> Any:

@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from treering.errors import MismatchError
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture
 def spread(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
@@ -41,6 +43,7 @@ def assert_as_saved(found: Any, tree: Any) -> None:
     assert (jax.random.key_data(found["keys"]) == jax.random.key_data(tree["keys"])).all()
 
 
+@pytest.mark.long
 def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
     path, tree = spread
     assert_as_saved(tr.restore(path, sharding="saved"), tree)  # on a mesh like the one that was

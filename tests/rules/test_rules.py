@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_same
-from samples import examples
 from treering import rules
 from treering._core import leaf_paths, views, views_groups, views_reshaped
 from treering._core.entries import ArrayEntry
@@ -146,7 +145,8 @@ def test_every_rule_reads_boxes_as_numpy_does(layers: pathlib.Path) -> None:
                 assert view[path][box].tobytes() == np.ascontiguousarray(array[box]).tobytes(), (path, box)
 
 
-@settings(deadline=None, max_examples=examples(150))
+@pytest.mark.long
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
@@ -232,7 +232,8 @@ def part_of(array: np.ndarray, box: Any) -> bytes:
     return np.ascontiguousarray(array[tuple(slice(*ends) for ends in box)]).tobytes()
 
 
-@settings(deadline=None, max_examples=examples(300))
+@pytest.mark.long
+@settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_boxes_of_tiled_and_padded_arrays(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
@@ -321,8 +322,9 @@ def expanded(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...])
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "uint8", "int4", "int16", "bfloat16", "float32"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@settings(deadline=None, max_examples=examples(400))
+@settings(deadline=None, max_examples=400)
 @given(st.data())
 def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -736,6 +738,7 @@ def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Pat
         np.asarray(view["embed"])
 
 
+@pytest.mark.long
 def test_what_a_function_changes_in_place_is_its_own(tmp_path: pathlib.Path) -> None:
     tree = {"x": numbers(3 << 20, 2)}  # more than is written at a time
 
@@ -903,6 +906,7 @@ def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
     assert tr.restore(tmp_path / "orbax")["rng"] == jax.random.wrap_key_data(state["rng"])
 
 
+@pytest.mark.long
 def test_a_run_with_raw_keys_goes_on_with_typed_ones(tmp_path: pathlib.Path) -> None:
     old = {"w": jnp.zeros(3), "rng": jax.random.key_data(jax.random.split(jax.random.key(3), (2, 5)))}
     with tr.Checkpointer(tmp_path / "run") as ckpts:
@@ -913,6 +917,7 @@ def test_a_run_with_raw_keys_goes_on_with_typed_ones(tmp_path: pathlib.Path) -> 
         assert step == 1 and (jax.random.key_data(state["rng"]) == old["rng"]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_key_data_becomes_keys_of_its_implementation(tmp_path: pathlib.Path, impl: str) -> None:
     keys = jax.random.split(jax.random.key(5, impl=impl), 8)

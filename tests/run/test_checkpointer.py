@@ -155,6 +155,7 @@ def test_pinned_steps_are_never_deleted(tmp_path: pathlib.Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000003"]
 
 
+@pytest.mark.long
 def test_a_step_that_is_still_being_saved_can_be_pinned(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class Late(Disk):
         def link(self, old: str, new: str) -> None:
@@ -856,6 +857,7 @@ def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pat
     assert tr.open(tmp_path).step == 1
 
 
+@pytest.mark.long
 def test_nothing_of_a_damaged_step_is_in_memory_while_the_one_before_is_restored(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

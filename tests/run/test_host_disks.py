@@ -422,6 +422,7 @@ report(Lines.text)
     assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
 
 
+@pytest.mark.rare
 @pytest.mark.long
 def test_trees_without_arrays_and_slow_hosts(tmp_path: pathlib.Path) -> None:
     body = """
@@ -508,6 +509,7 @@ def _broken_off(tmp: pathlib.Path, body: str, hosts: str) -> None:
     job(tmp, body, hosts=hosts, expect=ANY, recoverable=True)
 
 
+@pytest.mark.rare
 @pytest.mark.long
 @pytest.mark.parametrize("at", [("unlink", "near-a/step-00000002/treering.json"), ("rename", "near-a/copied-to.json")])
 def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib.Path, at: tuple[str, str]) -> None:
@@ -519,6 +521,7 @@ def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib
         assert result.report == [1, 2, 3, 13]
 
 
+@pytest.mark.rare
 @pytest.mark.long
 def test_of_two_disks_that_think_they_are_that_of_process_0_one_decides(tmp_path: pathlib.Path) -> None:
     _broken_off(tmp_path, UNCOPIED, "ab")

@@ -81,6 +81,7 @@ def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pat
     assert {host: _files(tmp_path, host, 2) for host in "abc"} == before
 
 
+@pytest.mark.rare
 def test_a_job_that_goes_on_elsewhere_does_not_know_of_what_was_not_copied(tmp_path: pathlib.Path) -> None:
     _two_uncopied(tmp_path)
     before = {host: _files(tmp_path, host, 1, 2) for host in "ab"}
@@ -168,6 +169,7 @@ report([caught(ckpts.restore, template, step=1), ckpts.restored_step])
     assert _report(tmp_path, body, "ab") == [None, 1]
 
 
+@pytest.mark.rare
 def test_what_is_left_of_a_manifest_that_was_about_to_be_given_up(tmp_path: pathlib.Path) -> None:
     job(tmp_path, "with run(keep_local=None) as ckpts: save(ckpts, 1, 2)", "ab")
     body = """

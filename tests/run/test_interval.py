@@ -69,6 +69,7 @@ class Fixed:
     def committed(self, report: SaveReport) -> None: ...
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf", "stall", "write", "slower"),

@@ -69,6 +69,7 @@ def test_a_loop_goes_on(between: Proxy, at: str, on_error: str, caplog: pytest.L
     assert ("on_error failed" in caplog.text) == (on_error == "broken function")
 
 
+@pytest.mark.long
 def test_the_failure_of_the_last_save_is_raised(between: Proxy) -> None:
     run = f"flaky://tests/{secrets.token_hex(4)}"
     ckpts = tr.Checkpointer(run, on_error="log")
@@ -83,6 +84,7 @@ def test_the_failure_of_the_last_save_is_raised(between: Proxy) -> None:
     assert tr.steps(run) == [1]
 
 
+@pytest.mark.long
 def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
     with tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", on_error="log") as ckpts:
         ckpts.save(1, {"w": 1})
@@ -94,6 +96,7 @@ def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
         tr.Checkpointer("run", on_error="ignore")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_failure_that_a_later_call_has_reported_is_raised_at_the_end(between: Proxy) -> None:
     """Steps between that are not due settle the save that failed; no good one comes after it."""
     told: list[BaseException] = []

@@ -61,6 +61,7 @@ class Net(nnx.Module):
         self.layers = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
 
 
+@pytest.mark.long
 def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     def init() -> Any:
         return {"net": Net(), "meta": Meta(jnp.ones(2)), "registered": [Registered(jnp.ones(2))]}
@@ -132,6 +133,7 @@ def test_a_dtype_that_jax_does_not_have_now_is_refused(tmp_path: pathlib.Path) -
         ckpts.restore_or_init(lambda: {"w": jnp.ones(3)})
 
 
+@pytest.mark.long
 def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Path) -> None:
     embedding = jax.device_put(jnp.ones((8, 4)), NamedSharding(auto_mesh(), P("x")))
     key = jax.random.key(1)
@@ -190,6 +192,7 @@ def test_a_field_that_is_a_leaf_is_no_static_value(tmp_path: pathlib.Path, caplo
     assert state.step == 7 and "static" not in caplog.text
 
 
+@pytest.mark.long
 def test_no_array_of_an_init_that_is_called_is_alive_while_its_step_is_restored(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def cached_scale() -> Any:
     return jnp.float32(2)
 
 
+@pytest.mark.long
 def test_a_cache_holds_no_tracers(tmp_path: pathlib.Path) -> None:
     def init() -> Any:
         return {"w": cached_table(4) * cached_scale()}
@@ -313,6 +317,7 @@ def test_an_object_on_which_init_leaves_an_array_has_that_array(tmp_path: pathli
     assert TRAINER.table.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 def test_an_init_that_leaves_nothing_is_only_traced(tmp_path: pathlib.Path) -> None:
     calls: list[bool] = []
 

@@ -208,6 +208,7 @@ def test_steps_of_another_library_are_never_set_aside(tmp_path: pathlib.Path) ->
 # One writer
 
 
+@pytest.mark.long
 def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: pathlib.Path) -> None:
     code = f"""
 import sys, treering as tr
@@ -279,6 +280,7 @@ def test_a_save_that_is_skipped_or_refused_takes_no_run(tmp_path: pathlib.Path) 
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0, reason="expected root, who can become somebody who may not write")
 def test_a_run_that_may_only_be_read_is_skipped_as_well() -> None:
     with tempfile.TemporaryDirectory() as folder:  # those of pytest are its user's alone
@@ -316,6 +318,7 @@ def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp
     assert tr.steps(tmp_path) == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_a_child_does_not_hold_its_dead_parents_lock(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, sys, time, treering as tr
@@ -516,6 +519,7 @@ def test_slow_deletions_hold_no_save_up(tmp_path: pathlib.Path, use_disk: Any) -
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 1 and os.listdir(tmp_path) == ["step-00000004"]
 
 
+@pytest.mark.long
 def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
@@ -539,6 +543,7 @@ def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
     assert ckpts.steps == [4]
 
 
+@pytest.mark.long
 def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, numpy as np, treering as tr
@@ -600,6 +605,7 @@ def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save
     ckpts.close()
 
 
+@pytest.mark.long
 def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
     disk = use_disk(Slow())
     first = tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
@@ -609,6 +615,7 @@ def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pa
     assert first.result().wait_seconds == 0 and first.result().stall_seconds < first.result().seconds
 
 
+@pytest.mark.long
 def test_waiting_for_room_behind_another_save_is_waiting_for_that_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
     disk = use_disk(Slow())
     tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
@@ -630,6 +637,7 @@ def test_a_hook_that_fails_harms_nobody(
     assert ckpts.steps == [1, 2] and caplog.text.count("on_save failed") == 2
 
 
+@pytest.mark.long
 def test_a_forked_child_does_not_wait_for_its_parents_hooks(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, threading, treering as tr
@@ -872,6 +880,7 @@ def test_damaged_steps_are_left_out_until_they_are_saved_again(tmp_path: pathlib
     assert [ckpt.step for ckpt in steps] == [2]
 
 
+@pytest.mark.long
 def test_steps_that_are_saved_again_after_a_rewind_are_new(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1, 2])
     steps = tr.follow(tmp_path, timeout=0.5)
@@ -943,10 +952,13 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
     assert held["x"] == 1
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
         ckpts.restore_or_init(lambda: {"x": 0})
-        assert ckpts.steps == [2, 4, 5], "this job goes on, and the first one's step counts no longer, though it is alive"
+        assert ckpts.steps == [2, 4, 5], (
+            "this job goes on, and the first one's step counts no longer, though it is alive"
+        )
     assert first.restored_step == 1
 
 
+@pytest.mark.long
 def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
         for step in range(1, 6):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import treering as tr
-from samples import examples
 from treering import stores
 from treering.testing._doubles import FailingDisk, QuickDisk
 
@@ -209,5 +208,5 @@ def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("treering"), "disabled", True)
 
 
-Run.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=20, deadline=None, derandomize=True)
+Run.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True)
 TestRun = pytest.mark.slow(Run.TestCase)

@@ -97,6 +97,7 @@ def test_steps_are_saved_near_and_stay_far(near: str, far: str) -> None:
         after.copies(1)
 
 
+@pytest.mark.long
 def test_the_nearest_good_copy_is_taken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
     with tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1, 2)
@@ -211,6 +212,7 @@ def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pa
     assert tr.steps(near)[0] == 2
 
 
+@pytest.mark.long
 def test_copying_is_tried_again_without_another_save(
     near: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +317,7 @@ def test_a_local_run_moves_to_another_place(near: str, far: str) -> None:
     assert tr.steps(far) == [1, 2, 3] and tr.Checkpointer(far).pinned == [1]
 
 
+@pytest.mark.long
 def test_overwriting_and_skipping(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1, 2)
@@ -360,6 +363,7 @@ def test_managing_both(near: str, far: str) -> None:
     assert 1 in (ckpt.step for ckpt in tr.follow(far))  # the best one
 
 
+@pytest.mark.long
 def test_a_step_is_gone_back_from(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
         _save(ckpts, 1, 2, 3)
@@ -552,6 +556,7 @@ def test_a_local_place_of_another_run(near: str, far: str) -> None:
         _check(ckpts.restore(), 2)
 
 
+@pytest.mark.long
 def test_an_attempt_elsewhere_ends_no_branch(near: str, tmp_path: pathlib.Path) -> None:
     """Another host begins, and copies nothing: what the first one has not copied counts when it is back."""
     far = str(tmp_path / "far")
@@ -581,6 +586,7 @@ def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib
         ckpts.close()
 
 
+@pytest.mark.long
 def test_an_overwritten_step_is_judged_by_its_own_metrics(near: str, far: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "loss", "min")
     with tr.Checkpointer(far, local=near, keep=keep) as ckpts:
@@ -707,6 +713,7 @@ def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib
     assert tr.steps(far) == [1, 2, 3, 5]
 
 
+@pytest.mark.long
 def test_what_keep_has_dropped_far_is_not_copied_again(near: str, far: str) -> None:
     """What was recorded there made it drop it, and what is near does not have that."""
     ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3))
@@ -725,6 +732,7 @@ def test_what_keep_has_dropped_far_is_not_copied_again(near: str, far: str) -> N
     assert tr.steps(far) == [6, 7, 8]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", [True, False], ids=["local", "alone"])
 def test_metrics_after_the_end_prune_where_the_run_stays(near: str, far: str, local: bool) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
@@ -742,6 +750,7 @@ def test_metrics_after_the_end_prune_where_the_run_stays(near: str, far: str, lo
     assert tr.steps(far) == [2, 4, 5], "step 4 was restored"
 
 
+@pytest.mark.long
 def test_metrics_while_steps_are_copied_prune_before_the_next_save(near: str, far: str) -> None:
     ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
     _save(ckpts, *range(1, 5))
@@ -752,6 +761,7 @@ def test_metrics_while_steps_are_copied_prune_before_the_next_save(near: str, fa
     ckpts.close()
 
 
+@pytest.mark.long
 def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
     ckpts = tr.Checkpointer(far, local=near, keep=keep)

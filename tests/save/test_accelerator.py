@@ -21,6 +21,8 @@ from treering._pytree import available_memory, devices
 from treering._restore import place
 from treering.testing._doubles import HeldDisk
 
+pytestmark = pytest.mark.compat
+
 MIB = 1 << 20
 
 
@@ -177,6 +179,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
         assert np.asarray(value).tobytes() == np.asarray(saved[name]).tobytes()
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_thousand_saves_take_no_more_memory_than_a_hundred(tmp_path: pathlib.Path) -> None:
     """With pinned memory of the CPU backend, in a process of its own."""

@@ -76,6 +76,7 @@ def result(process: subprocess.Popen[str]) -> Any:
     return json.loads(output) if output else None
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(tmp_path: pathlib.Path) -> None:
     writer = """
@@ -92,6 +93,7 @@ def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(t
     assert_tidy(tmp_path / "c")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_readers_of_a_run_always_find_a_step(tmp_path: pathlib.Path) -> None:
     result(start("tr.save(place / 'step-1', tree(1)); tr.save(place / 'step-2', tree(2))", tmp_path / "run"))
@@ -112,6 +114,7 @@ def test_readers_of_a_run_always_find_a_step(tmp_path: pathlib.Path) -> None:
     assert tr.steps(tmp_path / "run")[-1] == 79 and tr.verify(tmp_path / "run").ok
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_two_writers_of_one_run(tmp_path: pathlib.Path) -> None:
     writer = """
@@ -137,6 +140,7 @@ def test_two_writers_of_one_run(tmp_path: pathlib.Path) -> None:
     assert len(os.listdir(tmp_path / "run")) == 3
 
 
+@pytest.mark.long
 def test_a_forked_child_does_not_hold_its_parents_locks(tmp_path: pathlib.Path) -> None:
     """As workers that load data do, which live as long as the training and are forked in the middle of a save."""
     code = """

@@ -90,6 +90,7 @@ def test_floats_are_cast(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
     assert_same(tr.restore(tmp_path / "joined")["a"], [np.zeros(2, np.float16), np.ones(2, np.float16)])
 
 
+@pytest.mark.long
 def test_large_arrays_pass_in_slices(tmp_path: pathlib.Path) -> None:
     large = np.arange(24 << 20, dtype=np.float32)  # 96 MiB
     tr.save(tmp_path / "large", {"w": large, "small": np.ones(3, np.int8)})

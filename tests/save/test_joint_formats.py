@@ -187,6 +187,7 @@ def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, for
     assert sorted(os.listdir(tmp_path)) == ["c", "report-0.json", "report-1.json"]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_chunk_that_process_0_does_not_see_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
     """As on file systems that are not one: what TensorStore does not find counts as zeros, or as an empty database."""

@@ -117,6 +117,7 @@ def test_numpy_leaves_may_change_after_the_call(tmp_path: pathlib.Path, use_disk
     assert not found["a"].any() and not found["t"].any()
 
 
+@pytest.mark.long
 def test_the_accelerator_path_copies_before_it_returns(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ def test_leaving_the_program_finishes_the_save(tmp_path: pathlib.Path) -> None:
     assert [tr.restore(tmp_path / str(n))["x"][-1] for n in range(3)] == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_failure_nobody_asked_about_is_printed_at_the_end(tmp_path: pathlib.Path) -> None:
     done = run(
         """
@@ -583,6 +585,7 @@ def test_a_read_only_directory_names_the_cause(tmp_path: pathlib.Path) -> None:
         tr.save(target, {"x": np.ones(3)})
 
 
+@pytest.mark.long
 def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: pathlib.Path) -> None:
     done = run(
         """
@@ -637,6 +640,7 @@ def test_metrics_and_metadata_are_those_of_the_call(tmp_path: pathlib.Path, use_
     assert ckpt.metadata == {"position": [1]} and ckpt.metrics == {"loss": 0.5, "acc": 2.0}
 
 
+@pytest.mark.long
 def test_a_failed_save_keeps_no_arrays_alive(tmp_path: pathlib.Path, use_disk: Any) -> None:
     use_disk(FailingDisk("sync", errno.EIO))
     big = jnp.ones(1 << 20)
@@ -723,6 +727,7 @@ def test_an_overwrite_that_may_not_be_durable_says_so(tmp_path: pathlib.Path, us
     assert len(list((tmp_path / "c").glob("arrays-*"))) == 2  # whichever manifest a power cut leaves has its arrays
 
 
+@pytest.mark.long
 def test_abort_does_not_remove_what_another_committed(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class Race(Disk):
         raced = False
@@ -806,6 +811,7 @@ def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_start
     assert all(tr.verify(tmp_path / name).ok for name in ("c", "c-2", "c-3"))
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root becomes another, whom the limit binds"
@@ -845,6 +851,7 @@ print(refused, worked)
     assert refused >= 1 and worked >= 6
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"x": np.zeros(1000)})
@@ -878,6 +885,7 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
     assert len(everything(tmp_path / "c")) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_a_failed_save_lets_go_of_what_was_never_handed_over(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
@@ -947,6 +955,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_parts_behind_the_first_two_billion_elements(tmp_path: pathlib.Path) -> None:
     """An index of 32 bits wraps around there, without an error. JAX's int4 must be copied on CPUs, too."""
@@ -961,6 +970,7 @@ def test_parts_behind_the_first_two_billion_elements(tmp_path: pathlib.Path) -> 
 TURNED = [tr.rules.transpose("w*", (1, 0))]
 
 
+@pytest.mark.long
 def test_parts_of_arrays_are_those_that_were_asked_for(tmp_path: pathlib.Path, accelerator: None) -> None:
     mesh = jax.make_mesh((8,), ("x",))
     tree = {
@@ -975,6 +985,7 @@ def test_parts_of_arrays_are_those_that_were_asked_for(tmp_path: pathlib.Path, a
     assert (found["u"] == np.asarray(tree["v"])).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["c", "c.safetensors"])
 def test_a_save_that_has_read_everything_keeps_no_arrays(tmp_path: pathlib.Path, accelerator: None, name: str) -> None:
     tree = {f"w{n}": jnp.full((300, 2), n) for n in range(8)}

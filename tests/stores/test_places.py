@@ -191,6 +191,7 @@ def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
     assert len(os.listdir(path)) == 2 and (tr.restore(path)["n"] == 4).all()
 
 
+@pytest.mark.long
 def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_stays(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +215,7 @@ def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_s
     assert "another job" in caplog.text and caplog.text.count("cannot be locked") == 2
 
 
+@pytest.mark.long
 def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib.Path) -> None:
     before = os.umask(0o002)
     try:

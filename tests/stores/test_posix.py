@@ -37,6 +37,7 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
+@pytest.mark.long
 def test_saving_restoring_and_overwriting_work_everywhere(tmp_path: pathlib.Path, platform: str) -> None:
     rng = np.random.default_rng(0)
     for n in range(3):

@@ -179,6 +179,7 @@ def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, tree:
             between.fault = lambda request: None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
 def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
     between: Proxy, place: str, tree: Any, caplog: pytest.LogCaptureFixture
@@ -199,6 +200,7 @@ def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
     assert flipped and "came wrong at first" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
 def test_what_stays_wrong_is_damage(between: Proxy, place: str, tree: Any) -> None:
     path = f"{place}/c"
@@ -208,6 +210,7 @@ def test_what_stays_wrong_is_damage(between: Proxy, place: str, tree: Any) -> No
         tr.restore(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("between", ["s3_server", "google"], indirect=True)
 def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str) -> None:
     """It is asked for again where that is safe; else, as with Google's, it is looked whether it is there."""
@@ -246,6 +249,7 @@ def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Prox
     assert len(seen) > 2 and stores.of(place).list(f"{place}/c") == []
 
 
+@pytest.mark.long
 def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> None:
     run = f"{place}/run"
     with tr.Checkpointer(run) as ckpts:
@@ -297,6 +301,7 @@ def test_what_is_not_allowed_is_said(
             tr.restore(f"{place}/d.safetensors")
 
 
+@pytest.mark.long
 def test_what_may_not_be_deleted_is_said_at_once(
     between: Proxy, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +357,7 @@ def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str,
                 tr.restore(path)
 
 
+@pytest.mark.long
 def test_a_store_that_takes_nothing_and_has_nothing(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +371,7 @@ def test_a_store_that_takes_nothing_and_has_nothing(
     assert len([request for request in between.requests[begun:] if _puts_lease(request)]) < 200
 
 
+@pytest.mark.long
 def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,6 +389,7 @@ def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
     assert "taken over" not in caplog.text
 
 
+@pytest.mark.long
 def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: str) -> None:
     with proxy(s3_server) as careless:
         ask = careless._ask
@@ -477,6 +485,7 @@ def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[s
             yield f"{_ROOT}/{secrets.token_hex(4)}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 @pytest.mark.parametrize("fault", _UNREADABLE)
 def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_save(
@@ -493,6 +502,7 @@ def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_s
         assert left == [] and stores.of(place).list(f"{place}/run") in ([], ["writer.lock"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 def test_the_trial_of_a_server_takes_few_requests_once(s3_server: str, conditional: bool) -> None:
     with proxy(s3_server) as counted:
@@ -510,6 +520,7 @@ def test_the_trial_of_a_server_takes_few_requests_once(s3_server: str, condition
             assert _same(f"{place}/x.safetensors", _TREE)
 
 
+@pytest.mark.long
 def test_a_server_that_deletes_or_lists_nothing_is_refused(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
     for fault in ("list", "delete"):
@@ -532,6 +543,7 @@ def test_a_server_that_deletes_or_lists_nothing_is_refused(s3_server: str, monke
                 tr.save(f"{_ROOT}/{secrets.token_hex(4)}", _TREE)
 
 
+@pytest.mark.long
 def test_who_may_not_delete_saves_a_file(s3_server: str, caplog: pytest.LogCaptureFixture) -> None:
     with proxy(s3_server) as odd:
         ask = odd._ask
@@ -550,6 +562,7 @@ def test_who_may_not_delete_saves_a_file(s3_server: str, caplog: pytest.LogCaptu
             assert _same(path, _TREE) and "stays, because it cannot be deleted" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["cut", "short", "drop", "409 OperationAborted", "429 TooManyRequests", "400 Odd"])
 def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
@@ -574,6 +587,7 @@ def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: p
     assert type(failed.value) is SaveError
 
 
+@pytest.mark.long
 def test_an_object_that_comes_while_it_is_looked_up(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

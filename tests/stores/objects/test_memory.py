@@ -33,6 +33,7 @@ else:
 """
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(("format", "mib", "leaf"), [("treering", 768, 128), ("safetensors", 256, 32)])
 def test_what_a_save_and_a_restore_take(s3_server: str, format: str, mib: int, leaf: int) -> None:
     arguments = [s3_server, secrets.token_hex(4), format, str(mib), str(leaf)]

@@ -64,6 +64,7 @@ def test_formats(container: str, tmp_path: pathlib.Path, format: str) -> None:
     np.testing.assert_array_equal(tr.restore(tmp_path / "here", large)["w"], large["w"])
 
 
+@pytest.mark.rare
 def test_what_changes_faster_than_google_allows_is_changed_a_little_later() -> None:
     """One name, once a second; not even a client that tries nothing again fails a save to the native format."""
     path = f"gs://{gcs.BUCKET}/{secrets.token_hex(4)}"

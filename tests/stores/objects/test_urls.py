@@ -74,6 +74,7 @@ def test_every_call_takes_a_url(bucket: str, tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(found["params"]["w"], tree["params"]["w"])
 
 
+@pytest.mark.long
 def test_a_profile_has_the_credentials(bucket: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -143,6 +144,7 @@ def test_without_obstore_it_is_named() -> None:
     assert "pip install 'treering[gcs]'" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_importing_and_local_calls_leave_obstore_alone(tmp_path: pathlib.Path) -> None:
     code = f"import sys, treering as tr; tr.save({str(tmp_path / 'c')!r}, {{'a': 1}}); print('obstore' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
@@ -204,6 +206,7 @@ def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
     assert np.all(tr.restore(run, at=wanted) == 1) and "step 2 is damaged" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("listed", [5000, 10], ids=["all at once", "level by level"])
 @pytest.mark.parametrize(
     ("name", "format", "most"),
@@ -264,6 +267,7 @@ def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypa
         signal.signal(signal.SIGALRM, usual[1])
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_arrays_are_cut_into_objects(bucket: str) -> None:
     """And come back whole, from one device and from many, with and without rules."""
@@ -417,6 +421,7 @@ def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path)
     np.testing.assert_array_equal(tr.restore(f"{hub.url}/resolve/my%20model.safetensors")["small"], weights["small"])
 
 
+@pytest.mark.long
 def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
     hub: Proxy, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -437,6 +442,7 @@ def _length(headers: dict[str, str]) -> int:
     return int(last) - int(first) + 1
 
 
+@pytest.mark.long
 def test_nothing_is_held_of_what_was_opened() -> None:
     """Of objects that are read for the most part all bytes come at once, and those that nobody asked for go."""
     bucket = obstore.store.MemoryStore()
@@ -486,6 +492,7 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
     assert right == {"first": True, "second": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("holds", [False, True])
 def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
     s3_server: str, holds: bool, monkeypatch: pytest.MonkeyPatch

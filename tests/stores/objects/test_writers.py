@@ -133,6 +133,7 @@ with tr.Checkpointer(sys.argv[2], local=sys.argv[3], keep=tr.keep.last(2)) as ck
 """
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str, tmp_path: pathlib.Path) -> None:
     """What is far is whole, what is near is the newest, and the next job of that disk copies what is missing."""
@@ -442,6 +443,7 @@ def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> No
     assert np.array_equal(tr.restore(place)["w"], np.ones(3)) and len(_names(place)) == 2
 
 
+@pytest.mark.long
 def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) -> None:
     with stores.of(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
         file.write(b'{"version": 2, "token": "x"}')
@@ -496,6 +498,7 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
     assert tr.steps(place) == [1, 2] and _is_free(place)
 
 
+@pytest.mark.rare
 @pytest.mark.long
 def test_a_fork_while_arrays_are_on_their_way(between: Proxy, place: str) -> None:
     code = """

@@ -83,6 +83,7 @@ def test_a_request_that_is_refused_is_no_damage(between: Proxy, format: str) -> 
     assert np.array_equal(opened["large"][...], _TREE["large"])
 
 
+@pytest.mark.rare
 def test_many_chunks_take_few_requests(between: Proxy) -> None:
     path = f"{stores.absolute(s3.client(between.url, prefix=secrets.token_hex(4)))}/c"  # type: ignore[arg-type]
     array = _RNG.random((40, 1 << 20), np.float32)[:, ::2].copy()  # 80 MiB
@@ -121,6 +122,7 @@ def test_by_way_of_memory_where_a_proxy_is_in_between(
     assert np.array_equal(tr.restore(path, _TREE)["large"], _TREE["large"]) and not caplog.text
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("format", ["orbax", "levanter"])
 def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any, format: str) -> None:
     """Converted from the disk and back, in a process whose allocator gives back what is free."""
