@@ -16,6 +16,7 @@ from .._version import __version__
 from ..errors import TreeringError
 from . import contents, copying, machine, report, runs
 from .output import FAILED, say
+from .wording import in_shell
 
 _NAME = "treering"
 _COMPLETE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     _prepare_streams()
     try:
-        with _log_on_stderr(debug):
+        with _log_on_stderr(arguments, debug):
             return _invoke(arguments)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:
-        _say_error(debug, str(error) if isinstance(error, TreeringError | OSError) else repr(error))
+        what = str(error) if isinstance(error, TreeringError | OSError) else repr(error)
+        _say_error(debug, in_shell(what, cli.commands, arguments))
         for note in getattr(error, "__notes__", ()) if isinstance(error, TreeringError) else ():
             say(click.style(safe(note), dim=True), err=True)
         return FAILED
@@ -87,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say_error(debug: bool, what: str) -> None:
     if debug:
         say(safe_lines(traceback.format_exc()), err=True)
-    what = what.replace("overwrite=True", "--overwrite")
     say(f"{click.style('error:', fg='red')} {safe_lines(what)}", err=True)
 
 
@@ -112,14 +113,19 @@ def _invoke(arguments: list[str]) -> int:
 class _OnStderr(logging.Handler):
     """Prints each record as a line; it asks for the stream when it prints, for tests replace that."""
 
+    def __init__(self, arguments: Sequence[str]):
+        super().__init__()
+        self._arguments = arguments
+
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {safe(record.getMessage())}", err=True)
+        message = in_shell(record.getMessage(), cli.commands, self._arguments)
+        say(f"{record.levelname.lower()}: {safe(message)}", err=True)
 
 
 @contextlib.contextmanager
-def _log_on_stderr(debug: bool) -> Iterator[None]:
+def _log_on_stderr(arguments: Sequence[str], debug: bool) -> Iterator[None]:
     """Shows the log of the library within a `with` block."""
-    log, handler = logging.getLogger("treering"), _OnStderr()
+    log, handler = logging.getLogger("treering"), _OnStderr(arguments)
     before = log.propagate, log.level
     log.addHandler(handler)
     log.propagate = False

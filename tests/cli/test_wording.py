@@ -1,0 +1,80 @@
+"""An error of a command names its options, and never an argument of Python."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering._cli.main import cli
+from treering._cli.wording import in_shell
+
+_SOURCE = pathlib.Path(tr.__file__).parent
+# What no command prints: jobs, their processes, and what they restore into; rules that no command has; help.
+_NOT_PRINTED = (
+    *("testing", "keras", "_processes", "_pytree", "_restore", "_threads", "_run/checkpointer.py", "_core/habits.py"),
+    *("_rules/groups.py", "rules.py", "_cli"),
+)
+_PYTHON = re.compile(r"pass [a-z_]+=|\bCheckpointer\b|treering\.(rules|open|save|follow)|=(True|False)\b|math\.inf")
+_OF_PROGRAMS = (  # messages about the caller's program, and one of PyTorch's
+    "weights_only=True", "mmap=True maps", "Checkpointer of this process", "another Checkpointer, which",
+    "on_exists=", "save_on_preemption=", "rules: expected what",
+)  # fmt: skip
+
+
+def _messages() -> Iterator[tuple[str, str]]:
+    """The texts of the library, with a word for what is put in, and where they are; docstrings are none."""
+    for file in sorted(_SOURCE.rglob("*.py")):
+        where = file.relative_to(_SOURCE).as_posix()
+        if not where.startswith(_NOT_PRINTED):
+            tree = ast.parse(file.read_text())
+            docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "'x'" for part in node.values)
+                    yield where, "".join(map(str, parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | inner):
+                    yield where, node.value
+
+
+def test_no_message_that_a_command_prints_advises_an_argument_of_python() -> None:
+    found = [(where, text) for where, text in _messages() if _PYTHON.search(text) and " " in text]
+    found = [(where, text) for where, text in found if not any(one in text for one in _OF_PROGRAMS)]
+    assert len(found) > 5, "the pattern finds what it is meant to find"
+    left = [(where, said) for where, text in found if _PYTHON.search(said := in_shell(text, cli.commands, ["convert"]))]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "c", "m", "--drop", "nothing"], "--drop 'nothing': matches none of the 1 leaves (x)\n"),
+        (["convert", "c", "c"], "pass --overwrite to replace it\n"),
+        (["convert", "c", "m", "--step", "3"], "--step 3 was asked for"),
+        (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),
+        (["convert", "c", "m", "--format", "npz", "--source-format", "no"], "--source-format 'no': expected"),
+        (["convert", "c", "m", "--source-format", "treering", "--format", "no"], "--format 'no': expected"),
+        (["convert", "c", "m", "--max-expansion", "0.5"], "--max-expansion 0.5: expected a number from 1, or inf\n"),
+        (["show", "step=1", "--step", "3"], "/step=1: --step 3 was asked for"),
+        (["convert", "zeros", "m"], "pass --max-expansion inf\n"),
+        (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path\n"),
+        (["ls", "other"], "a-1 is in it\n"),
+    ],
+)
+def test_errors_name_the_options_of_the_command(
+    tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("treering._core.expansion._FREE", 1000)
+    for name in ("c", "step=1", "several/a-00000001", "several/b-00000001"):
+        tr.save(tmp_path / name, {"x": np.ones(3)})
+    same = np.ones(10_000)
+    tr.save(tmp_path / "zeros", dict.fromkeys(map(str, range(200)), same))
+    tr.save(tmp_path / "other" / "a-1", {"x": np.ones(3)})
+    found = treering(*arguments)
+    assert found.code == 3 and said in found.err.partition("More about it")[0], found.err
