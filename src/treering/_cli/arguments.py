@@ -20,6 +20,7 @@ MAX_EXPANSION = click.option(
     help="Bytes of arrays for each that is stored, beyond which nothing is read (from 64 MiB on); inf lifts it.",
 )
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
+_STEPS = re.compile(r"([0-9]{1,16})(?:\.\.([0-9]{1,16}))?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -69,6 +70,24 @@ class Subset(click.ParamType):
         if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
             return int(number), int(of)
         raise click.BadParameter(f"{value!r}: expected a part such as 2/5, or bytes such as 10G", ctx, param)
+
+
+class Steps(click.ParamType):
+    """Steps of a run: ``100,200..300`` is 100, and those from 200 to 300."""
+
+    name = "steps"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[range, ...]:
+        if isinstance(value, tuple):
+            return value
+        found: list[range] = []
+        for part in str(value).split(","):
+            match = _STEPS.fullmatch(part.strip())
+            wanted = range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
+            if not wanted:
+                raise click.BadParameter(f"{value!r}: expected steps such as 100,200..300", ctx, param)
+            found.append(wanted)
+        return tuple(found)
 
 
 class Keep(click.ParamType):

@@ -1,12 +1,15 @@
 """Checkpoints into other formats and other places: convert, cp."""
 
+import contextlib
+import dataclasses
+import posixpath
 from typing import Any
 
 import click
 
 from .._core.readable import count, nbytes
 from .._printable import safe
-from .arguments import MAX_EXPANSION, Bytes, Rename
+from .arguments import MAX_EXPANSION, Bytes, Rename, Steps
 from .output import PATH, as_json, say, say_json
 
 
@@ -26,6 +29,7 @@ from .output import PATH, as_json, say, say_json
 )
 @MAX_EXPANSION
 @click.option("--max-shard-size", type=Bytes(), help="safetensors: a folder of files no larger than this.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be written.")
 @as_json
 def convert(
     source: str,
@@ -41,34 +45,59 @@ def convert(
     memory_limit: int,
     max_expansion: float,
     max_shard_size: int | None,
+    dry_run: bool,
     json_: bool,
 ) -> None:
     """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
 
-    Rules are applied in the order: drop, rename.
+    Rules are applied in the order: drop, rename. Refused where TARGET would be a step of a run that a job writes.
     """
     from .. import rules as r
+    from .. import stores
+    from .._run import incoming
+    from .._save.options import SaveOptions
     from .._tools.convert import convert as write
+    from .._tools.convert import plan
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    report = write(
-        source,
-        target,
-        step=step,
-        source_format=source_format,
-        format=format,
-        at=at,
-        rules=rules,
-        dtype=dtype,
-        overwrite=overwrite,
-        memory_limit=memory_limit,
-        max_expansion=max_expansion,
-        progress=not json_,
-        **options,
-    )
+    if dry_run:
+        what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, False, options)
+        found = plan(
+            source,
+            target,
+            step=step,
+            source_format=source_format,
+            at=at,
+            max_expansion=max_expansion,
+            options=what,
+        )
+        if json_:
+            say_json({**found._asdict(), "dry_run": True})
+        else:
+            leaves = count(found.leaves, "leaf", "leaves")
+            say(f"{safe(found.path)}: would be written, {found.format}, {leaves}, {nbytes(found.nbytes)} of arrays")
+        return
+    place = stores.absolute(target)
+    run = incoming.run_around(stores.of(place), place)
+    with contextlib.nullcontext() if run is None else incoming.writing(stores.of(place), run):
+        report = write(
+            source,
+            target,
+            step=step,
+            source_format=source_format,
+            format=format,
+            at=at,
+            rules=rules,
+            dtype=dtype,
+            overwrite=overwrite,
+            memory_limit=memory_limit,
+            max_expansion=max_expansion,
+            progress=not json_,
+            **options,
+        )
     if json_:
-        say_json({"path": report.path, "nbytes": report.nbytes, "seconds": report.seconds})
+        say_json({"path": report.path, "nbytes": report.nbytes, "seconds": report.seconds, "dry_run": False})
     else:
         say(f"{safe(report.path)}: {nbytes(report.nbytes)} in {report.seconds:.1f} s")
 
@@ -76,24 +105,31 @@ def convert(
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there, in one step.")
+@click.option("--steps", type=Steps(), metavar="N,N..N", help="Only these steps of a run, such as 100,200..300.")
+@click.option("--overwrite", is_flag=True, help="Read what is there, and replace what differs or is damaged.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
 @as_json
-def cp(source: str, target: str, overwrite: bool, json_: bool) -> int:
+def cp(source: str, target: str, steps: tuple[range, ...] | None, overwrite: bool, dry_run: bool, json_: bool) -> int:
     """Copy a checkpoint or all good steps of a run to another place, between disks and buckets.
 
     The files are the same byte for byte, each checked as it is read, with pins and recorded metrics. Steps of a run
-    that are there already only get those; --overwrite replaces what differs or is damaged there. The exit code is 1
-    when damaged steps were left behind. Checkpoints of other libraries are copied by convert.
+    that are there already only get those, and are not read; --overwrite reads them, and replaces what differs or is
+    damaged there. The exit code is 1 when steps were left behind: damaged ones, and those of other libraries, which
+    convert copies. Refused while a job writes TARGET.
     """
     from .._tools.copy import copy_all
 
-    done = copy_all(source, target, overwrite=overwrite)
+    done = copy_all(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run)
+    code = int(bool(done.left_behind))
     if json_:
-        say_json({"copied": done.copied, "there": done.there, "left_behind": done.left_behind, "nbytes": done.nbytes})
-        return int(bool(done.left_behind))
-    there = f"; {count(len(done.there), 'is', 'are')} there already" if done.there else ""
-    say(f"{count(len(done.copied), 'checkpoint')} copied, {nbytes(done.nbytes)}{there}")
-    return int(bool(done.left_behind))
+        say_json({**dataclasses.asdict(done), "there_read": overwrite, "dry_run": dry_run})
+        return code
+    what = "would be copied" if dry_run else "copied"
+    names = f": {safe(', '.join(map(posixpath.basename, done.copied)))}" if dry_run and done.copied else ""
+    unread = "" if overwrite else " (sizes checked, contents not read)"
+    there = f"; {count(len(done.there), 'is', 'are')} there already{unread}" if done.there else ""
+    say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)}{names}{there}")
+    return code
 
 
 COMMANDS = (convert, cp)

@@ -172,20 +172,35 @@ def unpin(run: str, steps: tuple[int, ...]) -> None:
 @click.argument("run", type=PATH)
 @click.argument("step", type=click.IntRange(0), required=False)
 @click.option("--all", "all_", is_flag=True, help="Go back to before the first step: the next job starts over.")
-def rewind(run: str, step: int | None, all_: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Only say what would be set aside.")
+@as_json
+def rewind(run: str, step: int | None, all_: bool, dry_run: bool, json_: bool) -> None:
     """Go back to a STEP of a RUN: the later ones no longer count, and the next job goes on from it.
 
-    Nothing is deleted: they lie in rewound-1 (-2, …) within the run, which is a run of its own.
+    Nothing is deleted: they lie in rewound-1 (-2, …) within the run, which is a run of its own. Refused while a job
+    writes the run.
     """
     if all_ == (step is not None):
         raise click.UsageError("expected a STEP, or --all")
-    from .._run.run import BEFORE_ALL
+    from .._run import incoming
+    from .._run.run import BEFORE_ALL, aside
 
-    directory = _directory(run)
-    try:
-        directory.rewind(BEFORE_ALL if step is None else step)
-    finally:
-        directory.release()
+    directory, back_to = _directory(run), BEFORE_ALL if step is None else step
+    store, root = directory.steps.store, directory.root
+    later, before = directory.to_set_aside(back_to), aside(store, root)
+    if dry_run:
+        incoming.check(store, root)
+    else:
+        try:
+            directory.rewind(back_to)
+        finally:
+            directory.release()
+    if json_:
+        place = next((one for one in aside(store, root) if one not in before), None)
+        say_json({"path": root, "step": step, "set_aside": later, "to": place, "dry_run": dry_run})
+    elif dry_run:
+        steps = ", ".join(map(str, later))
+        say(f"{count(len(later), 'step')} would be set aside: {steps}" if later else "nothing to set aside")
 
 
 def _directory(run: str) -> "Directory":

@@ -244,14 +244,19 @@ class Directory:
         """Ends the writing, when all jobs are done. Returns what of it failed."""
         self.release()
 
+    def to_set_aside(self, step: int) -> list[int]:
+        """Returns the steps that `rewind` would set aside, ascending. Takes no lock. Raises what `rewind` raises."""
+        if step > 0:
+            self.existing(step)
+        self.check_own_after(step)
+        return [number for number in self.steps.committed() if number > step]
+
     def rewind(self, step: int) -> None:
         """Goes back to a step, or before the first: to 0, where it is not saved, or to `run.BEFORE_ALL`.
 
         Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's.
         """
-        if step > 0:
-            self.existing(step)
-        self.check_own_after(step)
+        self.to_set_aside(step)
         self._take()
         self.set_aside_after(step)
 

@@ -17,6 +17,7 @@ from .. import formats, stores
 from .._core.entries import step_number
 from .._core.json_floats import as_text
 from .._core.tracebacks import at_the_caller
+from .._core.views import View
 from .._processes import coordinator
 from .._processes.calls import Call
 from .._pytree import devices
@@ -26,15 +27,18 @@ from .._threads.python_gc import gc_paused
 from .._threads.reentry import alone, refuse_within
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
+from ..formats import Format
 from ..formats.treering import write as native
 from ..formats.treering.commit import check_free
 from ..rules import Rule
 from . import pending as _pending
 from . import pipeline
+from .inputs import view_of
 from .metadata import plain
 from .metrics import encoded
 from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
+from .target import Target, check_free_for_all, check_kept, check_no_iterators
 
 _log = logging.getLogger("treering")
 _WRITERS = 4  # threads of a save: while some wait for the disk, another copies and hashes
@@ -182,9 +186,7 @@ def start(
     if hooks is None:
         _raise_failed(call)
     place = stores.absolute(path)
-    format = formats.for_path(place, options.format)
-    if format.name == "treering" and options.of_format:
-        raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
+    format = _format_for(place, options)
     prepared = pipeline.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
@@ -250,6 +252,29 @@ def _raise_failed(call: Call) -> None:
             if pending._call.name == first[0]:
                 pending.result()
         raise SaveError(first[1])  # this process holds no reference to the failed save
+
+
+def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[Target, View]:
+    """Returns where and as what a checkpoint would be saved, and the leaves. Raises what `save` raises before it reads.
+
+    Whether the format can hold every leaf is only known when it is written.
+    """
+    place, info = stores.absolute(path), _describe_with(ckpt, None, None, None)
+    call = coordinator.begin(_what(path, None), processes="this")
+    target = Target(call, stores.of(place), place, _format_for(place, options), info, options)
+    view = view_of(ckpt, options.rules, options.dtype, info)
+    if target.format.name != "treering":
+        check_kept(target, view)
+        check_no_iterators(place, view)
+    check_free_for_all(target)
+    return target, view
+
+
+def _format_for(place: str, options: SaveOptions) -> Format:
+    format = formats.for_path(place, options.format)
+    if format.name == "treering" and options.of_format:
+        raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
+    return format
 
 
 class SaveHooks(Protocol):

@@ -2,15 +2,19 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+from .. import stores
 from .._core import expansion
+from .._core.entries import ArrayEntry
 from .._core.source import arrays_of
 from .._core.tracebacks import at_the_caller
+from .._restore.checkpoint import Checkpoint
+from .._run import incoming
 from .._run.open import open_checkpoint
-from .._save.options import FormatOptions
+from .._save.options import FormatOptions, SaveOptions
 from .._save.pending import SaveReport
-from .._save.save import save
+from .._save.save import preview, save
 from ..rules import Rule
 
 
@@ -38,9 +42,11 @@ def convert(
     It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
     along where the format has a place for them. source_format: the `format` of `treering.open`. memory_limit: bytes of
     arrays in memory at a time. max_expansion: as of `treering.restore`.
+
+    Where `dst` would be a step of a run, raises an `ExistsError` that names the other process that writes the run, and
+    `MismatchError` for a `local=` directory.
     """
-    ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
-    expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
+    ckpt = _opened(src, dst, step, source_format, at, max_expansion)
     return save(
         dst,
         ckpt,
@@ -53,3 +59,48 @@ def convert(
         progress=progress,
         **options,
     )
+
+
+class Plan(NamedTuple):
+    """What `convert` would write: `nbytes` are the bytes of the arrays."""
+
+    path: str
+    format: str
+    step: int | None
+    leaves: int
+    nbytes: int
+
+
+def plan(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    step: int | None,
+    source_format: str | None,
+    at: str,
+    max_expansion: float,
+    options: SaveOptions,
+) -> Plan:
+    """Returns what `convert` would write, and writes nothing. Raises what it raises before it reads any array."""
+    ckpt = _opened(src, dst, step, source_format, at, max_expansion)
+    target, view = preview(dst, ckpt, options)
+    entries = view.entries.values()
+    nbytes = sum(entry.nbytes for entry in entries if isinstance(entry, ArrayEntry))
+    return Plan(target.path, target.format.name, ckpt.step, len(entries), nbytes)
+
+
+def _opened(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    step: int | None,
+    source_format: str | None,
+    at: str,
+    max_expansion: float,
+) -> Checkpoint:
+    """Opens what is converted, and checks that nobody else writes the run that it would come into."""
+    ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
+    expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
+    place = stores.absolute(dst)
+    if (run := incoming.run_around(stores.of(place), place)) is not None:
+        incoming.check(stores.of(place), run)
+    return ckpt

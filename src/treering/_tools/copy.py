@@ -1,110 +1,170 @@
 """Copies of checkpoints and runs in other places, byte for byte."""
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 
 from .. import formats, stores
 from .._core.leaf_paths import few
+from .._run import incoming, new_run
 from .._run import run as _run
-from .._run.latest_good import check_known
-from ..errors import CorruptError, ExistsError, MismatchError, UnsupportedError
-from ..formats.treering import copy, metrics, pins, removal, summary
-from ..formats.treering.read import Reader
+from .._run.latest_good import check_known, listed_again
+from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from ..formats.treering import summary
+from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
+from .one_copy import OneCopy
 
+_FOREIGN = "written by another library; convert it instead"
 _log = logging.getLogger("treering")
 
 
 @dataclasses.dataclass
 class Copied:
-    """The paths that were copied, those that were there already, those left behind, and the bytes that were moved."""
+    """What a copy has done, or would do, by path.
+
+    `copied`: the copies that were made. `there`: those that were there already, with the same manifest and files of the
+    right size. `left_behind`: checkpoints of the source that are damaged, of a later release, or of another library.
+    `gone`: those that a job deleted meanwhile. `nbytes` were moved.
+    """
 
     copied: list[str] = dataclasses.field(default_factory=list)
     there: list[str] = dataclasses.field(default_factory=list)
     left_behind: list[str] = dataclasses.field(default_factory=list)
+    gone: list[str] = dataclasses.field(default_factory=list)
     nbytes: int = 0
 
     def _moved(self, nbytes: int) -> None:
         self.nbytes += nbytes
 
+    @contextlib.contextmanager
+    def _passing_over(self, one: OneCopy, single: bool) -> Iterator[None]:
+        """Notes and logs why a step of a run is not copied; the error of a single checkpoint is raised."""
+        try:
+            yield
+        except (ReplacedError, CorruptError, UnsupportedError, PermissionError) as error:
+            if single or (isinstance(error, PermissionError) and not str(error.filename).startswith(one.path)):
+                raise  # What cannot be written is the error of all.
+            if isinstance(error, ReplacedError):
+                self.gone.append(one.path)
+            else:
+                self._left(one.path, error)
 
-def copy_all(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False) -> Copied:
+    def _left(self, path: str, why: object) -> None:
+        _log.error("not copied: %s", why)
+        self.left_behind.append(path)
+
+
+def copy_all(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    steps: Sequence[range] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Copied:
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
-    To those that are there, pins and recorded metrics are added. With `overwrite`, steps that are there and differ, or
-    are damaged there, are replaced; without, those that differ raise `ExistsError` before anything is copied. Damaged
-    steps, and those of a later release, are logged and left behind.
+    To those that are there, pins and recorded metrics are added. They are not read, except with `overwrite`: then steps
+    that are there and differ, or are damaged there, are replaced. Without it, those that differ raise `ExistsError`
+    before anything is copied. Damaged steps, those of a later release and of other libraries are logged and left
+    behind. A step that a job deletes meanwhile is passed over and logged.
 
-    Raises `UnsupportedError` for other libraries' checkpoints, `MismatchError` for a target that is the source, or a
-    run with other names of its steps.
+    steps: copy only those of a run that lie in these ranges.
+    dry_run: write nothing, and return what would be copied, as far as that shows without reading arrays of the source.
+
+    Raises `UnsupportedError` for other libraries' checkpoints, `NotFoundError` for `steps` that are not there,
+    `MismatchError` for a target that is the source, a `local=` directory, or a run with other names of its steps, and
+    an `ExistsError` that names the job that writes the target.
     """
     path, to = stores.absolute(source), stores.absolute(target)
     here, there = stores.of(path), stores.of(to)
     if here is there and here.real_path(path) == there.real_path(to):
         raise MismatchError(f"{to}: expected another place than that of the source")
-    single = summary.look(here, path) is not None
-    if single:
-        pairs = {path: to}
-    else:
-        pairs = {posixpath.join(path, name): posixpath.join(to, name) for name in _names(here, path).values()}
-        _check_target(there, to, _run.prefix_of(here, path))
-    same = {one: _is_same(here, one, there, other, thorough=overwrite) for one, other in pairs.items()}
-    if not overwrite and (differing := [pairs[one] for one, is_same in same.items() if is_same is False]):
-        raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
     done = Copied()
-    for one, other in reversed(pairs.items()):
-        try:
-            if same[one]:
-                metrics.copy(here, one, there, other, summary.identity(here, one))
-                if pins.pinned(here, one):
-                    pins.pin(there, other, True)
-                done.there.append(other)
-            else:
-                _copy(here, one, there, other, done._moved, absent=same[one] is None)
-                done.copied.append(other)
-        except (CorruptError, UnsupportedError) as error:
-            if single:
-                raise
-            _log.error("not copied: %s", error)
-            done.left_behind.append(one)
-    if aside := _run.aside(here, path):
+    single, prefix = summary.look(here, path) is not None, _run.PREFIX
+    if single:
+        if steps:
+            meant = new_run.meant(here, path)
+            raise MismatchError(f"{path}: steps were asked for, but this is one checkpoint, not a run{meant}")
+        pairs, run = [OneCopy(here, path, there, to)], incoming.run_around(there, to)
+    else:
+        names = _names(here, path, steps, done)
+        paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
+        pairs = [OneCopy(here, one, there, other) for one, other in paths]
+        prefix, run = _run.prefix_of(here, path), to
+        _check_target(there, to, prefix)
+    if run is not None:
+        incoming.check(there, run)
+    same: dict[OneCopy, bool | None] = {}
+    for one in pairs:
+        with done._passing_over(one, single):
+            same[one] = one.is_same(thorough=overwrite)
+    if not overwrite and (differing := [one.to for one, is_same in same.items() if is_same is False]):
+        raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
+    writes = run is not None and not dry_run and not all(same.values())
+    with incoming.writing(there, run, prefix) if run is not None and writes else contextlib.nullcontext():
+        for one, is_same in reversed(same.items()):
+            with done._passing_over(one, single):
+                if not is_same:
+                    make = one.measure if dry_run else functools.partial(one.make, absent=is_same is None)
+                    listed_again(functools.partial(make, done._moved))
+                elif not dry_run:
+                    one.complete()
+                (done.there if is_same else done.copied).append(one.to)
+    if done.gone and not (done.copied or done.there or done.left_behind):
+        raise ReplacedError(f"{path}: expected a step, found none; all that were there have been deleted meanwhile")
+    if done.gone:
+        _log.warning("%s: gone since the copy began, and not in it: %s", path, _few_names(done.gone))
+    if not single and (aside := _run.aside(here, path)):
         _log.warning("%s: steps that were set aside are not copied: %s", path, few(tuple(aside)))
     return done
 
 
-def _copy(here: Store, path: str, there: Store, to: str, moved: Callable[[int], None], *, absent: bool) -> None:
-    """Copies a checkpoint, in the place of another or of a damaged copy of it, unless nothing was there."""
-    replaced = summary.look(there, to) is not None
-    if replaced and absent:
-        raise ExistsError(f"{to}: another writer put a checkpoint there meanwhile; it is untouched")
-    if replaced and _identity(there, to) == _identity(here, path):  # whose files have the names of the copy's
-        if problem := next(Reader(here, path).problems(), None):  # what is there may be better
-            raise CorruptError(str(problem))
-        removal.delete(there, to)
-        replaced = False
-    copy.copy(here, path, there, to, overwrite=replaced, moved=moved)
+def _few_names(paths: Sequence[str]) -> str:
+    return few(tuple(map(posixpath.basename, paths)))
 
 
-def _identity(store: Store, path: str) -> str | None:
-    try:
-        return summary.identity(store, path)
-    except (CorruptError, FileNotFoundError):
-        return None
-
-
-def _names(store: Store, path: str) -> dict[int, str]:
-    """The steps of a run, all of the native format, and the names of their directories."""
+def _names(store: Store, path: str, steps: Sequence[range], done: Copied) -> list[str]:
+    """The directories of a run's steps that are to be copied, ascending; those that cannot be are left behind."""
     names = _run.committed(store, path)
-    foreign = "written by another library; convert it instead"
-    if others := formats.foreign_steps(store, path, set(names.values())):
-        raise UnsupportedError(f"{next(iter(others.values())).path}: {foreign}")
+    foreign = formats.foreign_steps(store, path, set(names.values()))
     if not names:
-        check_known(store, path)
-        raise UnsupportedError(f"{path}: {foreign}")
-    return names
+        first = next(iter(foreign.values())).path if foreign else path
+        if not foreign:
+            check_known(store, path)
+        raise UnsupportedError(f"{first}: {_FOREIGN}")
+    others = {step: (one.path, _FOREIGN) for step, one in foreign.items()} | _closed(store, path, names)
+    for wanted in steps:
+        if not any(step in wanted for step in (*names, *others)):
+            text = f"step {wanted[0]}" if len(wanted) == 1 else f"steps from {wanted[0]} to {wanted[-1]}"
+            raise NotFoundError(f"{path}: expected {text}, found {_few_names(list(names.values())[-5:])}")
+    for step, (place, why) in others.items():
+        if _is_wanted(step, steps):
+            done._left(place, f"{place}: {why}")
+    return [name for step, name in names.items() if _is_wanted(step, steps)]
+
+
+def _closed(store: Store, path: str, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
+    """The steps beside those of these names that this user may not look into: their paths, and why."""
+    found: dict[int, tuple[str, str]] = {}
+    prefix = _run.prefix_of(store, path)
+    for name in store.list(path):
+        step, place = _run.parse(name, prefix), posixpath.join(path, name)
+        if step is not None and step not in names:
+            try:
+                summary.look(store, place)
+            except PermissionError as error:
+                found[step] = place, f"cannot be looked into ({error.strerror})"
+    return found
+
+
+def _is_wanted(step: int, steps: Sequence[range]) -> bool:
+    return not steps or any(step in wanted for wanted in steps)
 
 
 def _check_target(store: Store, to: str, prefix: str) -> None:
@@ -115,17 +175,3 @@ def _check_target(store: Store, to: str, prefix: str) -> None:
         raise MismatchError(
             f"{to}: expected names of steps that begin with {prefix!r}, as in the source, found {found!r}"
         )
-
-
-def _is_same(here: Store, path: str, there: Store, to: str, *, thorough: bool) -> bool | None:
-    """Whether the same checkpoint lies at both paths, undamaged at the second as far as is looked at; None for none."""
-    if summary.look(there, to) is None:
-        return None
-    try:
-        if summary.identity(here, path) != summary.identity(there, to):
-            return False
-        reader = Reader(there, to)
-        reader.check_present()
-        return not (thorough and any(reader.problems()))
-    except (CorruptError, UnsupportedError, FileNotFoundError):
-        return False

@@ -560,7 +560,7 @@ def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatc
         tr.save(tmp_path / "c", {"w": np.ones(70_000)})
         copy_all(tmp_path / "c", path := "copies://tests/c")
         there = [stores.of(path).stat(f"{path}/{name}") for name in _names(path)]
-        monkeypatch.setattr(copying, "_is_same", lambda *_, **__: None)  # the other one came after this look
+        monkeypatch.setattr(copying.OneCopy, "is_same", lambda *_, **__: None)  # the other one came after this look
         with pytest.raises(ExistsError, match="meanwhile; it is untouched"):
             copy_all(tmp_path / "c", path)
         look = copying.summary.look  # or after the second one

@@ -1,0 +1,44 @@
+"""Checkpoints that come into a run from outside of its job: copies and conversions."""
+
+import contextlib
+import posixpath
+from collections.abc import Iterator
+
+from ..stores.store import LOCK_NAME, Store
+from . import run
+from .directory import Directory
+from .origin import check_not_near
+from .steps import Steps
+
+
+def run_around(store: Store, path: str) -> str | None:
+    """Returns the run of which a checkpoint at a path would be a step, if a job writes it, or may.
+
+    A job leaves its lock there while it writes, and its mark in a `local=` directory. Steps end in their number, in
+    every format: a model may be written beside them.
+    """
+    root, name = posixpath.split(path)
+    marks = (LOCK_NAME, run.COPIED) if root and name[-1:].isdecimal() else ()
+    return root if any(store.stat(posixpath.join(root, mark)) is not None for mark in marks) else None
+
+
+def check(store: Store, root: str) -> None:
+    """Checks that a run may be written from outside. Takes nothing.
+
+    Raises `MismatchError` for a `local=` directory, and an `ExistsError` that names the other process that writes the
+    run. In a bucket only processes of this machine are known; `writing` finds the others.
+    """
+    check_not_near(store, root)
+    store.lease(root).check_free()
+
+
+@contextlib.contextmanager
+def writing(store: Store, root: str, prefix: str = run.PREFIX) -> Iterator[None]:
+    """Holds the lock of a run within a `with` block, as its job does. Raises what `check` raises."""
+    check_not_near(store, root)
+    directory = Directory(Steps(store, root, prefix), lambda: True)
+    try:
+        directory.claim()
+        yield
+    finally:
+        directory.release()

@@ -1,0 +1,274 @@
+"""What cp, convert and rewind do to a run while a job writes or prunes it, and what they say before they do it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering._tools import copy as copying
+from treering._tools.copy import Copied, copy_all
+from treering.formats.treering import removal
+
+_JOB = """
+import sys
+from treering import stores
+lease = stores.of(sys.argv[1]).lease(sys.argv[1])
+lease.acquire()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def save_run(path: pathlib.Path, *steps: int) -> pathlib.Path:
+    with tr.Checkpointer(path) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": np.full(4000, step)})
+    return path
+
+
+def step_of(run: pathlib.Path, step: int) -> pathlib.Path:
+    return run / f"step-{step:08}"
+
+
+def change(run: pathlib.Path, step: int, *, size: int | None = None) -> None:
+    """Flips the last bit of a step's array file, or cuts it off."""
+    (file,) = step_of(run, step).glob("arrays-*")
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes()[:size])
+    data[-1] ^= size is None
+    file.write_bytes(data)
+
+
+def files(place: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder, with the times when it was changed."""
+    return {str(path): ((found := path.lstat()).st_mtime_ns, found.st_size) for path in place.rglob("*")}
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    return save_run(tmp_path / "run", 1, 2, 3, 4)
+
+
+@pytest.fixture
+def written(tmp_path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int]]:
+    """A run that another process writes, and that process."""
+    path = save_run(tmp_path / "written", 1, 2)
+    command = [sys.executable, "-c", _JOB, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield path, process.pid
+        process.communicate()
+
+
+# A run that a job writes
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_nothing_comes_into_a_run_that_a_job_writes(
+    written: tuple[pathlib.Path, int], run: pathlib.Path, treering: Any, dry: list[str]
+) -> None:
+    there, job = written
+    before = files(there)
+    calls = [
+        ["rewind", there, 1],
+        ["cp", run, there],
+        ["cp", run, there, "--overwrite"],
+        ["cp", step_of(run, 4), step_of(there, 9)],
+        ["convert", run, step_of(there, 9)],
+        ["convert", run, there / "1000", "--format", "orbax"],
+    ]
+    for call in calls:
+        found = treering(*call, *dry)
+        assert found.code == 3 and f"process {job} on" in found.err and "Checkpointer" not in found.err, call
+    with pytest.raises(tr.errors.ExistsError, match=f"process {job} on"):
+        tr.convert(run, step_of(there, 9))
+    assert files(there) == before
+    assert treering("convert", run, there / "model.safetensors", *dry).code == 0, "it is no step"
+
+
+def test_a_run_is_held_while_steps_come_into_it(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+
+    def moved(self: Copied, nbytes: int) -> None:
+        command = [sys.executable, "-c", _JOB, str(tmp_path / "other")]
+        held.append(subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode)
+
+    monkeypatch.setattr(Copied, "_moved", moved)
+    assert treering("cp", run, tmp_path / "other", "--steps", 4).code == 0 and set(held) == {1}
+    assert sorted(os.listdir(tmp_path / "other")) == ["step-00000004"], "the lock is given back"
+
+
+def test_a_job_may_convert_into_its_own_run(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "own") as ckpts:
+        ckpts.save(1, {"x": 1})
+        ckpts.wait()
+        tr.convert(run, step_of(tmp_path / "own", 2))
+        ckpts.save(3, {"x": 1})
+    assert tr.steps(tmp_path / "own") == [1, 2, 3]
+
+
+def test_nothing_comes_into_a_local_directory(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        ckpts.save(1, {"x": 1})
+    before = files(near)
+    calls = [["cp", run, near], ["cp", step_of(run, 4), step_of(near, 4)], ["convert", run, step_of(near, 4)]]
+    for call in [*calls, [*calls[0], "--dry-run"]]:
+        found = treering(*call)
+        assert found.code == 3 and str(far) in found.err, call
+    assert files(near) == before
+    assert treering("cp", near, tmp_path / "copy").code == 0
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_steps_that_a_job_deletes_meanwhile_are_named(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    source = str(run)
+    if where == "bucket":
+        copy_all(run, source := f"memory://{tmp_path.name}/run")
+
+    def moved(self: Copied, nbytes: int) -> None:
+        for step in doomed:
+            removal.delete(stores.of(source), f"{source}/step-{step:08}")
+        doomed.clear()
+
+    monkeypatch.setattr(Copied, "_moved", moved)
+    doomed = [1, 3]
+    found = treering("cp", source, tmp_path / "copy")
+    assert found.code == 0 and "gone since the copy began" in found.err, "retention is no damage"
+    assert "step-00000003, step-00000001" in found.err and tr.steps(tmp_path / "copy") == [2, 4]
+    doomed = [2]
+    found = treering("cp", source, tmp_path / "again", "--json")
+    assert found.json["gone"] == [f"{source}/step-00000002"] and found.json["left_behind"] == []
+
+
+def test_steps_that_are_all_gone_are_an_error(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    names = copying._names
+
+    def listed(*arguments: Any) -> list[str]:
+        found = names(*arguments)
+        removal.delete(stores.of(""), str(step_of(run, 4)))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_names", listed)
+        found = treering("cp", run, tmp_path / "copy", "--steps", 4)
+    assert found.code == 3 and "deleted meanwhile" in found.err and not (tmp_path / "copy").exists()
+
+
+def test_a_copy_of_a_step_that_is_gone_stays(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    copy = tmp_path / "copy"
+    treering("cp", run, copy)
+    for step in (1, 2, 3):
+        removal.delete(stores.of(""), str(step_of(run, step)))
+    assert treering("cp", run, copy).code == 0 and tr.steps(copy) == [1, 2, 3, 4]
+
+
+# Steps that cannot be copied
+
+
+def test_one_bad_step_does_not_stop_the_others(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    treering("cp", run, copy, "--steps", "2")
+    manifest = step_of(run, 2) / "treering.json"
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    tr.save(run / "checkpoint_7", {"x": np.ones(3)}, format="flax")
+    look = copying.summary.look
+
+    def closed(store: Any, path: str) -> Any:
+        if path == str(step_of(run, 3)):
+            raise PermissionError(13, "Permission denied", path)
+        return look(store, path)
+
+    monkeypatch.setattr(copying.summary, "look", closed)
+    found = treering("cp", run, copy, "--json")
+    assert found.code == 1 and tr.steps(copy) == [1, 2, 4]
+    assert set(found.json["left_behind"]) == {str(run / "checkpoint_7"), *(str(step_of(run, n)) for n in (2, 3))}
+    assert "checkpoint_7: written by another library; convert it instead" in found.err
+    assert "step-00000003: cannot be looked into" in found.err and "step-00000002" in found.err
+    assert treering("cp", run, copy, "--steps", "1,4").code == 0, "they were not asked for"
+
+
+# Copies that are there already
+
+
+def test_what_is_there_is_read_with_overwrite_alone_and_cp_says_so(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
+) -> None:
+    copy = tmp_path / "copy"
+    treering("cp", run, copy)
+    change(copy, 2)
+    assert "4 are there already (sizes checked, contents not read)" in treering("cp", run, copy).out
+    assert treering("cp", run, copy, "--json").json["there_read"] is False
+    found = treering("cp", run, copy, "--overwrite")
+    assert found.out.endswith("3 are there already\n") and tr.verify(copy).ok
+    change(copy, 3, size=1000)
+    found = treering("cp", run, copy)
+    assert found.code == 3 and str(step_of(copy, 3)) in found.err and "--overwrite" in found.err
+
+
+# Before anything is done
+
+
+def test_dry_runs_say_what_is_done_and_write_nothing(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    copy, out = tmp_path / "copy", tmp_path / "m.safetensors"
+    treering("cp", run, copy, "--steps", "1")
+    assert treering("rewind", run, 4, "--dry-run").out == "nothing to set aside\n"
+    calls = [["cp", run, copy], ["rewind", run, 2], ["rewind", run, "--all"]]
+    for call in calls:
+        before = files(tmp_path)
+        said, planned = treering(*call, "--dry-run"), treering(*call, "--dry-run", "--json").json
+        assert said.code == 0 and said.out and files(tmp_path) == before, call
+        done = treering(*call, "--json").json
+        assert done != planned and files(tmp_path) != before
+        assert {**done, "dry_run": True, "to": None} == {"to": None, **planned}, call
+    before = files(tmp_path)
+    found = treering("convert", copy, out, "--drop", "nothing", "--dry-run")
+    assert found.code == 3 and "matches none" in found.err
+    found = treering("convert", copy, out, "--step", 3, "--dry-run")
+    assert found.code == 0 and "would be written, safetensors, 1 leaf" in found.out
+    found = treering("convert", copy, out, "--step", 3, "--dry-run", "--json").json
+    assert found == {
+        "path": str(out),
+        "format": "safetensors",
+        "step": 3,
+        "leaves": 1,
+        "nbytes": 32000,
+        "dry_run": True,
+    }
+    assert files(tmp_path) == before and treering("convert", copy, out).code == 0
+    assert treering("convert", copy, out, "--dry-run").code == 3, "it is there"
+
+
+def test_dry_runs_show_what_would_be_left_behind(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    change(run, 2, size=1000)
+    found = treering("cp", run, tmp_path / "copy", "--dry-run")
+    assert found.code == 1 and "not copied" in found.err and "step-00000004, step-00000003, step-00000001" in found.out
+    assert not (tmp_path / "copy").exists()
+
+
+def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering: Any) -> None:
+    run, copy = save_run(tmp_path / "run", 1, 100, 200, 250, 300, 400), tmp_path / "copy"
+    for steps in ("", "3..1", "1,,2", "a", "1..", "-1", "1-2"):
+        found = treering("cp", run, copy, f"--steps={steps}")
+        assert found.code == 2 and "100,200..300" in found.err, steps
+    for steps, said in (("7", "expected step 7"), ("1,500..600", "expected steps from 500 to 600")):
+        found = treering("cp", run, copy, "--steps", steps)
+        assert found.code == 3 and said in found.err and not copy.exists()
+    assert treering("cp", run, copy, "--steps", "100, 200..300").code == 0 and tr.steps(copy) == [100, 200, 250, 300]
+    found = treering("cp", step_of(run, 1), tmp_path / "one", "--steps", "1")
+    assert found.code == 3 and "not a run" in found.err
