@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 import treering as tr
@@ -15,6 +16,7 @@ from treering import stores
 from treering._tools import copy as copying
 from treering._tools.copy import Copied, copy_all
 from treering.formats.treering import removal
+from treering.stores.objects.store import ObjectStore
 
 _JOB = """
 import sys
@@ -173,6 +175,14 @@ def test_a_copy_of_a_step_that_is_gone_stays(run: pathlib.Path, tmp_path: pathli
     for step in (1, 2, 3):
         removal.delete(stores.of(""), str(step_of(run, step)))
     assert treering("cp", run, copy).code == 0 and tr.steps(copy) == [1, 2, 3, 4]
+
+
+def test_the_root_of_a_bucket_is_in_no_run(run: pathlib.Path, treering: Any) -> None:
+    buckets = ObjectStore()
+    buckets.add("copies7://tests7", obstore.store.MemoryStore())
+    with stores.using(buckets, "copies7"):
+        assert treering("convert", run, "copies7://tests7").code == 0
+        assert treering("cp", "copies7://tests7", "memory://tests7").code == 0
 
 
 # Steps that cannot be copied

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..stores.store import LOCK_NAME, Store
 from . import run
 from .directory import Directory
+from .new_run import parent
 from .origin import check_not_near
 from .steps import Steps
 
@@ -17,9 +18,11 @@ def run_around(store: Store, path: str) -> str | None:
     A job leaves its lock there while it writes, and its mark in a `local=` directory. Steps end in their number, in
     every format: a model may be written beside them.
     """
-    root, name = posixpath.split(path)
-    marks = (LOCK_NAME, run.COPIED) if root and name[-1:].isdecimal() else ()
-    return root if any(store.stat(posixpath.join(root, mark)) is not None for mark in marks) else None
+    root = parent(path)
+    if root is None or not path[-1].isdecimal():
+        return None
+    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run.COPIED))
+    return root if any(store.stat(mark) is not None for mark in marks) else None
 
 
 def check(store: Store, root: str) -> None:

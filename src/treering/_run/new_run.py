@@ -55,18 +55,18 @@ def warn(store: Store, root: str, *, local: bool = False, knows_local: bool = Fa
 def step_of(store: Store, path: str) -> str:
     """Returns which step of which run a checkpoint is, for a message; "" if it is none."""
     for place in (path, posixpath.dirname(path)):  # Orbax has a folder for each item of a step
-        parent = _parent(place)
-        if parent is None:
+        above = parent(place)
+        if above is None:
             break
         numbered = _NUMBERED.fullmatch(posixpath.basename(place))
         try:
-            steps = run.located_steps(store, parent, numbered and numbered[1])
+            steps = run.located_steps(store, above, numbered and numbered[1])
         except (TreeringError, OSError) as error:
-            _log.info("%s: not searched for the run that is meant: %s", parent, error)
+            _log.info("%s: not searched for the run that is meant: %s", above, error)
             continue
         for step, one in steps.items():
             if one.path == place:
-                return f"step {step} of the run {parent}; pass the run"
+                return f"step {step} of the run {above}; pass the run"
     return ""
 
 
@@ -117,8 +117,8 @@ def _below(store: Store, root: str) -> list[str]:
 
 
 def _above(store: Store, root: str) -> list[str]:
-    parent = _parent(root)
-    found = _run_at(store, parent, only=formats.get("treering")) if parent else []
+    above = parent(root)
+    found = _run_at(store, above, only=formats.get("treering")) if above else []
     return [f"it is within the run {one}" for one in found]
 
 
@@ -134,7 +134,8 @@ def _run_at(store: Store, path: str, only: formats.Format | None = None) -> list
     return [f"{path} (newest step {max(steps)})"] if steps else []
 
 
-def _parent(path: str) -> str | None:
+def parent(path: str) -> str | None:
     """Returns the directory around a path; None for the root of a file system or a bucket."""
-    parent = posixpath.dirname(path)
-    return None if parent == path or parent.endswith(":/") or not parent else parent
+    found = posixpath.dirname(path)
+    is_bucket = "://" in path and found.endswith(":")
+    return None if is_bucket or found == path or not found else found
