@@ -366,6 +366,11 @@ def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path
     assert treering("convert", run, tmp_path / "shards", "--format", "safetensors", "--at", "params",
                     "--max-shard-size", "200", "--json").json["nbytes"] > 0  # fmt: skip
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    items = ["convert", run, tmp_path / "items", "--format", "orbax", "--composite"]
+    assert treering(*items).code == 3, "there are leaves at the top"
+    assert treering(*items, "--drop", "*").code == 0
+    folders = [path.name for path in (tmp_path / "items").iterdir() if path.is_dir()]
+    assert sorted(folders) == ["metrics", "params"]
 
 
 def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Path, treering: Any) -> None:

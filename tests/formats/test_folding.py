@@ -39,3 +39,11 @@ def test_keys_that_are_one_folder_are_refused_by_name(
     for name, format in (("t5x", "t5x"), ("native", None), ("orbax", "orbax")):  # which have other names for them
         tr.save(tmp_path / name, tree, format=format)
     assert sorted(os.listdir(tmp_path)) == ["c", "native", "orbax", "t5x"]
+
+
+def test_items_that_are_one_folder_are_refused_by_name(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    tree = {"W": {"x": np.ones(3)}, "w": {"x": np.zeros(3)}}
+    use_disk(Folding())
+    with pytest.raises(tr.errors.UnsupportedError, match="the keys 'W' and 'w' are one folder"):
+        tr.save(tmp_path / "c", tree, format="orbax", composite=True)
+    assert not os.listdir(tmp_path)

@@ -27,7 +27,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import treering as tr
 from helpers import assert_same
 from hostile import outcome, shuffled
-from treering import formats, stores
+from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.testing._doubles import CountingDisk
 
@@ -474,6 +474,120 @@ def test_what_orbax_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="zarr3"):
         tr.save(tmp_path / "ckpt", source, format="orbax", zarr3=True)
     assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+def composite(path: Path) -> ocp.args.Composite:
+    """Every item that Orbax itself finds in a folder."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as theirs:
+        return theirs.restore(path)
+
+
+CONFIG = {"rate": 0.1, "layers": [1, None, {"x": "y"}, [], -0.0], "inf": -math.inf, "big": 2**80, "": {}, "a/b": True}
+
+
+def test_items_are_what_composite_reads(tmp_path: Path) -> None:
+    params = {"w": jnp.arange(6.0).reshape(2, 3), "deep": [{"bf": jnp.ones(3, jnp.bfloat16)}, jax.random.key(3)]}
+    opt = optax.adam(1e-3).init({"w": jnp.ones(3)})
+    trees = {"params": params, "opt_state": opt, "state": {k: v for k, v in state().items() if k != "w"}}
+    tree = {**trees, "config": CONFIG, "stateless": optax.sgd(1.0).init(params)}
+    path = tmp_path / "run" / "7"
+    report = tr.save(path, tree, format="orbax", composite=True, metrics={"loss": 0.5}, metadata={"by": "me"})
+    assert report.nbytes == nbytes(path) == tr.open(path).nbytes
+    for name, one in trees.items():
+        assert_same(bits(restore_standard(path / name, one)), bits(one))
+        assert_same(bits(restore_standard(path / name)), bits(plain(one)))
+    with manager(tmp_path / "run", best_fn=lambda metrics: metrics["loss"]) as run:
+        wanted = {name: ocp.args.StandardRestore(one) for name, one in trees.items()}
+        found = run.restore(7, args=ocp.args.Composite(**wanted, config=ocp.args.JsonRestore()))
+        assert_same(bits({name: found[name] for name in trees}), bits(trees))
+        assert_same(found["config"], CONFIG)
+        assert run.metrics(7) == {"loss": 0.5} and run.best_step() == 7
+        about = run.metadata(7)
+        assert about.metrics == {"loss": 0.5} and about.custom_metadata == {"by": "me"}
+        w = about.item_metadata["params"]["w"]
+        assert (w.shape, w.dtype) == ((2, 3), np.float32)
+    ckpt = tr.open(tmp_path / "run")
+    assert (ckpt.format, ckpt.step, ckpt.metrics, ckpt.metadata) == ("orbax", 7, {"loss": 0.5}, {"by": "me"})
+    assert_same(ckpt.restore(), {name: plain(tree[name]) for name in sorted(tree)})
+    assert_same(ckpt.restore(like=tree), tree)
+    assert_same(tr.restore(path / "params", like=params), params)
+    assert tr.verify(path).ok
+
+
+def test_items_go_through_the_native_format_and_back(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(3.0), "step": 3, "none": None}
+    with manager(tmp_path / "run") as run:
+        items = {"params": ocp.args.StandardSave(arrays), "config": ocp.args.JsonSave(CONFIG)}
+        run.save(2, args=ocp.args.Composite(**items))
+    tr.convert(tmp_path / "run", tmp_path / "native")
+    tr.convert(tmp_path / "native", tmp_path / "again" / "2", format="orbax", composite=True)
+    steps = tmp_path / "run" / "2", tmp_path / "again" / "2"
+    theirs, ours = (json.loads((step / "_CHECKPOINT_METADATA").read_text()) for step in steps)
+    assert ours.keys() == theirs.keys() and ours["item_handlers"] == theirs["item_handlers"]
+    assert tr.steps(tmp_path / "again") == [2] and not tr.diff(tmp_path / "again", tmp_path / "run")
+    expected = {"params": arrays, "config": CONFIG}
+    for path in steps:
+        found = composite(path)
+        assert_same(bits({name: found[name] for name in expected}), expected)
+        assert_same(bits(ocp1.load_checkpointables(path)), expected)
+    written = [{str(file.relative_to(step)) for file in step.glob("*/[!o]*")} for step in steps]
+    assert written[0] == written[1]
+
+
+def test_the_only_item_of_a_manager(tmp_path: Path) -> None:
+    """It is called `default`, and read without a name by both."""
+    tree = {"w": jnp.ones(3), "b": {"c": jnp.zeros(2)}}
+    tr.save(tmp_path / "3", {"default": tree}, format="orbax", composite=True)
+    with manager(tmp_path) as run:
+        assert_same(bits(run.restore(3, args=ocp.args.StandardRestore(tree))), bits(tree))
+    assert_same(tr.restore(tmp_path, like=tree), tree)
+    assert_same(tr.restore(tmp_path, like={"default": tree}), {"default": tree})
+
+
+def test_what_cannot_be_an_item(tmp_path: Path) -> None:
+    one = {"w": np.ones(2)}
+    wrong: dict[Any, Any] = {
+        "a/b": one, "a\\b": one, "": one, "..": one, "x" * 256: one, "metrics": one, "array_metadatas": one,
+        "s.orbax-checkpoint-tmp": one,
+        "step": 3, "array": np.ones(2), "empty": {}, "none": None,
+        "bytes": {"deep": [b""]}, "digits": {"n": 10**5000}, "nan": {"n": float(nan_with_bits())},
+        "deep": {"x": nested(300)},
+    }  # fmt: skip
+    with pytest.raises(UnsupportedError) as caught:
+        tr.save(tmp_path / "ckpt", {**wrong, "ok": one}, format="orbax", composite=True)
+    named = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
+    expected = {str(key) if key else "''" for key in wrong} - {"bytes", "digits", "nan", "deep"}
+    assert set(named) == expected | {"bytes/deep/0", "digits/n", "nan/n", "deep/x" + "/0" * 300}
+    assert len(named) == len(expected) + 4
+    assert "rules.rename('step', 'loop/step')" in str(caught.value)
+    for tree in (np.ones(3), [one], (), {}, None):
+        with pytest.raises(UnsupportedError, match=r"\(root\): composite=True expects a dict"):
+            tr.save(tmp_path / "ckpt", tree, format="orbax", composite=True)
+    no_bools: list[Any] = [["params"], "params", 1, None]
+    for names in no_bools:
+        with pytest.raises(MismatchError, match=r"composite=.* expected True"):
+            tr.save(tmp_path / "ckpt", {"params": one}, format="orbax", composite=names)
+    for format in ("treering", "t5x"):
+        with pytest.raises(MismatchError, match="composite"):
+            tr.save(tmp_path / "ckpt", {"params": one}, format=format, composite=True)
+    for name in ("treering.json", "model.safetensors"):  # as which the folder would open
+        with pytest.raises(UnsupportedError, match="would open as"):
+            tr.save(tmp_path / "ckpt", {name: one}, format="orbax", composite=True)
+    assert not os.listdir(tmp_path)
+    tr.save(tmp_path / "ckpt", {"step": 3, "params": one}, format="orbax", composite=True,
+            rules=[rules.rename("step", "loop/step")])  # fmt: skip
+    assert_same(tr.restore(tmp_path / "ckpt"), {"loop": {"step": 3}, "params": one})
+
+
+def nan_with_bits() -> np.float64:
+    return np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0]
+
+
+def nested(levels: int) -> Any:
+    found: Any = "x"
+    for _ in range(levels):
+        found = [found]
+    return found
 
 
 def read_bytes() -> int:

@@ -111,6 +111,14 @@ def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib
     assert_same(tr.restore(tmp_path / "orbax" / "7"), NEW)
     assert (tmp_path / "orbax" / "7" / "config.json").read_bytes() == b"{}"
     assert not {"state", "params", "config"} & set(os.listdir(tmp_path / "orbax" / "7"))
+    for items in ({"state": NEW, "config": {"a": 1}, "gone": NEW}, {"state": OLD, "config": {"a": 2}}):
+        tr.save(tmp_path / "orbax" / "7", items, format="orbax", overwrite=True, composite=True, metrics={"loss": 1})
+        assert_same(tr.restore(tmp_path / "orbax" / "7", like=items), items)
+        assert (tmp_path / "orbax" / "7" / "config.json").read_bytes() == b"{}"
+    tr.save(tmp_path / "orbax" / "7", NEW, format="orbax", overwrite=True)
+    assert not {"state", "config", "gone", "metrics"} & set(os.listdir(tmp_path / "orbax" / "7"))
+    with pytest.raises(ExistsError, match=r"link"):  # a file of another's, where the item would be
+        tr.save(tmp_path / "orbax" / "7", {"link": NEW}, format="orbax", overwrite=True, composite=True)
     for source in (
         "t5x/one/checkpoint_20",
         "t5x/eight/checkpoint_1000",

@@ -129,6 +129,40 @@ def test_their_libraries_read_what_several_have_written(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.peers
+def test_items_of_orbax_that_several_have_written(tmp_path: pathlib.Path) -> None:
+    import orbax.checkpoint as ocp
+
+    body = (
+        STATE
+        + """
+tree = state()
+items = {"params": {name: tree.pop(name) for name in ("rows", "bf16", "empty")}, "state": tree}
+items |= {"small": {"x": np.arange(3)}, "config": {"a": [1, "b"]}, "bare": {"none": None}}
+for again in range(2):
+    tr.save(tmp / "c", items, format="orbax", composite=True, overwrite=bool(again))
+tr.save(tmp / "values", {"config": {"a": 1}}, format="orbax", composite=True)
+rules = [tr.rules.transpose("params/rows", (1, 0))]
+tr.save(tmp / "across", items, format="orbax", composite=True, rules=rules)
+report(caught(tr.save, tmp / "across", items, format="orbax", composite=True, rules=rules))
+"""
+    )
+    for result in run_job(tmp_path, body, processes=2):
+        assert result.report[0] == "ExistsError" and "pass overwrite=True" in result.report[1]
+    assert {"ocdbt.process_0", "ocdbt.process_1"} < {*os.listdir(tmp_path / "c" / "params")}
+    (tmp_path / "c").rename(tmp_path / "moved")
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as theirs:
+        found = theirs.restore(tmp_path / "moved")
+    for one in (found, tr.restore(tmp_path / "moved")):
+        check({**one["params"], **one["state"]})
+        assert one["small"]["x"].tolist() == [0, 1, 2]
+        assert (one["config"], one["bare"]) == ({"a": [1, "b"]}, {"none": None})
+    assert tr.verify(tmp_path / "moved").ok and tr.restore(tmp_path / "values") == {"config": {"a": 1}}
+    across = tr.open(tmp_path / "across")["params/rows"]
+    assert across.shape == (2048, 1024) and np.array_equal(across[...].T, found["params"]["rows"])
+
+
+@pytest.mark.slow
 def test_what_one_process_cannot_write_in_parts(tmp_path: pathlib.Path) -> None:
     """By way of a native checkpoint: rules that need parts of several, and what T5X has no files for."""
     body = """
@@ -231,6 +265,7 @@ for format in ("treering", "orbax", "t5x", "levanter"):
     found[f"{format} one"] = caught(tr.save, tmp / "c", tree, format=format, rules=[swap, ()][INDEX])
     found[f"{format} other"] = caught(tr.save, tmp / "c", tree, format=[format, "safetensors"][INDEX])
     found[f"{format} dtype"] = caught(tr.save, tmp / "c", tree, format=format, dtype=["bfloat16", None][INDEX])
+found["orbax items other"] = caught(tr.save, tmp / "c", {"a": tree}, format="orbax", composite=bool(INDEX))
 tr.save(tmp / "good", tree, format="orbax", rules=swap)
 report(found)
 """

@@ -66,9 +66,11 @@ def saves(path: pathlib.Path, state: State, ckpt: tr.Checkpoint) -> None:
     assert_type(tr.save_async(path, state, metadata={"lr": 0.1}).result(), tr.SaveReport)
     tr.save(path, ckpt, format="safetensors", max_shard_size="5GB", rules=[rules.cast("**", "float16")])
     tr.convert(path, "model.safetensors", at="params", filename_pattern="model-{}.safetensors")
+    tr.save(path, state, format="orbax", composite=True)
     tr.save(path, state, ovewrite=True)  # error
     tr.save_async(path, state, ovewrite=True)  # error
     tr.save(path, state, max_shard_size=None)  # error
+    tr.save(path, state, format="orbax", composite=["params"])  # error
     tr.save(path, state, processes="one")  # error
     tr.convert(path, path, ovewrite=True)  # error
 

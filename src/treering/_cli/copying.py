@@ -29,6 +29,7 @@ from .output import PATH, as_json, say, say_json
 )
 @MAX_EXPANSION
 @click.option("--max-shard-size", type=Bytes(), help="safetensors: a folder of files no larger than this.")
+@click.option("--composite", is_flag=True, help="orbax: an item for each key at the top, as Composite has them.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be written.")
 @as_json
 def convert(
@@ -45,6 +46,7 @@ def convert(
     memory_limit: int,
     max_expansion: float,
     max_shard_size: int | None,
+    composite: bool,
     dry_run: bool,
     json_: bool,
 ) -> None:
@@ -61,6 +63,8 @@ def convert(
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if composite:
+        options["composite"] = True
     if dry_run:
         what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, False, options)
         found = plan(

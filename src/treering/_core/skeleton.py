@@ -85,12 +85,17 @@ def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
     begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
     if begin is None:
         return None
+    return skeleton[begin : end_of(skeleton, begin)]
+
+
+def end_of(skeleton: Skeleton, begin: int) -> int:
+    """The position behind the tree that begins at a position."""
     open_places, end = 1, begin
     while open_places:
         node = skeleton[end]
         open_places += node.count() - 1 if isinstance(node, Node) else -1
         end += 1
-    return skeleton[begin:end]
+    return end
 
 
 def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:

@@ -7,10 +7,11 @@ from ..rules import Rule
 
 
 class FormatOptions(TypedDict, total=False):
-    """The keyword arguments that only some formats have; safetensors has both."""
+    """The keyword arguments that only some formats have: safetensors the first two, Orbax the last."""
 
     max_shard_size: int | str
     filename_pattern: str
+    composite: bool
 
 
 class SaveOptions(NamedTuple):

@@ -71,7 +71,8 @@ def save(
         `Checkpoint` of any format, which is copied in bounded memory. Checkpoints and their arrays (`LazyArray`) may
         also be leaves: parts of several checkpoints become one tree.
     format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
-        `.msgpack`, `.eqx`), else "treering". `options` are those of the format, such as `max_shard_size`.
+        `.msgpack`, `.eqx`), else "treering". `options` are those of the format: `max_shard_size` and
+        `filename_pattern` of safetensors; `composite=True` of Orbax, which makes an item of each key at the top.
     step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata any JSON
         value (also NaN and infinities), or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a
         `Checkpoint` are its own unless others are given. A format without a place for one that is given refuses it; one

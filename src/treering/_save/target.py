@@ -39,7 +39,8 @@ def requested(target: Target) -> str:
     """What must be the same in every process, as text."""
     options = target.options
     dtype = "" if options.dtype is None else f", dtype={dtypes.to_text(dtypes.asked(options.dtype))}"
-    return f"format={target.format.name!r}{dtype}, {len(options.rules)} rules"
+    of_format = "".join(f", {name}={value!r}" for name, value in sorted(options.of_format.items()))
+    return f"format={target.format.name!r}{of_format}{dtype}, {len(options.rules)} rules"
 
 
 def check_kept(target: Target, view: View) -> None:
@@ -62,7 +63,7 @@ def check_free_for_all(target: Target) -> None:
     if target.format.name == "treering":
         check_free(target.store, target.path, overwrite=target.options.overwrite)
         return
-    joins = bool(target.options.of_format)  # shards of safetensors may join others
+    joins = target.options.of_format.keys() - {"composite"}  # shards of safetensors may join others
     if not (target.options.overwrite or joins) and target.store.stat(target.path) is not None:
         what = "directory" if is_folder(target.store, target.path, links=True) else "file"
         raise ExistsError(f"{target.path}: expected a free path, found a {what}; pass overwrite=True to replace it")

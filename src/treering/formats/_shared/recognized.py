@@ -6,7 +6,7 @@ that it was written in, or the save is refused before the file is in place.
 
 import contextlib
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Stat, Store, Writer
@@ -55,10 +55,23 @@ def check(path: str, files: dict[str, Watched], format: str) -> None:
     if found != format:
         what = "would not be recognized when it is opened" if found is None else f"would open as {found!r}"
         raise UnsupportedError(
-            f"{path}: a file of the format {format!r} with this name and these leaves {what}, so nothing was written; "
-            f"choose another name ({', '.join(map('*'.__add__, get(format).suffixes)) or 'any other'}), rename the "
-            "leaves with treering.rules.rename, or save in the native format"
+            f"{path}: a checkpoint of the format {format!r} with this name and these leaves {what}, so nothing was "
+            f"written; choose another name ({', '.join(map('*'.__add__, get(format).suffixes)) or 'any other'}), "
+            "rename the leaves with treering.rules.rename, or save in the native format"
         )
+
+
+def check_names(path: str, names: Iterable[str], format: str) -> None:
+    """Checks the same of a folder whose formats its files' names show. Names are paths within the folder."""
+    check(path, {posixpath.join(path, name): Watched(_Nothing()) for name in names}, format)
+
+
+class _Nothing:
+    """An empty file."""
+
+    size = 0
+
+    def write(self, data: bytes | memoryview) -> None: ...
 
 
 class _Planned:
@@ -71,7 +84,8 @@ class _Planned:
         return contextlib.nullcontext()
 
     def list(self, path: str) -> list[str]:
-        return [posixpath.basename(file) for file in self._files if posixpath.dirname(file) == path]
+        below = posixpath.join(path, "")
+        return sorted({file[len(below) :].partition("/")[0] for file in self._files if file.startswith(below)})
 
     def stat(self, path: str) -> Stat | None:
         if path in self._files:

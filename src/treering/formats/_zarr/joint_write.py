@@ -1,7 +1,7 @@
 """A folder whose arrays all processes of a call write, and process 0 everything else."""
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ..._processes.calls import Call, raise_cause
 from ...errors import CorruptError
@@ -15,7 +15,7 @@ def write_folder(
     store: Store,
     path: str,
     call: Call,
-    arrays: Callable[[str], Writer],
+    arrays: Callable[[str], Sequence[Writer]],
     rest: Callable[[str], None],
     *,
     begin: Callable[[str], None] = lambda folder: None,
@@ -26,8 +26,9 @@ def write_folder(
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 
-    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, which returns the writer of those that
-    it has written and closed, and process 0 `rest`, when all have returned. What one of them raises is raised in all.
+    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, which writes them and returns their
+    closed writers, of the same folders in each, and process 0 `rest`, when all have returned. What one of them raises
+    is raised in all.
     """
     with contextlib.ExitStack() as place:
 
@@ -36,8 +37,9 @@ def write_folder(
             begin(folder := place.enter_context(new))
             return folder
 
-        def finish(folder: str, writer: Writer, count: int) -> int:
-            writer.complete(count)
+        def finish(folder: str, writers: Sequence[Writer], counts: Sequence[Sequence[int]]) -> int:
+            for writer, parts in zip(writers, zip(*counts, strict=True), strict=True):
+                writer.complete(sum(parts))
             rest(folder)
             nbytes = folder_size(store, folder)
             place.close()
@@ -47,9 +49,10 @@ def write_folder(
         if call.index:
             check_shared(store, folder, path, (), call.timeout, call.check)
         try:
-            writer = _written(folder, call, arrays)
+            writers = _written(folder, call, arrays)
             call.doing("waiting for the commit")
-            return call.gather_and_decide(writer.count, lambda counts: finish(folder, writer, sum(counts)))
+            mine = [writer.count for writer in writers]
+            return call.gather_and_decide(mine, lambda counts: finish(folder, writers, counts))
         except BaseException:
             if call.index and not call.undecided:  # its files may have come after process 0 has removed all others
                 with contextlib.suppress(OSError):
@@ -57,7 +60,7 @@ def write_folder(
             raise
 
 
-def _written(folder: str, call: Call, arrays: Callable[[str], Writer]) -> Writer:
+def _written(folder: str, call: Call, arrays: Callable[[str], Sequence[Writer]]) -> Sequence[Writer]:
     try:
         return arrays(folder)
     except (CorruptError, FileNotFoundError):  # nothing is where TensorStore has put it

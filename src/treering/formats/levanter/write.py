@@ -54,7 +54,7 @@ def write(
         for entry in entries:
             folders.add("/".join(split(entry.path)))
 
-    def arrays(folder: str) -> Writer:
+    def arrays(folder: str) -> list[Writer]:
         with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry in entries:
                 name = "/".join(split(entry.path))
@@ -62,7 +62,7 @@ def write(
                     add_array(writer, name, entry, contents, chunks[entry.path])
                 else:
                     add_number(writer, name, entry.decode())
-        return writer
+        return [writer]
 
     def rest(folder: str) -> None:
         named = NAME.fullmatch(os.path.basename(path))

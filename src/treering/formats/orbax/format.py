@@ -10,7 +10,9 @@ classes dicts, and a node without children that is none of these ``None``. Folde
 are no checkpoints.
 
 Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore`` and version 1's
-``load``.
+``load``. With the option ``composite=True`` it writes an item for each key at the top of the tree, for the
+``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``: a tree or, where that holds
+numbers or text and no arrays, values in JSON.
 """
 
 import errno

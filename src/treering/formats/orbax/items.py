@@ -19,7 +19,7 @@ from .state import read_state
 from .tree import LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
-_METRICS = "metrics"
+METRICS = "metrics"
 _NAMELESS = {False: ("default",), True: ("state", "pytree")}  # Orbax's names of an only item; in version 1?
 _ARRAY = "checkpoint"  # the name within its folder of an array that is an item
 _KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # of a PRNG key that is one
@@ -57,10 +57,10 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     """
     names = [name for name in _folders(store, path) if name != deleted]
     expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL]
-    metrics, damage = _read_metrics(store, path, handlers) if _METRICS in (*names, *expected) else (None, None)
+    metrics, damage = _read_metrics(store, path, handlers) if METRICS in (*names, *expected) else (None, None)
     if metrics is not None or damage:
-        names = [name for name in names if name != _METRICS]
-        expected = [name for name in expected if name != _METRICS]
+        names = [name for name in names if name != METRICS]
+        expected = [name for name in expected if name != METRICS]
     if damage:
         _log.warning("%s: opened without metrics: %s", path, damage)
     if (
@@ -127,12 +127,12 @@ def _read_metrics(
     store: Store, path: str, handlers: Mapping[str, str]
 ) -> tuple[Mapping[str, float] | None, str | None]:
     """The metrics, None for an item that only has their name; and why they cannot be read."""
-    folder = posixpath.join(path, _METRICS)
+    folder = posixpath.join(path, METRICS)
     file = _value_file(store, folder)
     try:
         if file is not None:
             return numbers(read_json(store, file)), None
-        if handlers.get(_METRICS) in _JSON:
+        if handlers.get(METRICS) in _JSON:
             raise CorruptError(f"{folder}: expected the metrics in JSON, found nothing")
     except UnsafeError:
         raise

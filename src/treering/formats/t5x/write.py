@@ -70,11 +70,11 @@ def write(
 
     instead: dict[str, bytes] = {}
 
-    def arrays(folder: str) -> Writer:
+    def arrays(folder: str) -> list[Writer]:
         with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry, name in named:
                 instead[entry.path] = _add(writer, contents, entry, name, chunks[entry.path])
-        return writer
+        return [writer]
 
     def rest(folder: str) -> None:
         for entry in contents.entries.values():

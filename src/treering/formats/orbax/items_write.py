@@ -1,0 +1,106 @@
+"""Dividing a tree into items, one for each key at its top: trees of arrays, and values in JSON."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._core.entries import Entry, ValueEntry
+from ..._core.leaf_paths import key_text, split
+from ..._core.skeleton import Node, Skeleton, build, end_of
+from ..._core.source import Source
+from ..._core.values import encode
+from .items import METRICS
+from .parts import NAMES
+from .schema import UNFINISHED
+from .tree_write import Leaf, leaves_of, problems_of
+
+_JSON = ("bool", "int", "float", "str", "none")  # types of leaves
+_JSON_LEVELS = 200  # that a reader of JSON follows, from wherever it is called
+_INT_BITS = 12_000  # of a number that Python writes and reads as decimal digits, of which it allows 4,300
+_LONGEST = 255  # bytes of the name of a folder
+
+
+class Items(NamedTuple):
+    """The items by name: trees, and values in JSON. A line for each leaf and key that Orbax cannot hold.
+
+    The name "" is that of a tree right in the folder.
+    """
+
+    trees: Mapping[str, Sequence[Leaf]]
+    values: Mapping[str, Any]
+    problems: Sequence[str]
+
+
+def items_of(contents: Source) -> Items:
+    """The items of a tree. One without arrays that has numbers or text is in JSON, as `JsonSave` writes it.
+
+    The metrics become one as well: a `CheckpointManager` looks for them there.
+    """
+    skeleton = contents.skeleton
+    assert skeleton is not None
+    if not isinstance(skeleton[0], Node) or not skeleton[0].names():
+        return Items({}, {}, ["  (root): composite=True expects a dict, of which each key becomes an item"])
+    trees: dict[str, Sequence[Leaf]] = {}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
+        leaves = list(leaves_of(part, entries))
+        if reason := _refused(name, part):
+            problems.append(f"  {name or repr(name)}: {reason}")
+        elif all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries):
+            values[name] = _value(part, entries)
+            problems += _problems_of_values(leaves, name)
+        else:
+            trees[name] = leaves
+            problems += problems_of(leaves, name)
+    if contents.metrics:
+        values[METRICS] = dict(contents.metrics)
+    return Items(trees, values, problems)
+
+
+def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:
+    """Yields the keys at the top of a tree, each with what lies below it."""
+    rest, begin = iter(entries), 1
+    for key in top.children():
+        part = skeleton[begin : end_of(skeleton, begin)]
+        begin += len(part)
+        count = sum(not isinstance(node, Node) for node in part)
+        yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
+
+
+def _refused(name: str, part: Skeleton) -> str | None:
+    """The reason why what lies below a key cannot be an item."""
+    if not isinstance(part[0], Node):
+        return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
+    if not part[0].count():
+        return "an empty item, which Orbax has not; leave it out"
+    if name in (*NAMES, METRICS) or UNFINISHED in name:
+        return "Orbax has something else of this name; rename it with treering.rules.rename"
+    if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _LONGEST:
+        return f"items are folders, whose names have {_LONGEST} bytes at most and no slashes; rename it"
+    return None
+
+
+def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
+    """Yields a line for each value that does not come back from JSON."""
+    for leaf in leaves:
+        path = "/".join([at, *(key for key, _ in leaf.keys)])
+        value = leaf.entry.decode() if isinstance(leaf.entry, ValueEntry) else None
+        if len(leaf.keys) > _JSON_LEVELS:
+            yield f"  {path}: it lies more than {_JSON_LEVELS} levels deep, which readers of JSON do not follow"
+        elif type(value) is int and value.bit_length() > _INT_BITS:
+            yield f"  {path}: an int of more than {_INT_BITS} bits"
+        elif value != value and encode(value)[1] != "nan":
+            yield f"  {path}: a NaN with bits of its own, which JSON has not"
+
+
+def _value(part: Skeleton, entries: Iterable[Entry]) -> Any:
+    """Values in dicts and lists, with keys as they are in paths."""
+    plain = [_plain(node) if isinstance(node, Node) else node for node in part]
+    return build(plain, [entry.decode() for entry in entries if isinstance(entry, ValueEntry)])
+
+
+def _plain(node: Node) -> Node:
+    if isinstance(node.keys, int):
+        return Node("list", "", node.keys)
+    return Node("dict", "", [split(key_text(key))[0] for key in node.children()])
