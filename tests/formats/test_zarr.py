@@ -18,6 +18,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import treering as tr
 from treering._core import dtypes
 from treering.errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats._zarr import array as zarr
@@ -51,6 +52,20 @@ def make(
         metadata = {"shape": array.shape, "chunk_grid": grid, **more}
     where = {**spec(path, driver, base), "metadata": metadata, "store_data_equal_to_fill_value": True}
     ts.open(where, create=True, dtype=array.dtype).result().write(array).result()
+
+
+@pytest.mark.parametrize("format", ["orbax", "t5x", "levanter"])
+def test_folders_whose_names_tensorstore_reads_otherwise(tmp_path: Path, format: str) -> None:
+    """It takes a backslash for a slash, so arrays would lie elsewhere, and be found nowhere."""
+    tree = {"w": np.ones((300, 300))}
+    for name in ("a\\b/c", "c\\d"):
+        with pytest.raises(UnsupportedError, match=r"expected a path without backslashes"):
+            tr.save(tmp_path / name, tree, format=format)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    tr.save(tmp_path / "good", tree, format=format)
+    (tmp_path / "good").rename(tmp_path / "c\\d")
+    with pytest.raises(UnsupportedError, match=r"c\\d.*: expected a path without backslashes"):
+        tr.restore(tmp_path / "c\\d")
 
 
 def version_2(**changes: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..errors import UnsupportedError
 from . import atomic
 from .directories import make_dirs, opened, trusted_folder
 from .file_sink import FileSink
@@ -60,6 +61,11 @@ class Filesystem:
         return os.path.realpath(path)
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
+        if "\\" in path:  # which TensorStore takes for a slash, so it would read and write elsewhere
+            raise UnsupportedError(
+                f"{path}: expected a path without backslashes, which TensorStore takes for slashes; choose another, or "
+                "save in the native format"
+            )
         return {"driver": "file", "path": os.path.join(path, "")}
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None: ...
