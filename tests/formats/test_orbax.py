@@ -561,7 +561,7 @@ def test_what_cannot_be_an_item(tmp_path: Path) -> None:
     assert len(named) == len(expected) + 4
     assert "rules.rename('step', 'loop/step')" in str(caught.value)
     for tree in (np.ones(3), [one], (), {}, None):
-        with pytest.raises(UnsupportedError, match=r"\(root\): composite=True expects a dict"):
+        with pytest.raises(UnsupportedError, match=r"\(root\): composite=True makes an item of each key"):
             tr.save(tmp_path / "ckpt", tree, format="orbax", composite=True)
     no_bools: list[Any] = [["params"], "params", 1, None]
     for names in no_bools:

@@ -39,7 +39,7 @@ def items_of(contents: Source) -> Items:
     skeleton = contents.skeleton
     assert skeleton is not None
     if not isinstance(skeleton[0], Node) or not skeleton[0].names():
-        return Items({}, {}, ["  (root): composite=True expects a dict, of which each key becomes an item"])
+        return Items({}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"])
     trees: dict[str, Sequence[Leaf]] = {}
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -73,7 +73,7 @@ def _refused(name: str, part: Skeleton) -> str | None:
     if not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
     if not part[0].count():
-        return "an empty item, which Orbax has not; leave it out"
+        return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax has something else of this name; rename it with treering.rules.rename"
     if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _LONGEST:
@@ -91,7 +91,7 @@ def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
         elif type(value) is int and value.bit_length() > _INT_BITS:
             yield f"  {path}: an int of more than {_INT_BITS} bits"
         elif value != value and encode(value)[1] != "nan":
-            yield f"  {path}: a NaN with bits of its own, which JSON has not"
+            yield f"  {path}: a NaN with bits of its own, which JSON cannot hold"
 
 
 def _value(part: Skeleton, entries: Iterable[Entry]) -> Any:
