@@ -124,3 +124,9 @@ def iterators() -> Any:
     """Data iterators of two processes, one that has a state in each of them and one with a state for all."""
     states = [DEEP, {**DEEP, "n": 4}]
     return {"each": states, "all": [{"global_next_index": 40}], "x": np.arange(8, dtype=np.float32)}
+
+
+def stored_states() -> Any:
+    """An iterator of two processes whose states lie in array files: every type that a state may have."""
+    state = {**DEEP, "b": b"\xff" * 70, b"key": "ä\n", 2**70: [float("nan"), -0.0, 1 - 2j, True, b"", np.zeros((0, 3))]}
+    return {"data": [state, b"of the other"], "x": np.arange(8, dtype=np.float32)}

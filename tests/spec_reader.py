@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 BLOCK = 1 << 20
+STATES = ["iterator-states"]  # the feature that this reader has
 LIMIT = 1 << 53  # of integers
 FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
 FIELDS |= {"metadata_floats", "layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
@@ -79,13 +80,18 @@ def unique(pairs):
 
 
 def parse_object(data):
+    result = parse(data)
+    need(type(result) is dict, "no JSON object")
+    return result
+
+
+def parse(data):
     try:
         hooks = {"parse_int": integer, "parse_float": number, "parse_constant": number}
         result = json.loads(data.decode("utf-8"), object_pairs_hook=unique, **hooks)
         json.dumps(result, ensure_ascii=False).encode("utf-8")  # fails for half of a pair
     except (ValueError, RecursionError) as error:
         raise Unsupported(f"JSON: {error}") from None
-    need(type(result) is dict, "no JSON object")
     return result
 
 
@@ -204,31 +210,52 @@ def decode_plain(kind, x):
     return x
 
 
-def decode_state(state, around=0, in_key=False):
+class Rest:
+    """The bytes after the JSON of a state in an array file."""
+
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def take(self, length):
+        need(is_int(length) and self.at + length <= len(self.data), "too few bytes")
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+
+def unpack(data):
+    rest = Rest(data)
+    state = decode_state(parse(rest.take(int.from_bytes(rest.take(8), "little"))), rest=rest)
+    need(rest.at == len(data), "bytes after the state")
+    return state
+
+
+def decode_state(state, around=0, in_key=False, rest=None):
     need(around <= 100, "more than 100 containers")
     need(type(state) is list and len(state) == 2 and type(state[0]) is str)
     kind, x = state
+    if kind == "bytes" and rest:
+        return rest.take(x)
     if kind not in ("dict", "list", "tuple", "array"):
         return decode_plain(kind, x)
     need(type(x) is list and (kind == "tuple" or not in_key))
     if kind == "array":
-        return decode_array(x)
+        return decode_array(x, rest)
     if kind != "dict":
-        return (list if kind == "list" else tuple)(decode_state(y, around + 1, in_key) for y in x)
+        return (list if kind == "list" else tuple)(decode_state(y, around + 1, in_key, rest) for y in x)
     result = {}
     for pair in x:
         need(type(pair) is list and len(pair) == 2)
-        key = decode_state(pair[0], around + 1, True)
+        key = decode_state(pair[0], around + 1, True, rest)
         need(key not in result, "equal keys")
-        result[key] = decode_state(pair[1], around + 1)
+        result[key] = decode_state(pair[1], around + 1, False, rest)
     return result
 
 
-def decode_array(x):
+def decode_array(x, rest=None):
     need(len(x) == 4 and type(x[0]) is bool and (x[0] or x[2] == []))
     is_array, dtype, shape, data = x
     check_shape(dtype, shape)
-    data = decode_bytes(data)
+    data = rest.take(data) if rest else decode_bytes(data)
     need(math.prod(shape) * stored_as(dtype)[2] == len(data), "an array of another size")
     array = to_numpy(normalised(data, dtype), dtype, shape)
     try:
@@ -523,11 +550,25 @@ def check_array(leaf, earlier, files, layouts):
     elif type(where) is str:
         need(where in earlier, "no such earlier leaf")
         other = earlier[where]
-        need(other[0] == "array" and other[2:6] == leaf[2:6] and type(other[6]) is not str)
+        need(other[0] == "array" and other[2:6] == leaf[2:6] and type(other[6]) is not str and not is_states(other))
     elif type(where) is dict:
         need(is_texts(where.get("requires")) and where["requires"])
+        if is_states(leaf):
+            lengths = where.get("lengths")
+            need(type(lengths) is list and lengths and all(map(is_int, lengths)))
+            need((kind, dtype, shape) == ("numpy", "uint8", [sum(lengths)]) and type(where.get("where")) in (int, list))
+            check_array(plain(leaf), earlier, files, layouts)
     else:
         need(is_int(where, 0, len(files) - 1))
+
+
+def is_states(leaf):
+    return type(leaf[6]) is dict and leaf[6].get("requires") == STATES
+
+
+def plain(leaf):
+    """An array as it lies in its files, with what it is left out."""
+    return [*leaf[:6], leaf[6]["where"]] if is_states(leaf) else leaf
 
 
 class Checkpoint:
@@ -607,6 +648,7 @@ class Checkpoint:
 
     def pieces(self, leaf):
         """(file, name of the tensor, begin, shape) of each piece"""
+        leaf = plain(leaf)
         _, path, _, _, shape, _, where = leaf
         name = "__metadata__~@" if path == "__metadata__" else path
         if type(where) is int:
@@ -620,7 +662,7 @@ class Checkpoint:
             yield self.files[holder[where[1] % len(holder)]], full, begin, [b - a for a, b in cell]
 
     def verdict(self, leaf):
-        if type(leaf[6]) is dict:
+        if type(leaf[6]) is dict and not is_states(leaf):
             return "unsupported"
         verdicts = (file.verdict(name, leaf[3], piece) for file, name, _, piece in self.pieces(leaf))
         return next((verdict for verdict in verdicts if verdict != "valid"), "valid")
@@ -637,6 +679,19 @@ class Checkpoint:
             whole[place] = np.frombuffer(file.data(name), element).reshape(piece)
         return normalised(whole.tobytes(), dtype)
 
+    def states(self, leaf, data):
+        ends = list(itertools.accumulate(leaf[6]["lengths"], initial=0))
+        return [unpack(data[a:b]) for a, b in itertools.pairwise(ends)]
+
+    def verdict_of_states(self, leaf):
+        if (found := self.verdict(leaf)) != "valid":
+            return found
+        try:
+            self.states(leaf, self.data(leaf))
+        except Unsupported:
+            return "unsupported"
+        return {"type": "iterator", "value": leaf[6]["lengths"]}
+
     def contents(self):
         """path -> value or array"""
         result = {}
@@ -646,7 +701,8 @@ class Checkpoint:
             elif type(leaf[6]) is str:
                 result[path] = result[leaf[6]]
             elif (verdict := self.verdict(leaf)) == "valid":
-                result[path] = to_numpy(self.data(leaf), leaf[3], leaf[4])
+                data = self.data(leaf)
+                result[path] = self.states(leaf, data) if is_states(leaf) else to_numpy(data, leaf[3], leaf[4])
             else:
                 raise (Damaged if verdict == "damaged" else Unsupported)(f"{path!r} is {verdict}")
         return result
@@ -668,6 +724,8 @@ def examine(directory):
             found = {"type": leaf[2], "value": leaf[3]}
         elif type(leaf[6]) is str:
             found = result["leaves"][leaf[6]]
+        elif is_states(leaf):
+            found = checkpoint.verdict_of_states(leaf)
         elif (found := checkpoint.verdict(leaf)) == "valid":
             checksum = xxhash.xxh3_64_hexdigest(checkpoint.data(leaf))
             found = dict(zip(("type", "dtype", "shape", "impl"), leaf[2:6], strict=True)) | {"xxh3": checksum}

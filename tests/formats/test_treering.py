@@ -98,6 +98,17 @@ def test_golden_iterators_and_metrics() -> None:
         assert metrics.pop("nan") != 0 and metrics == {"loss": 0.5, "val/loss": 0.125}
 
 
+def test_golden_states_of_iterators_in_array_files(tmp_path: pathlib.Path) -> None:
+    path = GOLDEN / "v1-iterator-states"
+    expected = golden_trees.stored_states()
+    tr.convert(path, tmp_path / "new")
+    for place in (path, tmp_path / "new"):
+        assert tr.verify(place).ok
+        for found in (spec_reader.tree(place), tr.restore(place)):
+            assert list(found) == list(expected) and repr(found) == repr(expected)
+            assert found["data"][0]["rng"].dtype == np.uint32 and type(found["data"][0]["half"]) is np.float16
+
+
 def test_golden_metrics_that_say_their_version() -> None:
     path = GOLDEN / "v1-late-metrics"
     assert tr.verify(path).ok and tr.open(path).metrics == {"loss": 0.5, "worst": math.inf}

@@ -56,7 +56,8 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
                 ways.append(read if isinstance(read, str) else {**found, "xxh3": digest(read)})
             leaves[name] = ways[0] if ways[0] == ways[1] else ways
         else:
-            leaves[name] = {"type": entry.type, "value": entry.value}
+            read = verdict_of(entry.decode)
+            leaves[name] = read if read in ("damaged", "unsupported") else {"type": entry.type, "value": entry.value}
     late = {
         name: "valid" if isinstance(found, dict) else "damaged" if isinstance(found, CorruptError) else "unsupported"
         for name, found in metrics.read(stores.of(""), str(path), reader.identity)

@@ -3,9 +3,11 @@
 import base64
 import collections
 import itertools
+import json
 import pathlib
 import random
 import signal
+import tracemalloc
 from typing import Any
 
 import grain
@@ -16,12 +18,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spec_reader
 import treering as tr
 from helpers import assert_same
 from jobs import run_job
+from treering._cli.main import main as command
 from treering._core import states as _states
 from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
+from treering.formats._shared import strict_json
+from treering.formats.treering import manifest
 
 pytestmark = pytest.mark.compat
 
@@ -246,7 +252,7 @@ def test_what_does_not_fit(tmp_path: pathlib.Path) -> None:
         tr.restore(tmp_path / "c", like={"data": Refuses(), "x": 1})
 
 
-def test_states_that_no_manifest_can_hold(tmp_path: pathlib.Path) -> None:
+def test_states_that_are_not_plain(tmp_path: pathlib.Path) -> None:
     class Odd(Stateful):
         state: Any = None
 
@@ -258,7 +264,6 @@ def test_states_that_no_manifest_can_hold(tmp_path: pathlib.Path) -> None:
         deep = [deep]
     for state, error in (
         (object(), r"data: an iterator with a builtins.object in its state, at \['inner'\]\[1\]"),
-        (np.ones(1 << 20), "data: an iterator whose state takes .* bytes; expected at most 1048576"),
         (deep, "more than 100 levels deep"),
         (np.array([None]), "pickled objects are never written"),
     ):
@@ -313,9 +318,27 @@ def test_every_plain_state_comes_back(state: Any) -> None:
         def state_dict(self) -> Any:
             return state
 
-    entry = iterators.together("x", [iterators.state_of(Fixed())])
-    (found,) = entry.decode()
-    assert found == state and repr(found) == repr(state)
+    packed = iterators.state_of(Fixed())
+    for several in (False, True):
+        (found,) = iterators.entry_of("x", packed, several=several).decode()
+        assert found == state and repr(found) == repr(state)
+    assert repr(spec_reader.unpack(packed.tobytes())) == repr(state)
+
+
+@given(st.binary(max_size=40), json_like, st.integers(-9, 9))
+def test_hostile_bytes_are_corrupt_and_nothing_else(data: bytes, value: Any, more: int) -> None:
+    """Two readers agree on bytes that are no packed state, and on JSON in them that is none."""
+    text = json.dumps(value, default=str).encode()
+    for content in (data, (len(text) + more).to_bytes(8, "little", signed=True) + text + data):
+        try:
+            found = _states.unpack(np.frombuffer(content, np.uint8), strict_json.parse)
+        except (CorruptError, UnsupportedError, *strict_json.MALFORMED):
+            found = "unsupported"
+        try:
+            expected = spec_reader.unpack(content)
+        except spec_reader.Unsupported:
+            expected = "unsupported"
+        assert repr(found) == repr(expected)
 
 
 @given(json_like)
@@ -325,6 +348,157 @@ def test_hostile_states_are_corrupt_and_nothing_else(value: Any) -> None:
             _states.decoded(entry)
         except (CorruptError, UnsupportedError):
             pass
+
+
+LARGE = {
+    "buffer": bytes(range(256)) * 5000,
+    "text": "ä\n" * 300_000,
+    "rng": np.arange(5, dtype=np.int16),
+    "deep": ({1: b"x", None: 2.5, b"key": b""}, [True, np.float32(1.5), np.zeros((0, 3))]),
+    "nan": float("nan"),
+    "big": 2**70,
+}
+
+
+class Large(Stateful):
+    """An iterator over data with a large buffer, such as one that shuffles."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_a_large_state_comes_back_from_an_array_file(tmp_path: pathlib.Path) -> None:
+    """Exactly, with every type; and an independent reader finds the same."""
+    tree = {"a": {"data": Large(LARGE)}, "small": Large({"n": 1}), "w": np.ones(3)}
+    tr.save_async(tmp_path / "c", tree).result()
+    assert (tmp_path / "c" / "treering.json").stat().st_size < 2000 < 1 << 20 < tr.open(tmp_path / "c").nbytes
+    tr.save(tmp_path / "rules", tree, rules=[tr.rules.rename("^small$", "little")])
+    tr.convert(tmp_path / "c", tmp_path / "again", rules=[tr.rules.rename("^small$", "little")])
+    assert command(["cp", str(tmp_path / "c"), str(tmp_path / "copy")]) == 0
+    for name, path in (("c", "small"), ("rules", "little"), ("again", "little"), ("copy", "small")):
+        like = {"a": {"data": Large()}, path: Large(), "w": np.zeros(3)}
+        found = tr.restore(tmp_path / name, like=like)
+        assert found["a"]["data"] is like["a"]["data"] and repr(found["a"]["data"].state) == repr(LARGE)
+        assert type(found["a"]["data"].state["deep"][1][1]) is np.float32 and found[path].state == {"n": 1}
+        assert repr(spec_reader.read(tmp_path / name)["a/data"]) == repr([LARGE])
+        assert tr.verify(tmp_path / name).ok and repr(tr.restore(tmp_path / name)["a"]["data"]) == repr([LARGE])
+    renamed = Large()
+    tr.restore(tmp_path / "c", like={"x": renamed}, rules=[tr.rules.rename("^a/data$", "x")], extra="ignore")
+    assert repr(renamed.state) == repr(LARGE)
+
+
+def test_what_shows_and_compares_large_states(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tr.save(tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)})
+    other = {**LARGE, "rng": np.array([0, 1, 2, 3, 5], np.int16)}
+    tr.save(tmp_path / "d", {"data": Large(other), "w": np.ones(3)})
+    tr.save(tmp_path / "small", {"data": Large({"n": 1}), "w": np.ones(3)})
+    for same in (tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)}):
+        assert not tr.diff(tmp_path / "c", same)
+    assert "data: iterator[0]['rng']: 1 of 5 values differ" in str(tr.diff(tmp_path / "c", tmp_path / "d"))
+    assert "data: iterator[0]: keys" in str(tr.diff(tmp_path / "c", tmp_path / "small"))
+    assert "data  iterator 2.48 MB" in str(tr.open(tmp_path / "c"))
+    for arguments, shown in (
+        (["show"], "data  iterator 2.48 MB"),
+        (["show", "--json"], '"nbytes": 24'),
+        (["stats"], "1 leaf"),
+    ):
+        assert command([arguments[0], str(tmp_path / "c"), *arguments[1:]]) == 0
+        assert shown in capsys.readouterr().out
+    with pytest.raises(UnsupportedError, match="data: only the native format holds the state of data iterators"):
+        tr.convert(tmp_path / "c", tmp_path / "f", format="safetensors")
+    with pytest.raises(MismatchError, match="data is no array but a iterator"):
+        tr.open(tmp_path / "c").apply([tr.rules.cast("data", "float32")])
+
+
+def test_damage_in_a_large_state_is_found_before_anything_is_set(tmp_path: pathlib.Path) -> None:
+    tree = {"data": Large(LARGE), "first": Stateful(), "w": np.ones(3)}
+    tr.save(tmp_path / "c", tree)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (problem,) = tr.verify(tmp_path / "c").problems
+    assert problem.leaves == ("data",)
+    like = {"data": Large(), "first": Stateful(), "w": np.ones(3)}
+    next(like["first"])
+    with pytest.raises(CorruptError, match="damaged leaves: data"):
+        tr.restore(tmp_path / "c", like=like)
+    assert like["data"].state is None and like["first"].n == 1
+    assert tr.restore(tmp_path / "c", like={**like, "data": ...})["first"].n == 0
+
+
+def test_a_release_without_the_feature_reads_all_but_the_large_state(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tr.save(tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)})
+    monkeypatch.setattr(manifest, "STATES", "of-a-later-release")
+    assert tr.open(tmp_path / "c")["w"][:].tolist() == [1, 1, 1]
+    with pytest.raises(UnsupportedError, match=r"data: .* requires iterator-states; .*upgrade treering"):
+        tr.restore(tmp_path / "c")
+    with pytest.raises(MismatchError, match="data: expected the state of a Large, found uint8"):
+        tr.restore(tmp_path / "c", like={"data": Large(), "w": np.zeros(3)})
+    with pytest.raises(UnsupportedError, match="requires iterator-states"):
+        tr.verify(tmp_path / "c")
+
+
+def test_the_memory_that_a_large_state_takes(tmp_path: pathlib.Path) -> None:
+    """Beside the state, one copy when it is saved, and one when it is restored."""
+    state, size = {"buffer": bytes(1 << 25)}, 1 << 25
+    most: list[float] = []
+    other = Large()
+    for call in (
+        lambda: tr.save(tmp_path / "c", {"data": Large(state)}),
+        lambda: tr.restore(tmp_path / "c", like={"data": other}),
+    ):
+        tracemalloc.start()
+        call()
+        most.append(tracemalloc.get_traced_memory()[1] / size)
+        tracemalloc.stop()
+    assert other.state == state and most[0] < 1.5 and most[1] < 2.5, most
+
+
+def test_the_large_states_of_several_processes(tmp_path: pathlib.Path) -> None:
+    """Each process writes its own; it is enough that one of them is large."""
+    body = """
+class Large:
+    def __init__(self, state=None):
+        self.state = state
+    def get_state(self):
+        return self.state
+    def set_state(self, state):
+        self.state = state
+def tree():
+    sizes = {"all": 3 << 20, "one": 0 if INDEX else 3 << 20, "none": 0}
+    return {name: Large([INDEX, bytes([INDEX]) * size]) for name, size in sizes.items()}
+w = put(np.ones((4, 2), np.float32), P("x"))
+tr.save(tmp / "c", {**tree(), "w": w}, timeout=20)
+tr.save_async(tmp / "rules", {**tree(), "w": w}, rules=[tr.rules.cast("w", "bfloat16")]).result()
+tr.save(tmp / "made", {**tree(), "w": w}, rules=[tr.rules.transpose("w", (1, 0))])
+tr.save(tmp / "again", tr.open(tmp / "c"))
+for name in ("c", "rules", "made", "again"):
+    like = {name: Large() for name in tree()}
+    found = tr.restore(tmp / name, like={**like, "w": ...})
+    assert {n: found[n].state for n in like} == {n: one.state for n, one in tree().items()}, name
+report(None)
+"""
+    run_job(tmp_path, body, processes=2)
+    for name in ("c", "rules", "made", "again"):
+        found = tr.restore(tmp_path / name)
+        assert [len(state[1]) for state in found["one"]] == [3 << 20, 0]
+        assert all([state[0] for state in found[one]] == [0, 1] for one in ("all", "one", "none"))
+        assert repr(spec_reader.tree(tmp_path / name)["one"]) == repr(found["one"])
+        assert tr.verify(tmp_path / name).ok
+        rows = {row[1]: row for row in spec_reader.Checkpoint(tmp_path / name).manifest["leaves"]}
+        assert [rows[one][0] for one in ("all", "one", "none")] == ["array", "array", "value"]
+    with pytest.raises(MismatchError, match=r"all: expected the states of 1 iterators, .* found those of 2"):
+        tr.restore(tmp_path / "c", like={"all": Large(), "one": ..., "none": ..., "w": ...})
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ FAMILIES = [
     arrays.layouts,
     arrays.placements,
     arrays.ties,
+    arrays.states,
 ]
 FAMILIES += [
     files.files,

@@ -301,3 +301,58 @@ def ties() -> Iterator[Case]:
     ]
     for name, (about, change) in zip(numbered("bad-tie", len(bad)), bad, strict=True):
         yield refused(name, f"an array that is said to be {about}", tied, change)
+
+
+def states() -> Iterator[Case]:
+    """Cases of the states of an iterator that lie in an array file."""
+
+    def packed(text: str, rest: bytes = b"", more: int = 0) -> bytes:
+        return (len(text.encode()) + more).to_bytes(8, "little") + text.encode() + rest
+
+    def stored(*states: bytes) -> Draft:
+        draft = base().array("s", "uint8", [sum(map(len, states))], b"".join(states))
+        lengths = list(map(len, states))
+        draft.leaves[-1][6] = {"requires": ["iterator-states"], "lengths": lengths, "where": draft.leaves[-1][6]}
+        draft.content["s"] = {"type": "iterator", "value": lengths}
+        return draft
+
+    array = '["array",[true,"int16",[2],4]]'
+    every = f'["dict",[[["bytes",1],["list",[["bytes",2],{array},["bytes",0]]]],[["str","ä"],["tuple",[["int",1]]]]]]'
+    good = {
+        "one": stored(packed('["none",null]')),
+        "two": stored(packed('["int",1]'), packed(' ["int",2] ')),
+        "apart": stored(packed(every, b"kxx\1\0\2\0")),
+        "more": changed(lambda: stored(packed('["int",1]')), lambda d: d.leaves[-1][6].update(more={"a": None})),
+    }
+    for name, draft in good.items():
+        yield Case(f"states-{name}", "the states of an iterator in an array file", draft)
+    bad = [
+        b"", b"\1", packed("["), packed('["int",1]', more=1), packed('["int",1]', more=-1), packed('["int",1]', b"x"),
+        packed('["int",-0]'), packed('["str","\\ud800"]'), packed('["function","f"]'), packed('["iterator",["all",[["int",1]]]]'),
+        packed('["bytes","eA=="]'), packed('["bytes",2]', b"x"), packed('["bytes",-1]', b"x"), packed('["bytes",true]', b"x"),
+        packed('["bytes",1.0]', b"x"), packed('["array",[true,"int16",[2],2]]', b"xx"), packed('["array",[true,"int8",[1],"eA=="]]'),
+        packed('["dict",[[["bytes",1],["int",1]],[["bytes",1],["int",1]]]]', b"xx"), packed("5"), packed('{"int":1}'),
+    ]  # fmt: skip
+    for name, state in zip(numbered("bad-state", len(bad)), bad, strict=True):
+        draft = stored(packed('["int",1]'), state)
+        yield Case(name, f"an iterator with the state {state!r}", draft, leaves={"s": "unsupported"})
+    wrong: list[dict[str, Any]] = [
+        {"lengths": value} for value in (None, [], [16], [18], [20, -3], [17.0], [True], "17", 17)
+    ]
+    wrong += [{"where": value} for value in (None, "a", 9, -1, True, [9, 0], {"requires": ["x"]}, [0])]
+    for name, change in zip(numbered("bad-states", len(wrong)), wrong, strict=True):
+        draft = stored(packed('["int",1]'))
+        yield refused(name, f"states at {change}", lambda d=draft: d, lambda d, c=change: d.leaves[-1][6].update(c))
+    rows: list[tuple[int, Any]] = [(2, "jax"), (2, "numpy-scalar"), (3, "int8"), (4, [17, 1]), (5, "rbg")]
+    for name, (at, value) in zip(numbered("bad-states-row", len(rows)), rows, strict=True):
+        draft = stored(packed('["int",1]'))
+        yield refused(
+            name, f"states with {value}", lambda d=draft: d, lambda d, a=at, v=value: d.leaves[-1].__setitem__(a, v)
+        )
+    row = ["array", "t", "numpy", "uint8", [17], "", "s"]
+    yield refused(
+        "bad-states-tie",
+        "an array that is said to be the states of an iterator",
+        lambda: stored(packed('["int",1]')),
+        lambda d: (d.child("t"), d.leaves.append(row)),
+    )

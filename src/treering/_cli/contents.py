@@ -90,7 +90,7 @@ def _about(ckpt: "Checkpoint") -> dict[str, Any]:
 
 
 def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
-    from .._core.entries import ArrayEntry
+    from .._core.entries import ArrayEntry, StatesEntry
 
     if isinstance(entry, ArrayEntry):
         sharding = ckpt._source.sharding(entry)
@@ -98,6 +98,8 @@ def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
         if sharding is None or "mesh" not in sharding:
             return about
         return {**about, "sharding": {"mesh": sharding["mesh"], "spec": sharding["spec"]}}
+    if isinstance(entry, StatesEntry):
+        return {"type": entry.type, "nbytes": entry.nbytes, "processes": len(entry.value)}
     return {"type": entry.type, "value": entry.value}
 
 
@@ -125,6 +127,7 @@ def _name(node: "Node") -> str:
 
 
 def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
+    from .._core.entries import StatesEntry
     from .leaf import leaf_lines, statistics
 
     if not json_:
@@ -133,7 +136,7 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
         return
     entry = ckpt._source.entries.get(path)
     about = _entry(ckpt, entry) if entry else {}
-    found = statistics(ckpt[path])
+    found = None if isinstance(entry, StatesEntry) else statistics(ckpt[path])
     say_json({"path": path, **about, **({"stats": dataclasses.asdict(found)} if found else {})})
 
 
@@ -149,6 +152,7 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str
     With GLOBs only those leaves: * stays within one component of a path, ** spans any number. NaN and infinities are
     counted, and left out of all else.
     """
+    from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
@@ -158,8 +162,8 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str
         ckpt = ckpt.select(globs)
     found: dict[str, Stats] = {}
     others = 0
-    for path in ckpt:
-        leaf = ckpt[path]
+    for path, entry in ckpt._source.entries.items():
+        leaf = None if isinstance(entry, StatesEntry) else ckpt[path]
         if isinstance(leaf, LazyArray) and has_stats(leaf):
             found[path] = describe(leaf)
         else:

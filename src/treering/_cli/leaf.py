@@ -21,14 +21,14 @@ _EDGE = 3  # items at both ends of an axis that are shown
 
 def describe_node(ckpt: "Checkpoint", node: "Node") -> str:
     """What is said of a node beside its name: dtype, shape, size, sharding; of a container how much is in it."""
-    from .._core.describe import describe, shorten
+    from .._core.describe import describe, value_text
     from .._core.entries import NO_ARRAY, ArrayEntry
 
     entry = node.entry
     if entry is None:
         return f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}"
     if not isinstance(entry, ArrayEntry):
-        value = "" if entry.type in NO_ARRAY else f" {safe(shorten(entry.decode()))}"
+        value = "" if entry.type in NO_ARRAY else f" {safe(value_text(entry))}"
         return f"{describe(entry)}{value}"
     spec = sharding_text(ckpt._source.sharding(entry))
     return f"{safe(describe(entry))}  {nbytes(node.nbytes)}  {spec}".rstrip()
@@ -44,9 +44,13 @@ def statistics(leaf: Any) -> "Stats | None":
 
 def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
     """All about a leaf. Reads it."""
-    from .._core.describe import describe, shorten
+    from .._core.describe import describe, shorten, value_text
+    from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
 
+    if isinstance(entry := ckpt._source.entries.get(path), StatesEntry):
+        yield f"{safe(path)}  {describe(entry)} {value_text(entry)}, {count(len(entry.value), 'process', 'processes')}"
+        return
     leaf = ckpt[path]
     if not isinstance(leaf, LazyArray):
         yield safe(shorten(leaf) if isinstance(leaf, int) else repr(leaf))

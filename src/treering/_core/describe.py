@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import Difference, MismatchError
-from .entries import Entry, LostEntry, ValueEntry
+from .entries import Entry, LostEntry, StatesEntry, ValueEntry
 from .leaf_paths import closest, matches
+from .readable import nbytes
 
 NOTHING = "nothing"
 NONE, FUNCTION = "None", "a function"
@@ -25,6 +26,11 @@ def describe(entry: Entry) -> str:
     if entry.type == "key":
         return f"key<{entry.impl}>[{','.join(map(str, entry.shape[:-1]))}]"
     return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+
+
+def value_text(entry: ValueEntry) -> str:
+    """Returns the value of a leaf for people to read; of states in array files the size, so that none is read."""
+    return nbytes(entry.nbytes) if isinstance(entry, StatesEntry) else shorten(entry.decode())
 
 
 def shorten(value: Any) -> str:

@@ -6,14 +6,17 @@ other leaf is a value that travels inside the manifest.
 
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any, Literal, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import msgspec
 
 from ..errors import CorruptError, MismatchError
 from .leaf_paths import matches, may_match_below
 from .values import EXACT, ValueType, decode
+
+if TYPE_CHECKING:
+    from .boxes import Box
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 NO_ARRAY = ("none", "function")
@@ -80,6 +83,41 @@ class ValueEntry(
 
             return decoded(self.value)
         return decode(self.type, self.value)
+
+
+class StatesEntry(ValueEntry, tag="states", frozen=True, gc=False):
+    """The states of an iterator that lie in array files, one after another as bytes, and are read on request.
+
+    `value` has their lengths in bytes, process by process; `read` returns the state of a process.
+    """
+
+    read: Callable[[int], Any] | None = None
+
+    def at(self, path: str) -> "StatesEntry":
+        """These states under another path."""
+        return StatesEntry(path, self.type, self.value, self.read)
+
+    def decode(self) -> list[Any]:
+        """Reads the states of all processes. Raises what reading an array raises."""
+        return [self.state(process) for process in range(len(self.value))]
+
+    def state(self, process: int) -> Any:
+        """Reads the state of a process. Raises what reading an array raises."""
+        assert self.read is not None
+        return self.read(process)
+
+    dtype = property(lambda self: "uint8")  # of all of them as one array, which is how they are stored
+    shape = property(lambda self: (self.nbytes,))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all states."""
+        return sum(self.value)
+
+    def box(self, process: int) -> "Box":
+        """The part of the array that is the state of a process."""
+        begin = sum(self.value[:process])
+        return ((begin, begin + self.value[process]),)
 
 
 Entry = ArrayEntry | ValueEntry

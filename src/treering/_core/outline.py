@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from .describe import describe
-from .entries import ArrayEntry, Entry
+from .entries import ArrayEntry, Entry, StatesEntry
 from .leaf_paths import written
 
 _MAX_LEVELS = 64
@@ -91,6 +91,9 @@ def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
                 node.nbytes = entry.nbytes
                 node.values = math.prod(entry.shape)
                 own = (own, about and repr(about(entry)))
+            elif isinstance(entry, StatesEntry):
+                node.nbytes = entry.nbytes
+                own = (own, entry.path)  # they are not compared
             else:
                 own = (own, repr(entry.value))
         for child in node.children:

@@ -4,7 +4,7 @@ import itertools
 
 from .._printable import safe
 from . import html, readable
-from .describe import describe, shorten
+from .describe import describe, value_text
 from .entries import ArrayEntry, Entry
 from .part import name_of
 from .source import Source
@@ -19,7 +19,7 @@ def text(source: Source, most: int) -> str:
     width = max(map(len, shown), default=0)
     lines = []
     for path, entry in shown.items():
-        value = "" if isinstance(entry, ArrayEntry) else f" {shorten(entry.decode())}"
+        value = "" if isinstance(entry, ArrayEntry) else f" {value_text(entry)}"
         if entry.type == "function":  # only its name is recorded, which may be any text
             value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
         lines.append(f"  {safe(path) or '(root)':{min(width, 60)}}  {safe(describe(entry))}{value}")
@@ -33,7 +33,7 @@ def page(source: Source) -> str:
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
-            return f"{describe(entry)} {shorten(entry.decode())}"
+            return f"{describe(entry)} {value_text(entry)}"
         return f"{describe(entry)} {readable.sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"

@@ -8,7 +8,7 @@ import msgspec
 
 from . import dtypes
 from .boxes import Box, box_shape, intersect, slices, whole
-from .entries import ArrayEntry, Entry, ValueEntry
+from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .skeleton import Skeleton
 from .source import WHOLE, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Plan(NamedTuple):
     """The entries and boxes of the checkpoint to read for a box of a leaf, and the function that makes the box."""
 
-    needs: "list[tuple[ArrayEntry, Box]]"
+    needs: "list[tuple[Any, Box]]"
     make: "Callable[[list[np.ndarray]], np.ndarray]"
 
 
@@ -65,7 +65,7 @@ def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
     """The leaves of a checkpoint as they are, named by the keys of the mapping."""
 
     def leaf(path: str, entry: Entry) -> Leaf:
-        if isinstance(entry, ValueEntry):
+        if isinstance(entry, ValueEntry) and not isinstance(entry, StatesEntry):
             return Leaf(entry.at(path), source=entry.path)
         plan = lambda box: Plan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
         return Leaf(entry.at(path), plan, plain=True, source=entry.path)

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_shape, in_slices, intersect, slices, whole
-from .._core.entries import ArrayEntry
+from .._core.entries import ArrayEntry, StatesEntry
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .layouts import Layout, held_by, layout_of, owner
 
@@ -42,7 +42,7 @@ class Share(NamedTuple):
     """
 
     boxes: Sequence[Box]
-    writers: Sequence[int] | np.ndarray
+    writers: Sequence[int] | np.ndarray  # processes
     layout: Layout | None = None
     turn: int = 0
 
@@ -74,6 +74,12 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
     for group in (together, apart):
         shares.update(zip(group, share_out(list(group.values()), loads, total // count), strict=True))
     return shares
+
+
+def of_states(entries: Sequence[Any], count: int) -> dict[int, Share]:
+    """Returns the shares of the states of iterators that lie in array files: each process writes its own."""
+    stored = {n: one for n, one in enumerate(entries) if isinstance(one, StatesEntry) and len(one.value) == count}
+    return {n: Share([one.box(process) for process in range(count)], range(count)) for n, one in stored.items()}
 
 
 def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
@@ -181,6 +187,10 @@ def pieces(
     own = _by_leaf(shards)
     found: list[Piece] = []
     for leaf, box, nbytes in written(entries, shares, index):
+        if isinstance(entries[leaf], StatesEntry):  # this process has its own state alone, and counts from its begin
+            ((n, _),), begin = own[leaf], box[0][0] - entries[leaf].box(index)[0][0]
+            found.append(Piece(leaf, box, n, begin, nbytes))
+            continue
         n, shard = _containing(own[leaf], box)
         begin = dtypes.itemsize(entries[leaf].dtype) * _offset(box, shard.box)
         found.append(Piece(leaf, box, n, begin, nbytes))

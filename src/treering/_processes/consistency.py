@@ -12,8 +12,9 @@ import msgspec
 import xxhash
 
 from .._core.describe import describe, shorten
-from .._core.entries import ArrayEntry, Entry
+from .._core.entries import ArrayEntry, Entry, StatesEntry
 from .._core.skeleton import Skeleton
+from .._core.states import MAX_STATE_BYTES
 from .._pytree import iterators
 from .._pytree.leaves import Catalogue
 from .._pytree.on_demand import Supply
@@ -53,7 +54,8 @@ def check_consistent(
 
     Returns the catalogue, and the leaves of single processes with the process.
 
-    In process 0, which writes them, the returned catalogue has the states of the iterators of all processes.
+    In process 0, which writes them, the returned catalogue has the states of the iterators of all processes. Where a
+    state is large, each process writes its own, and the catalogue of all has the sizes.
 
     Raises a `MismatchError` that names the paths which differ, in every process.
     """
@@ -86,17 +88,29 @@ def _first_differing(messages: Sequence[Any]) -> int | None:
 
 
 def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
-    """The catalogue with the states of the iterators of all processes in process 0."""
-    own = {n: entry for n, entry in enumerate(catalogue.entries) if entry.type == "iterator"}
+    """Returns the catalogue with the states of the iterators of all processes, or their sizes where one is large."""
+    own = {n: entry for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
     if not own:
         return catalogue
     joined: dict[int, Entry] = dict(own)
 
-    def join(messages: Sequence[Any]) -> None:
-        for n, states in zip(own, zip(*messages, strict=True), strict=True):
-            joined[n] = iterators.together(own[n].path, states)
+    def join(messages: Sequence[Any]) -> list[list[int] | None]:
+        large: list[list[int] | None] = []
+        for n, found in zip(own, zip(*messages, strict=True), strict=True):
+            sizes, states = zip(*found, strict=True)
+            large.append(list(sizes) if None in states else None)
+            if None not in states:
+                joined[n] = iterators.together(own[n].path, states)
+        return large
 
-    call.gather_and_decide([iterators.state(entry) for entry in own.values()], join)
+    def told(entry: StatesEntry) -> list[Any]:
+        """The size of a state, and the state if it is to go into the manifest."""
+        return [entry.nbytes, iterators.as_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
+
+    large = call.gather_and_decide([told(entry) for entry in own.values()], join)
+    for (n, entry), sizes in zip(own.items(), large, strict=True):
+        if sizes:
+            joined[n] = StatesEntry(entry.path, entry.type, tuple(sizes), entry.read)
     return catalogue._replace(entries=[joined.get(n, entry) for n, entry in enumerate(catalogue.entries)])
 
 
@@ -114,7 +128,9 @@ def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
 
 def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
     """The checksum of the bytes of each leaf that this process has for itself."""
-    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in catalogue.global_leaves]
+    apart = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
+    apart.update(catalogue.global_leaves)
+    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in apart]
     found: dict[int, xxhash.xxh3_64] = {}
     for n in sorted(own, key=lambda n: (staging.shards[n].leaf, staging.shards[n].box)):
         found.setdefault(staging.shards[n].leaf, xxhash.xxh3_64()).update(staging.peek(n).data)

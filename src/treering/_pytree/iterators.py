@@ -2,7 +2,7 @@
 
 An iterator has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or `getstate` and
 `setstate`, as `random.Random` has, or is a generator of NumPy. Its state is that of one process, and plain: numbers,
-text, bytes, containers and small NumPy arrays.
+text, bytes, containers and NumPy arrays.
 """
 
 import functools
@@ -13,13 +13,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from .._core.entries import ValueEntry
-from .._core.states import MAX_STATE_BYTES, decode_state, encode_state, of_processes
+from .._core.entries import StatesEntry, ValueEntry
+from .._core.states import MAX_STATE_BYTES, Packed, decode_state, encode_state, of_processes, pack, unpack
 from .._threads.reentry import calls_back
-from ..errors import MismatchError, UnsupportedError
+from ..errors import MismatchError
 
 _log = logging.getLogger("treering")
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
@@ -29,11 +28,11 @@ _GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic ite
 
 
 class _Frozen:
-    def __init__(self, state: Any):
+    def __init__(self, state: Packed):
         self._state = state
 
     def get_state(self) -> Any:
-        return decode_state(self._state, 0)
+        return unpack(self._state)
 
     def set_state(self, state: Any) -> None:
         raise NotImplementedError  # it is only saved
@@ -64,21 +63,30 @@ def why_not(leaf_type: type) -> str:
 
 @calls_back
 def state_of(leaf: Any) -> Any:
-    """The state of an iterator as JSON. Raises `UnsupportedError` for what no manifest can hold."""
+    """Returns the state of an iterator as bytes. Raises `UnsupportedError` for one that is not plain."""
     methods = _methods(type(leaf))
     assert methods
-    state = encode_state(methods[0](leaf), "", 0)
-    if (size := len(msgspec.json.encode(state))) > MAX_STATE_BYTES:
-        raise UnsupportedError(
-            f"an iterator whose state takes {size} bytes; expected at most {MAX_STATE_BYTES}: save "
-            "large buffers as arrays"
-        )
-    return state
+    return pack(methods[0](leaf))
 
 
 def frozen(leaf: Any) -> Any:
-    """A copy of an iterator's present state, to be saved. Raises `UnsupportedError` for what no manifest can hold."""
+    """Returns a copy of an iterator's state, to be saved. Raises `UnsupportedError` for one that is not plain."""
     return _Frozen(state_of(leaf))
+
+
+def entry_of(path: str, state: Packed, *, several: bool) -> ValueEntry:
+    """Returns the entry of an iterator with a state.
+
+    several: whether other processes save with this one. Then the states stay as they are until all sizes are known.
+    """
+    if several or state.nbytes > MAX_STATE_BYTES:
+        return StatesEntry(path, "iterator", (state.nbytes,), lambda process: unpack(state))
+    return together(path, [as_json(unpack(state))])
+
+
+def as_json(state: Any) -> Any:
+    """Returns a state as the manifest has it."""
+    return encode_state(state, "", 0)
 
 
 def together(path: str, states: Sequence[Any]) -> ValueEntry:
@@ -96,13 +104,14 @@ def together(path: str, states: Sequence[Any]) -> ValueEntry:
     return ValueEntry(path, "iterator", ["each", list(states)])
 
 
-def state(entry: Any) -> Any:
-    """The state of this process in an entry, as `state_of` gave it, before those of the others are added."""
-    return entry.value[1][0]
-
-
 def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
-    """The state for one of `count` processes, None if another number has saved theirs; and that number."""
+    """Returns the state for one of `count` processes, None if another number has saved theirs; and that number.
+
+    Raises what reading an array raises.
+    """
+    if isinstance(entry, StatesEntry):
+        saved = len(entry.value)
+        return entry.state(index) if saved == count else None, saved
     kind, states = of_processes(entry.value)
     if kind == "all":
         return decode_state(states[0], 0), count

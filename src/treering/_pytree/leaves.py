@@ -15,9 +15,10 @@ from jax.custom_batching import custom_vmap
 
 from .._core import dtypes, habits
 from .._core.boxes import Box, box_shape, in_slices, local_shards, whole
-from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import few
+from .._core.states import Packed
 from .._core.values import encode
 from ..errors import UnsupportedError
 from . import iterators, placements
@@ -100,13 +101,19 @@ class _Found(NamedTuple):
 
 
 def describe(
-    paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    *,
+    dtype: Any = None,
+    detach: bool = False,
+    alone: bool = True,
+    together: bool = False,
 ) -> Described:
     """Describes a flattened tree.
 
     `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
-    the caller goes on while they are written, and `alone` that the job has no other processes. Raises one
-    `UnsupportedError` that names every leaf that cannot be saved.
+    the caller goes on while they are written, `alone` that the job has no other processes, and `together` that several
+    processes save the tree. Raises one `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else dtypes.asked(dtype)
     found = _Found([], {}, {}, set(), [None] * len(leaves), [], [])
@@ -120,7 +127,7 @@ def describe(
             elif kind == "entry":  # of a checkpoint
                 found.entries.append(leaf.at(path))
             elif kind == "iterator":
-                found.entries.append(iterators.together(path, [iterators.state_of(leaf)]))
+                _add_iterator(found, path, iterators.state_of(leaf), together)
             elif kind == "function":
                 found.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
@@ -193,6 +200,13 @@ def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool
     for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
         nbytes = math.prod(box_shape(part)) * stored.itemsize
         found.add(LocalShard(leaf, part, stored, nbytes, True, box), array.part(part))
+
+
+def _add_iterator(found: _Found, path: str, state: Packed, together: bool) -> None:
+    entry = iterators.entry_of(path, state, several=together)
+    if isinstance(entry, StatesEntry):
+        found.add(LocalShard(len(found.entries), entry.box(0), state.dtype, state.nbytes, False), state)
+    found.entries.append(entry)
 
 
 def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:

@@ -37,7 +37,13 @@ _known: tuple[_Known, ...] = ()  # the last used first; replaced as a whole, so 
 
 
 def described(
-    paths: Sequence[str], leaves: Sequence[Any], *, dtype: Any = None, detach: bool = False, alone: bool = True
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    *,
+    dtype: Any = None,
+    detach: bool = False,
+    alone: bool = True,
+    together: bool = False,
 ) -> Described:
     """What `leaves.describe` says, whose options these are; quickly where the same was described before.
 
@@ -45,11 +51,11 @@ def described(
     """
     global _known
     # As text: NumPy says that the dtype float64 is equal to None.
-    options = (None if dtype is None else dtypes.to_text(dtypes.asked(dtype)), detach, alone)
+    options = (None if dtype is None else dtypes.to_text(dtypes.asked(dtype)), detach, alone, together)
     known = next((one for one in _known if one.paths is paths and one.options == options), None)
     found = None if known is None else _again(known, leaves)
     if found is None:
-        found = describe(paths, leaves, dtype=dtype, detach=detach, alone=alone)
+        found = describe(paths, leaves, dtype=dtype, detach=detach, alone=alone, together=together)
         known = _learned(paths, options, leaves, found)
     if known is not None and (not _known or _known[0] is not known):
         others = [one for one in _known if one.paths is not paths or one.options != options]

@@ -8,7 +8,7 @@ import msgspec
 
 from .._core import dtypes, views
 from .._core.boxes import Box, box_shape, in_slices, whole
-from .._core.entries import ArrayEntry, check_whole
+from .._core.entries import ArrayEntry, StatesEntry, check_whole
 from .._core.json_floats import as_floats
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import few
@@ -133,7 +133,7 @@ def described(
     spread: set[int] = set()
     shards: list[tuple[int, LocalShard]] = []
     for leaf, entry in enumerate(entries):
-        if not isinstance(entry, ArrayEntry):
+        if not isinstance(entry, ArrayEntry | StatesEntry):
             continue
         dtype = dtypes.to_numpy(entry.dtype)
         origin = view.source(entry.path)

@@ -76,6 +76,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
             dtype=None if options.rules else options.dtype,
             detach=options.background,
             alone=not coordinator.several(),
+            together=call.count > 1,
         )
         if walked.static:
             described = described._replace(catalogue=described.catalogue._replace(static=walked.static))
@@ -277,6 +278,9 @@ def _write_native(
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
     if single:
         shares = assignment.plan(catalogue, call.count, single)
+    if shares is not None:
+        shares = {**shares, **assignment.of_states(catalogue.entries, call.count)}
+    if single:
         # To process 0, which writes the record, its own part of them looks like an array of every process.
         places = [_OF_ONE_PROCESS if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._core import dtypes, html, states
 from .._core.describe import describe, shorten
-from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .._core.readable import count
 from .._core.tracebacks import at_the_caller
 from .._printable import safe
@@ -128,8 +128,10 @@ def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
 def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
         same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
+        if isinstance(a, StatesEntry) or isinstance(b, StatesEntry):
+            same = a.type == b.type and _alike(_states(a, x), _states(b, y))
         if not same and isinstance(a, ValueEntry) and isinstance(b, ValueEntry) and a.type == b.type == "iterator":
-            return f"iterator{_first_apart(a.decode(), b.decode(), '')}"
+            return f"iterator{_first_apart(_states(a, x), _states(b, y), '')}"
         return None if same else f"{_text(a, x)} → {_text(b, y)}"
     if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
         return f"{describe(a)} → {describe(b)}"
@@ -137,6 +139,11 @@ def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     for part in _slices(a):
         apart.add(_bits(x, part), _bits(y, part))
     return apart.change()
+
+
+def _states(entry: Entry, leaf: Any) -> Any:
+    """The states of an iterator, which are the leaf of a checkpoint; a live tree has the iterator itself."""
+    return leaf if isinstance(leaf, list) or not isinstance(entry, ValueEntry) else entry.decode()
 
 
 def _first_apart(a: Any, b: Any, where: str) -> str:
@@ -158,7 +165,10 @@ def _first_apart(a: Any, b: Any, where: str) -> str:
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two parts of states are encoded alike."""
-    return states.encode_state(a, "", 0) == states.encode_state(b, "", 0)
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    if states.encode_state(a, "", 0, parts[0]) != states.encode_state(b, "", 0, parts[1]):
+        return False
+    return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 
 
 class _Apart:

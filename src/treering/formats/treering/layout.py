@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, describe, whole
-from ..._core.entries import Entry, ValueEntry
+from ..._core.entries import Entry, StatesEntry, ValueEntry
 from ..._processes.assignment import Piece, Share
 from ..._pytree.leaves import Catalogue
 from ...stores.buffers import PAGE
 from ..safetensors.header import MAX_HEADER, Tensor, encode_header
-from .manifest import BLOCK, ArrayRow, Layout, Placement, piece_key
+from .manifest import BLOCK, ArrayRow, Layout, Placement, piece_key, states_row
 
 _DIGITS = 16
 _PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
@@ -188,6 +188,9 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return known[key] or 0, 0
 
     for n, entry in enumerate(catalogue.entries):
+        if isinstance(entry, StatesEntry):
+            out.leaves.append(states_row(entry, place(n, entry.shape)))
+            continue
         if isinstance(entry, ValueEntry):
             out.leaves.append(entry)
             continue

@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from ..._core.boxes import Box
-from ..._core.entries import ArrayEntry, ValueEntry
+from ..._core.entries import ArrayEntry, StatesEntry, ValueEntry
 from ..._core.json_floats import as_floats
 from ..._core.skeleton import Node
 from ..._core.values import EXACT
@@ -19,14 +19,27 @@ from . import validity
 
 FORMAT = "treering"
 VERSION = 1
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
 BLOCK = 1 << 20  # bytes of an array file's buffer per checksum
 _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 
 
-class Later(msgspec.Struct, frozen=True):
-    """The place of an array that only a later release can read: the features that this takes."""
+STATES = "iterator-states"  # the feature of an array that is the states of an iterator
+
+
+class Later(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The place of an array that some release could not read: the features that this takes.
+
+    The rest says of the feature `STATES` how many bytes the state of each process has, and where the array is. Of any
+    other feature it says nothing that is known here.
+    """
 
     requires: tuple[str, ...]
+    lengths: Any = None
+    where: Any = None
+
+    def __hash__(self) -> int:  # the rest may be lists
+        return hash(self.requires)
 
 
 class ArrayRow(
@@ -39,6 +52,29 @@ class ArrayRow(
     """
 
     where: int | tuple[int, int] | str | Later = -1
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The features that the array requires and this release does not have."""
+        return self.where.requires if isinstance(self.where, Later) and self.where.requires != (STATES,) else ()
+
+    def of_states(self) -> "tuple[tuple[int, ...], ArrayRow] | None":
+        """Returns the lengths of the states of an iterator and the array of their bytes; None for other arrays.
+
+        Raises what is malformed for a row that is not as the format has it.
+        """
+        if not isinstance(self.where, Later) or self.unknown:
+            return None
+        lengths = msgspec.convert(self.where.lengths, tuple[_Natural, ...])
+        where = msgspec.convert(self.where.where, int | tuple[int, int])
+        if not lengths or (self.type, self.dtype, self.shape) != ("numpy", "uint8", (sum(lengths),)):
+            raise ValueError(f"{self.path!r:.100} has states of {list(lengths)!r:.100} bytes, which it cannot have")
+        return lengths, ArrayRow(self.path, self.type, self.dtype, self.shape, self.impl, where)
+
+
+def states_row(entry: StatesEntry, where: int | tuple[int, int]) -> ArrayRow:
+    """Returns the row of the states of an iterator, whose bytes are an array."""
+    return ArrayRow(entry.path, "numpy", entry.dtype, entry.shape, "", Later((STATES,), entry.value, where))
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +107,7 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     name: str
-    size: Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
+    size: _Natural
     header: int = -1
     xxh3: str = ""
     requires: list[str] = []
@@ -200,8 +236,8 @@ def check_known(manifest: Manifest, name: str) -> None:
         if file.requires:
             raise requiring(f"{name}: the file {file.name!r}", file.requires, manifest.software)
     for row in manifest.leaves:
-        if isinstance(row, ArrayRow) and isinstance(row.where, Later):
-            raise requiring(f"{name}: the leaf {row.path!r}", row.where.requires, manifest.software)
+        if isinstance(row, ArrayRow) and row.unknown:
+            raise requiring(f"{name}: the leaf {row.path!r}", row.unknown, manifest.software)
 
 
 def _unsupported(name: str, found: str, software: Any) -> UnsupportedError:

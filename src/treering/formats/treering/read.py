@@ -9,6 +9,7 @@ import math
 import operator
 import posixpath
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,9 +17,10 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, intersect, slices, whole
-from ..._core.entries import ArrayEntry, Entry
+from ..._core.entries import ArrayEntry, Entry, StatesEntry
 from ..._core.skeleton import Skeleton
 from ..._core.source import WHOLE, Problem, Share
+from ..._core.states import unpack
 from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
@@ -28,6 +30,7 @@ from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from ...stores.whole_files import opened, read_file
+from .._shared import strict_json
 from . import manifest, metrics, validity
 from .files import ArrayFile
 from .manifest import BLOCK, ArrayRow, piece_key
@@ -63,6 +66,9 @@ class Reader:
             self._manifest = manifest.decode(self._manifest_bytes, name)
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
+        self._stored: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
+        if manifest.STATES.encode() in self._manifest_bytes:
+            self._find_states()
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metadata = self._manifest.metadata
@@ -71,6 +77,25 @@ class Reader:
         self._files: dict[int, ArrayFile] = {}
         self._cells = [Cells(layout.cuts) for layout in self._manifest.layouts]
         self._opening = threading.RLock()  # a signal handler may read while its thread holds it
+
+    def _find_states(self) -> None:
+        """Puts the iterators whose states lie in array files among the entries."""
+        this: weakref.ref[Reader] = weakref.ref(self)  # or the entries, which it has, would keep it open
+        for row in self._manifest.leaves:
+            if isinstance(row, ArrayRow) and (found := row.of_states()):
+                lengths, self._stored[row.path] = found
+                read = functools.partial(_read_state, this, row.path)
+                self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, read)
+
+    def _state(self, path: str, process: int) -> Any:
+        """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are no state."""
+        row, entry = self._stored[path], self.entries[path]
+        assert isinstance(entry, StatesEntry)
+        (data,) = self.read([(row, entry.box(process))], mmap=False)
+        try:
+            return unpack(data, strict_json.parse)
+        except (*strict_json.MALFORMED, CorruptError) as error:
+            raise manifest.invalid(f"{self.path}: {path}: {error}", self._manifest.software) from None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -187,6 +212,8 @@ class Reader:
         block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
         """
         read = self._read_files if self._store.object_bytes is None else self._read_objects
+        if self._stored:
+            wanted = [(self._stored.get(entry.path, entry), box) for entry, box in wanted]
         arrays, memory = read(wanted, verify, mmap)
         if "bool" in {entry.dtype for entry, _ in wanted}:
             arrays = [
@@ -318,10 +345,19 @@ class Reader:
             if isinstance(row, ArrayRow) and not unread.intersection(self._files_of(row)):
                 try:
                     self._parts(row, whole(row.shape), None)
+                    self._check_states(row.path, share)
                 except UnsupportedError as error:
                     unsupported.append(error)
         if unsupported:
             raise unsupported[0]
+
+    def _check_states(self, path: str, share: Share) -> None:
+        """Reads the states at a path, if there are any, one by one. Raises `UnsupportedError` for what is no state."""
+        entry = self.entries[path]
+        if isinstance(entry, StatesEntry) and share.number == 1:
+            with contextlib.suppress(CorruptError):  # of a block that is told already
+                for process in range(len(entry.value)):
+                    entry.state(process)
 
     def _parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
         """The parts of a box, each in one run of `ArrayFile.memory`.
@@ -379,8 +415,10 @@ class Reader:
 
     def _target(self, row: ArrayEntry) -> ArrayRow:
         """The row that says where the bytes are."""
+        row = self._stored.get(row.path, row)
         assert isinstance(row, ArrayRow)
         found = self.entries[row.where] if isinstance(row.where, str) else row
+        found = self._stored.get(found.path, found)
         assert isinstance(found, ArrayRow)
         return found
 
@@ -445,3 +483,9 @@ class Reader:
         """The files that a leaf lies in."""
         row = self._target(row)
         return {number for number, _, _ in self._pieces(row, whole(row.shape))}
+
+
+def _read_state(reader: "weakref.ref[Reader]", path: str, process: int) -> Any:
+    found = reader()
+    assert found is not None
+    return found._state(path, process)

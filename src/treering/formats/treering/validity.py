@@ -120,6 +120,9 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
     for row in dict(zip(map(_KIND, arrays), arrays, strict=True)).values():  # one of each kind
         _check_array(row)
     places = set(map(_WHERE, arrays))
+    if not all(isinstance(where, int | tuple | str) for where in places):
+        arrays = [(row.of_states() or ((), row))[1] for row in arrays]
+        places = set(map(_WHERE, arrays))
     for where in places:
         if type(where) is int and not 0 <= where < len(manifest.files):
             row = next(row for row in arrays if row.where == where)
@@ -133,7 +136,7 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
         first = numbers.get(row.where, len(numbers))
         target: Any = manifest.leaves[first] if first < numbers[row.path] else None
         same = type(target) is type(row) and target.at(row.path) == row.at(row.path)
-        if not same or isinstance(target.where, str):
+        if not same or isinstance(target.where, str) or target.of_states():
             raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
 
 
