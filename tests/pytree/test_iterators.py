@@ -8,6 +8,7 @@ import pathlib
 import random
 import signal
 import tracemalloc
+import types
 from typing import Any
 
 import grain
@@ -462,6 +463,69 @@ def test_the_memory_that_a_large_state_takes(tmp_path: pathlib.Path) -> None:
         most.append(tracemalloc.get_traced_memory()[1] / size)
         tracemalloc.stop()
     assert other.state == state and most[0] < 1.5 and most[1] < 2.5, most
+
+
+class NumpyIterator:
+    """A double of TensorFlow's iterator, which need not be installed.
+
+    It has the class name, module and methods that TensorFlow 2.21 has in tensorflow/python/data/ops/dataset_ops.py:
+    `save(self)` returns a tensor of text without axes, and `restore(self, state)` takes that, or the bytes in it.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __iter__(self) -> "NumpyIterator":
+        return self
+
+    def __next__(self) -> int:
+        self.n += 1
+        return self.n
+
+    def save(self) -> Any:
+        text = b"%d," % self.n + b"x" * (2 << 20)
+        return types.SimpleNamespace(numpy=lambda: text)
+
+    def restore(self, state: Any) -> None:
+        assert type(state) is bytes
+        self.n = int(state.partition(b",")[0])
+
+
+NumpyIterator.__module__ = "tensorflow.python.data.ops.dataset_ops"
+
+
+def test_an_iterator_of_tensorflow_goes_on(tmp_path: pathlib.Path) -> None:
+    data = NumpyIterator()
+    next(data), next(data)
+    pending = tr.save_async(tmp_path / "c", {"data": data, "w": np.ones(3)})
+    assert next(data) == 3
+    pending.result()
+    other = NumpyIterator()
+    assert tr.restore(tmp_path / "c", like={"data": other, "w": np.ones(3)})["data"] is other
+    assert next(other) == 3
+    tr.save(tmp_path / "other", {"data": {"state": b"4,"}})
+    with pytest.raises(MismatchError, match=r"set it with restore\(tr.restore\(…, at='data'\)\)"):
+        tr.restore(tmp_path / "other", like={"data": other})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        ("tensorflow.python.checkpoint.checkpoint", "Checkpoint", "convert it to an array"),
+        ("keras.src.models.model", "NumpyIterator", "convert it to an array"),
+        (
+            "tensorflow.python.data.ops.dataset_ops",
+            "DatasetV2",
+            r"put as_numpy_iterator\(\) of the dataset into the tree",
+        ),
+    ],
+)
+def test_what_only_saves_and_restores_is_no_iterator(tmp_path: pathlib.Path, module: str, name: str, says: str) -> None:
+    methods = {"save": NumpyIterator.save, "restore": NumpyIterator.restore}
+    other = type(name, (), {**methods, "__module__": module})()
+    assert not iterators.is_iterator(type(other)) and not iterators.is_iterator(tr.Checkpointer)
+    with pytest.raises(UnsupportedError, match=f"data: {module}.{name}; {says}"):
+        tr.save(tmp_path / "c", {"data": other})
 
 
 def test_the_large_states_of_several_processes(tmp_path: pathlib.Path) -> None:

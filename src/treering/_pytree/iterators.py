@@ -1,8 +1,8 @@
 """Data iterators and generators of random numbers as leaves: getting, saving and setting their state.
 
 An iterator has `get_state` and `set_state`, as Grain's have, or `state_dict` and `load_state_dict`, or `getstate` and
-`setstate`, as `random.Random` has, or is a generator of NumPy. Its state is that of one process, and plain: numbers,
-text, bytes, containers and NumPy arrays.
+`setstate`, as `random.Random` has, or is a generator of NumPy, or a `NumpyIterator` of TensorFlow. Its state is that of
+one process, and plain: numbers, text, bytes, containers and NumPy arrays.
 """
 
 import functools
@@ -23,6 +23,9 @@ from ..errors import MismatchError
 _log = logging.getLogger("treering")
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
 _CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
+# The class of `tf.data.Dataset.as_numpy_iterator()`. Its methods `save` and `restore` alone say nothing: what saves
+# whole models has them too.
+_OF_TENSORFLOW = ("tensorflow.python.data.ops.dataset_ops", "NumpyIterator")
 _SPAWNED = "n_children_spawned"  # NumPy's name for the number of generators spawned by one, which its state lacks
 _GLOBAL = "global_next_index"  # the one key in the state of Grain's elastic iterators, which is that of all processes
 
@@ -50,6 +53,8 @@ def is_generator(leaf_type: type) -> bool:
 
 def why_not(leaf_type: type) -> str:
     """Advice for data and iterators that have no state to save; "" for types that are neither."""
+    if leaf_type.__module__.startswith("tensorflow.python.data."):
+        return "put as_numpy_iterator() of the dataset into the tree, which has a state"
     methods = "get_state and set_state, or state_dict and load_state_dict (Grain's iterators have the former)"
     instead = "or save how much of it was used as a number, and begin from there"
     if hasattr(leaf_type, "__next__"):
@@ -146,6 +151,8 @@ def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any]
     """The functions that get and set the state of leaves of a type; None where they have no state."""
     if issubclass(leaf_type, np.random.Generator | np.random.BitGenerator):
         return _numpy_state, _set_numpy_state
+    if any((base.__module__, base.__qualname__) == _OF_TENSORFLOW for base in leaf_type.__mro__):
+        return _tensorflow_state, functools.partial(_call, "restore")
     for get, put in _METHODS:
         if callable(getattr(leaf_type, get, None)) and callable(getattr(leaf_type, put, None)):
             return operator.methodcaller(get), functools.partial(_call, put)
@@ -154,6 +161,10 @@ def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any]
 
 def _call(method: str, leaf: Any, state: Any) -> None:
     getattr(leaf, method)(state)
+
+
+def _tensorflow_state(iterator: Any) -> bytes:
+    return iterator.save().numpy()  # of a tensor, which is a text without axes
 
 
 def _numpy_state(generator: Any) -> dict[str, Any]:

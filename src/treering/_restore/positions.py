@@ -96,7 +96,7 @@ def _missing(
         listed = few(tuple(map(repr, elsewhere.iterators)))
         return f"the checkpoint has the state of an iterator outside of the part that is restored, at {listed}"
     if inside := [one for one in entries if below(one, path) is not None]:
-        put = "set_state" if hasattr(leaf, "set_state") else "load_state_dict"
+        put = next((name for name in ("set_state", "load_state_dict") if hasattr(leaf, name)), "restore")
         count = f"{len(inside)} leaf" if len(inside) == 1 else f"{len(inside)} leaves"
         return (
             f"the checkpoint has {count} below it, which may be its state: put `...` in its place, and set it with "
