@@ -56,6 +56,11 @@ class Policy:
         """The metrics by which steps are chosen."""
         return {rule.metric for rule in self.rules if isinstance(rule, _Best)}
 
+    @property
+    def numbers(self) -> set[int]:
+        """The steps that are chosen by number, whether they are there or not."""
+        return set().union(*(rule.numbers for rule in self.rules if isinstance(rule, _Steps)))
+
 
 def last(n: int | datetime.timedelta) -> Policy:
     """The `n` newest steps; or those that were saved within a time of the newest."""

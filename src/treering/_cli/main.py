@@ -14,7 +14,7 @@ from click.shell_completion import get_completion_class
 from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
-from . import contents, copying, machine, report, runs
+from . import contents, copying, deleting, machine, report, runs
 from .output import FAILED, say
 from .wording import in_shell
 
@@ -49,7 +49,7 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, _NAME, _COMPLETE).source())
 
 
-for module in (contents, runs, report, copying, machine):
+for module in (contents, runs, deleting, report, copying, machine):
     for command in module.COMMANDS:
         cli.add_command(command)
 

@@ -1,18 +1,17 @@
-"""Runs: ls, du, prune, pin, unpin, rewind."""
+"""Runs: ls, du, pin, unpin, rewind."""
 
 import dataclasses
 import os
 import posixpath
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .._core.readable import count, nbytes, number
 from .._printable import safe
-from ..errors import NotFoundError, TreeringError
+from ..errors import NotFoundError
 from .arguments import KEEP, Keep, joined
-from .output import FAILED, PATH, as_json, iso, say, say_json, table, when
+from .output import PATH, as_json, iso, say, say_json, table, when
 
 if TYPE_CHECKING:
     from .._run.directory import Directory
@@ -84,68 +83,8 @@ def _notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
     if row.format != "treering":
         notes.append(row.format)
     notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
-    notes += ["pinned"] * row.pinned + ["link"] * row.link
+    notes += ["pinned"] * row.pinned + ["link"] * row.link + [f"link {safe(name)} leads here" for name in row.linked_by]
     return notes + [click.style("would be deleted", fg="yellow")] * row.deleted
-
-
-@click.command()
-@click.argument("run", type=PATH)
-@click.argument("keep", nargs=-1, required=True, type=Keep())
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@as_json
-def prune(run: str, keep: "tuple[Any, ...]", dry_run: bool, yes: bool, json_: bool) -> int:
-    """Delete the steps of a RUN that no KEEP wants; the newest good step, pinned ones and links stay in any case.
-
-    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
-    Damaged and unfinished steps, and those of other libraries, are left alone.
-    """
-    from .._tools.listing import list_run
-
-    directory = _directory(run)
-    policy = joined(keep)
-    doomed = [row for row in list_run(run, policy).rows if row.deleted]
-    if doomed and not dry_run and not yes:
-        if json_ or not sys.stdin.isatty():
-            raise click.UsageError("nobody is there to be asked: pass --yes, or --dry-run to see what would be deleted")
-        _say_deleted(doomed, dry_run=True)
-        if not click.confirm("Delete them?"):
-            say("nothing was deleted")
-            return 1
-        # Meanwhile a job may have saved, deleted or gone back.
-        still = {(row.path, row.created) for row in list_run(run, policy).rows if row.deleted}
-        doomed = [row for row in doomed if (row.path, row.created) in still]
-    failed = {} if dry_run else _delete(directory, doomed)
-    deleted = [row for row in doomed if row.step not in failed]
-    if json_:
-        total = sum(row.nbytes or 0 for row in deleted)
-        steps = [row.step for row in deleted]
-        say_json({"path": directory.root, "deleted": steps, "nbytes": total, "dry_run": dry_run, "failed": failed})
-    else:
-        _say_deleted(deleted, dry_run=dry_run)
-    for step, why in failed.items():
-        say(f"step {step} is not deleted: {safe(why)}", err=True)
-    return FAILED if failed else 0
-
-
-def _delete(directory: "Directory", rows: "list[Row]") -> dict[int, str]:
-    """Deletes steps; returns those that cannot be deleted, and why."""
-    failed: dict[int, str] = {}
-    for row in rows:
-        try:
-            directory.delete(row.step)
-        except NotFoundError:  # a job has deleted it meanwhile
-            continue
-        except (TreeringError, OSError) as error:
-            failed[row.step] = str(error)
-    return failed
-
-
-def _say_deleted(doomed: "list[Row]", *, dry_run: bool) -> None:
-    steps = ", ".join(str(row.step) for row in doomed)
-    total = nbytes(sum(row.nbytes or 0 for row in doomed))
-    what = "would be deleted" if dry_run else "deleted"
-    say(f"{count(len(doomed), 'step')} {what}, {total}: {steps}" if doomed else "nothing to delete")
 
 
 @click.command()
@@ -153,7 +92,7 @@ def _say_deleted(doomed: "list[Row]", *, dry_run: bool) -> None:
 @click.argument("steps", nargs=-1, required=True, type=int)
 def pin(run: str, steps: tuple[int, ...]) -> None:
     """Mark STEPS of a RUN never to be deleted, for every job."""
-    directory = _directory(run)
+    directory = opened_directory(run)
     for step in steps:
         directory.pin(step, True)
 
@@ -163,7 +102,7 @@ def pin(run: str, steps: tuple[int, ...]) -> None:
 @click.argument("steps", nargs=-1, required=True, type=int)
 def unpin(run: str, steps: tuple[int, ...]) -> None:
     """Remove the mark that pin has set."""
-    directory = _directory(run)
+    directory = opened_directory(run)
     for step in steps:
         directory.pin(step, False)
 
@@ -185,7 +124,7 @@ def rewind(run: str, step: int | None, all_: bool, dry_run: bool, json_: bool) -
     from .._run import incoming
     from .._run.run import BEFORE_ALL, aside
 
-    directory, back_to = _directory(run), BEFORE_ALL if step is None else step
+    directory, back_to = opened_directory(run), BEFORE_ALL if step is None else step
     store, root = directory.steps.store, directory.root
     later, before = directory.to_set_aside(back_to), aside(store, root)
     if dry_run:
@@ -203,7 +142,7 @@ def rewind(run: str, step: int | None, all_: bool, dry_run: bool, json_: bool) -
         say(f"{count(len(later), 'step')} would be set aside: {steps}" if later else "nothing to set aside")
 
 
-def _directory(run: str) -> "Directory":
+def opened_directory(run: str) -> "Directory":
     """The directory of a run that is to be changed. Raises `NotFoundError` and `MismatchError`."""
     from .. import stores
     from .._run.directory import Directory
@@ -276,4 +215,4 @@ def _parts_of_checkpoint(path: str, depth: int) -> tuple[str, list[tuple[str, in
     return ckpt.path, [*parts, *([("(what describes them)", rest)] if rest > 0 else [])], ckpt.nbytes
 
 
-COMMANDS = (ls, prune, pin, unpin, rewind, du)
+COMMANDS = (ls, pin, unpin, rewind, du)

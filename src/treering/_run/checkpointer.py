@@ -600,7 +600,7 @@ class Checkpointer:
 
     @alone
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` when it is pinned, or a link to a checkpoint elsewhere."""
+        """Deletes a step. Raises `MismatchError` when it is pinned, is a link, or a link in the run leads to it."""
         refuse_within(f"delete({step})", self)
         self._once(f"delete({step})", lambda: self._directory.delete(step))
         if together := self._directory.together:
@@ -633,7 +633,7 @@ class Checkpointer:
 
     # Helpers
 
-    def _once(self, what: str, do: Callable[[], None]) -> None:
+    def _once(self, what: str, do: Callable[[], object]) -> None:
         """Calls `do` in process 0 when every save is over and all have come to this call: what they read is there."""
 
         def meet(call: Call) -> None:

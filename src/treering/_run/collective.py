@@ -26,7 +26,7 @@ class Collective:
             yield call
 
     def once(
-        self, what: str, do: Callable[[], None], *, first: Callable[[coordinator.Call], None] = lambda call: None
+        self, what: str, do: Callable[[], object], *, first: Callable[[coordinator.Call], None] = lambda call: None
     ) -> None:
         """Calls `first` in all processes, then `do` in process 0; all return when that is done, or raise its error."""
 

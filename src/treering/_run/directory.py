@@ -12,7 +12,7 @@ from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, Unsup
 from ..formats import StepPath
 from ..formats.treering import pins, removal
 from ..keep import Saved
-from . import new_run, origin, run
+from . import links, new_run, origin, run
 from .latest_good import Place
 from .steps import Steps
 
@@ -129,17 +129,29 @@ class Directory:
         """Marks a step never to be deleted, or removes the mark."""
         pins.pin(self._store, self._own(step), wanted)
 
-    def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` for one pinned or linked, `UnsupportedError` for a later release's."""
+    def delete(self, step: int, *, pinned: bool = False) -> bool:
+        """Deletes a step. Returns False if another process has deleted it at the same time.
+
+        pinned: whether a pin of the step does not count.
+
+        Raises what `check_unmarked` does, and `UnsupportedError` for a step of a later release.
+        """
         path = self._own(step)
-        pins.check_unpinned(self._store, path)
+        self.check_unmarked(path, pinned=pinned)
+        return removal.unpublish(self._store, path, lambda: self.check_deletable(path, pinned=pinned))()
+
+    def check_unmarked(self, path: str, *, pinned: bool = False) -> None:
+        """Raises `MismatchError` for a step that is pinned, is a link, or that a link in the run leads to."""
+        if not pinned:
+            pins.check_unpinned(self._store, path)
         if self._store.is_link(path):
             raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
-        removal.unpublish(self._store, path, lambda: self.check_deletable(path))()
+        links.check_none(self._store, path)
 
-    def check_deletable(self, path: str) -> None:
+    def check_deletable(self, path: str, *, pinned: bool = False) -> None:
         """Called right before a step is deleted. Raises `MismatchError` for one that was pinned meanwhile."""
-        pins.check_unpinned(self._store, path)
+        if not pinned:
+            pins.check_unpinned(self._store, path)
         self.before_delete(path)
 
     def place_for(

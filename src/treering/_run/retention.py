@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, few
@@ -14,7 +14,7 @@ from ..keep import Policy, Saved
 from ..stores.claims import TakenOverError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_of, place_of
-from . import run
+from . import links, run
 from .chores import Chores
 from .directory import Directory
 from .steps import SavedStep
@@ -41,6 +41,7 @@ class Retention:
         self._cleaned = False
         self._failed = False  # the last save, as far as it is not committed
         self._unknown: set[str] = set()  # metrics that no step had, and that are logged already
+        self._linked: set[str] = set()  # steps that stay because links lead to them, and that are logged already
         # Each in its own thread: a slow hook keeps no old step on the disk, and a save may wait for deletions alone.
         self._deletions, self._hooks, self._leaving = Chores(), Chores(), Chores()
 
@@ -153,8 +154,9 @@ class Retention:
         saved, committed = self._look()
         if not any(self._keep.metrics & one.late for one in saved):
             return False
-        unwanted = {one.step for one in saved} - self._wanted(self._keep, saved, needed)
-        return any(step in committed and not self._stays(committed[step]) for step in unwanted)
+        unwanted = self._unwanted(saved, committed, self._wanted(self._keep, saved, needed))
+        linked = self._links() if unwanted else {}
+        return any(not self._stays(step, path, linked) for step, path in unwanted.items())
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
@@ -179,30 +181,45 @@ class Retention:
             return
         saved, committed = self._look()
         self._name_unknown_metrics(saved, self._keep.metrics)
-        wanted = self._wanted(self._keep, saved, needed)
-        for one in saved:
-            path = committed.get(one.step)
-            if path and one.step not in wanted:
-                try:
+        unwanted = self._unwanted(saved, committed, self._wanted(self._keep, saved, needed))
+        linked = self._links() if unwanted else {}
+        for step, path in unwanted.items():
+            try:
+                if not self._stays(step, path, linked):
                     self._delete(path, check)
-                except MismatchError as error:
-                    _log.info("step %d stays: %s", one.step, error)
-                except UnsupportedError as error:
-                    self._steps.mark_unsupported(one.step, path, error)
-                except (OSError, CorruptError) as error:  # the other steps are deleted all the same
-                    _log.error("deleting step %d failed; it is tried again after the next save: %s", one.step, error)
+            except MismatchError as error:
+                _log.info("step %d stays: %s", step, error)
+            except UnsupportedError as error:
+                self._steps.mark_unsupported(step, path, error)
+            except (OSError, CorruptError) as error:  # the other steps are deleted all the same
+                _log.error("deleting step %d failed; it is tried again after the next save: %s", step, error)
 
-    def _stays(self, path: str) -> bool:
-        return pins.pinned(self._steps.store, path) or self._steps.store.is_link(path)
+    def _unwanted(
+        self, saved: Sequence[Saved], committed: Mapping[int, str], wanted: Collection[int | None]
+    ) -> dict[int, str]:
+        """Returns the committed steps that nobody wants, and their paths."""
+        return {one.step: committed[one.step] for one in saved if one.step in committed and one.step not in wanted}
+
+    def _links(self) -> dict[str, tuple[str, ...]]:
+        return links.to_steps(self._steps.store, self._steps.root)
+
+    def _stays(self, step: int, path: str, linked: Mapping[str, tuple[str, ...]]) -> bool:
+        """Returns True for a step that is pinned, is a link, or that a link leads to, which is logged once."""
+        if pins.pinned(self._steps.store, path) or self._steps.store.is_link(path):
+            return True
+        leading = linked.get(posixpath.basename(path))
+        if leading and path not in self._linked:
+            self._linked.add(path)
+            _log.warning("%s: step %d stays: %s to it", self._steps.root, step, links.described(leading))
+        return leading is not None
 
     def _delete(self, path: str, check: Callable[[], None]) -> None:
         def check_deletable() -> None:
             self._directory.check_deletable(path)
             check()
 
-        if not self._stays(path):
-            delete = removal.unpublish(self._steps.store, path, check_deletable)
-            self._deletions.add(f"deleting {path}", delete)
+        delete = removal.unpublish(self._steps.store, path, check_deletable)
+        self._deletions.add(f"deleting {path}", delete)
 
     def _name_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # the metrics of the first step may be added later

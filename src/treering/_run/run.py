@@ -1,6 +1,7 @@
 """A run on the disk: a directory of checkpoints, one per step."""
 
 import contextlib
+import logging
 import os
 import posixpath
 import re
@@ -16,7 +17,9 @@ from ..stores import nfs
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from ..stores.whole_files import is_folder, make_empty
+from . import links
 
+_log = logging.getLogger("treering")
 PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
 _OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
 FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
@@ -156,14 +159,19 @@ def check_open(store: Store, path: str, kind: type[TreeringError]) -> None:
 def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     """Moves step directories into a new directory within the run, and returns that.
 
-    Given the newest first, the steps that remain are at every moment those that the run had at some time.
+    Given the newest first, the steps that remain are at every moment those that the run had at some time. Links in the
+    run to what is moved are logged: they lead nowhere from now on.
     """
+    linked = links.to_steps(store, run)
     taken = (int(match[1]) for name in store.list(run) if (match := SET_ASIDE.fullmatch(name)))
     place = posixpath.join(run, f"rewound-{max(taken, default=0) + 1}")
     store.make_folder(place)
     store.settle(run)
     for path in paths:
-        store.move(path, posixpath.join(place, os.path.basename(path)), last=summary.file(""))
+        name = os.path.basename(path)
+        store.move(path, posixpath.join(place, name), last=summary.file(""))
+        if name in linked:
+            _log.warning("%s: %s to %s, which was set aside to %s", run, links.described(linked[name]), name, place)
     store.settle(place)
     store.settle(run)
     return place

@@ -4,10 +4,11 @@ import dataclasses
 import logging
 import os
 import posixpath
+from collections.abc import Callable
 from typing import Literal
 
 from .. import formats, stores
-from .._run import new_run
+from .._run import links, new_run
 from .._run import run as _run
 from .._run.latest_good import open_one
 from .._run.steps import Steps
@@ -37,6 +38,7 @@ class Row:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     pinned: bool = False
     link: bool = False
+    linked_by: tuple[str, ...] = ()  # links in the run that lead to this step, which stays
     deleted: bool = False  # by the policy
 
 
@@ -55,8 +57,13 @@ class Listing:
         return max((row.step for row in self.rows if row.state == "good"), default=None)
 
 
-def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listing:
+def list_run(
+    path: str | os.PathLike[str], keep: Policy | None = None, judge: Callable[[Row], State] = lambda row: row.state
+) -> Listing:
     """Lists a run; with `keep` it says which steps that policy would delete. Reads manifests, and no arrays.
+
+    judge: returns the state of a step that it has looked at more closely. As long as a step would be deleted, it is
+        called for the newest step that counts as good, until one is.
 
     Raises `NotFoundError` where there is no run.
     """
@@ -79,7 +86,17 @@ def list_run(path: str | os.PathLike[str], keep: Policy | None = None) -> Listin
         rows.sort(key=lambda row: row.step)
         aside = tuple(_run.aside(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED)) is not None
+        linked = links.to_steps(store, place)
+        rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
+        for n in reversed(range(len(rows))):
+            if rows[n].state != "good":
+                continue
+            if all(row.linked_by for row in _unwanted(keep, rows)):
+                break
+            rows[n] = dataclasses.replace(rows[n], state=judge(rows[n]))
+            if rows[n].state == "good":
+                break
         rows = _marked(store, place, keep, rows)
     return Listing(place, tuple(rows), aside, finished)
 
@@ -99,20 +116,27 @@ def check_run(store: Store, place: str) -> None:
             raise NotFoundError(f"{place}: expected a run, found {what}{new_run.meant(store, place)}")
 
 
+def _counting(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.state == "good" and row.format == "treering"]
+
+
+def _unwanted(keep: Policy, rows: list[Row]) -> list[Row]:
+    """The steps that the policy does not keep, with those that links lead to, except pinned ones and links."""
+    good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _counting(rows)]
+    wanted = keep.kept(good) | {one.step for one in good[-1:]}
+    return [row for row in _counting(rows) if row.step not in wanted and not (row.pinned or row.link)]
+
+
 def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
     """The rows, with those marked that a `Checkpointer` with this policy would delete after its next look."""
-    good = [
-        Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0)
-        for row in rows
-        if row.state == "good" and row.format == "treering"
-    ]
-    wanted = keep.kept(good) | {one.step for one in good[-1:]}
-    doomed = {one.step for one in good} - wanted
-    for metric in keep.metrics - {name for one in good for name in one.metrics}:
+    unwanted = {row.step for row in _unwanted(keep, rows)}
+    for metric in keep.metrics - {name for row in _counting(rows) for name in row.metrics}:
         _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
     marked: list[Row] = []
     for row in rows:
-        if row.step in doomed and row.state == "good" and row.format == "treering" and not (row.pinned or row.link):
+        if row.step in unwanted and row.linked_by:
+            _log.warning("step %d stays: %s to it", row.step, links.described(row.linked_by))
+        elif row.step in unwanted:
             try:
                 removal.check_removable(store, row.path)
                 row = dataclasses.replace(row, deleted=True)

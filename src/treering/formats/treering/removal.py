@@ -176,9 +176,10 @@ def delete(store: Store, path: str) -> None:
     unpublish(store, path)()
 
 
-def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
+def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], bool]:
     """Removes the manifest of a checkpoint, which is quick; returns a function that removes its files, which is not.
 
+    That one returns False if another process has removed the manifest at the same time, where the store says so.
     `check` is called right before, and may raise. Raises `UnsupportedError` for a checkpoint of a later release, and
     `TakenOverError` in a run that another job writes by now.
     """
@@ -187,16 +188,20 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
     names = consists_of(store, path)
     check()
     claims.check(path)  # or it may be another job's by now
-    with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
+    try:
         store.delete(manifest)
+        is_ours = True
+    except FileNotFoundError:  # another process is deleting it, too
+        is_ours = False
 
-    def remove_files() -> None:
+    def remove_files() -> bool:
         with contextlib.suppress(FileNotFoundError):  # another process has removed the directory as well
             store.settle(path)  # or after a power cut the manifest might be there without its files
         # The manifest is durably gone, so no save commits them any more. But a copy may have put them there again.
         again = set(consists_of(store, path))
         store.delete_all(path, [name for name in names if name not in again])
         remove_leftovers(store, path, remove_empty=True)
+        return is_ours
 
     return remove_files
 

@@ -1,0 +1,209 @@
+"""Deleting steps of a run: prune, delete."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .._core.readable import count, nbytes
+from .._printable import safe
+from .arguments import Keep, joined
+from .output import FAILED, PATH, as_json, say, say_json
+from .runs import opened_directory
+
+if TYPE_CHECKING:
+    from .._run.directory import Directory
+    from .._tools.deletion import Inspection, Removed
+    from .._tools.listing import Row
+
+
+def _options(function: Any) -> Any:
+    """Adds the options that both commands have."""
+    for option in (
+        as_json,
+        click.option("--no-verify", is_flag=True, help="Do not read the newest step that stays."),
+        click.option("--yes", "-y", is_flag=True, help="Do not ask."),
+        click.option("--dry-run", is_flag=True, help="Only say what would go."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.argument("keep", nargs=-1, required=True, type=Keep())
+@click.option("--to", metavar="DIR", type=PATH, help="Move the steps there, to a run of its own, instead.")
+@_options
+def prune(
+    run: str, keep: "tuple[Any, ...]", to: str | None, dry_run: bool, yes: bool, no_verify: bool, json_: bool
+) -> int:
+    """Delete the steps of a RUN that no KEEP wants; the newest good step stays in any case, which is read before.
+
+    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
+    Pinned steps, links and what they lead to stay, and so do damaged and unfinished steps and those of other libraries.
+    """
+    from .. import stores
+    from .._tools.listing import list_run
+
+    directory = opened_directory(run)
+    policy = joined(keep)
+    assert policy is not None
+    for step in sorted(policy.numbers):
+        directory.existing(step)
+    inspection = _inspection(not no_verify)
+    place = None if to is None else stores.absolute_run(to)
+
+    def choose() -> "list[Row]":
+        rows = [row for row in list_run(run, policy, inspection.judge).rows if row.deleted]
+        if place is not None:
+            from .._tools.move import check_place
+
+            check_place(directory.root, [row.path for row in rows], place)
+        return rows
+
+    return _Deletion(directory, inspection, dry_run, json_, place).carry_out(choose, yes=yes)
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.argument("steps", nargs=-1, required=True, type=int)
+@click.option("--pinned", is_flag=True, help="Delete STEPS that are pinned, too.")
+@_options
+def delete(
+    run: str, steps: tuple[int, ...], pinned: bool, dry_run: bool, yes: bool, no_verify: bool, json_: bool
+) -> int:
+    """Delete STEPS of a RUN, all or none of which may go; a good step has to stay, which is read before.
+
+    Pinned steps go with --pinned only; links and what they lead to never do. The newest good step is not deleted while
+    a job writes the run.
+    """
+    from .._tools.deletion import named
+    from .._tools.listing import list_run
+
+    directory = opened_directory(run)
+    inspection = _inspection(not no_verify)
+    deletion = _Deletion(directory, inspection, dry_run, json_, pinned=pinned)
+
+    def choose() -> "list[Row]":
+        listing = list_run(run)
+        deletion.alone = listing.latest in steps
+        return named(directory, listing.rows, steps, pinned=pinned, judge=inspection.judge)
+
+    return deletion.carry_out(choose, yes=yes)
+
+
+def _inspection(wanted: bool) -> "Inspection":
+    from .._tools.deletion import Inspection
+
+    def begins(row: "Row") -> None:
+        if sys.stderr.isatty():
+            say(f"reading step {row.step}, {nbytes(row.nbytes or 0)}, which would stay as the newest …", err=True)
+
+    return Inspection(wanted, begins)
+
+
+class _Deletion:
+    """Asks, deletes, and says what went, also after an interrupt."""
+
+    def __init__(
+        self,
+        directory: "Directory",
+        inspection: "Inspection",
+        dry_run: bool,
+        json_: bool,
+        to: str | None = None,
+        *,
+        pinned: bool = False,
+    ):
+        self._directory, self._inspection = directory, inspection
+        self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
+        self.alone = False  # whether the lock of the run is needed: a job would go on from what is deleted
+
+    def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
+        """Deletes what is chosen, and returns the exit code."""
+        from .._tools.deletion import Removed
+
+        rows = choose()
+        if self._dry_run:
+            self._report(rows, Removed(rows))
+            return 0
+        if rows and not yes:
+            if self._json or sys.stdin is None or not sys.stdin.isatty():
+                what = "pass --yes, or --dry-run to see what would be deleted"
+                raise click.UsageError(f"nobody is there to be asked: {what}")
+            self._say(rows, f"{count(len(rows), 'step')} would be")
+            if not click.confirm("Delete them?" if self._to is None else "Move them?"):
+                say(f"nothing was {self._verb}")
+                return 1
+            # Meanwhile a job may have saved, deleted or gone back.
+            still = {(row.path, row.created) for row in choose()}
+            rows = [row for row in rows if (row.path, row.created) in still]
+        done = Removed()
+        try:
+            if self.alone and rows:
+                self._directory.claim()
+            try:
+                self._remove(rows, done)
+            finally:
+                self._report(rows, done)
+        finally:
+            self._directory.release()
+        return FAILED if done.failed else 0
+
+    def _remove(self, rows: "list[Row]", done: "Removed") -> None:
+        from .._tools.deletion import remove
+
+        with contextlib.ExitStack() as stack:
+            each = lambda: None  # noqa: E731
+            if sys.stderr.isatty() and not self._json:
+                bar = stack.enter_context(click.progressbar(length=len(rows), file=sys.stderr))
+                each = lambda: bar.update(1)  # noqa: E731
+            remove(self._directory, rows, done, to=self._to, pinned=self._pinned, each=each)
+
+    def _report(self, rows: "list[Row]", done: "Removed") -> None:
+        for step, why in done.failed.items():
+            say(f"step {step} is not {self._verb}: {safe(why)}", err=True)
+        read = self._inspection
+        if self._json:
+            about = {
+                "path": self._directory.root,
+                "deleted": [row.step for row in done.deleted],
+                "nbytes": _size(done.deleted),
+                "dry_run": self._dry_run,
+                "failed": done.failed,
+                "gone": done.gone,
+                "to": self._to,
+                "verified": read.good,
+                "damaged": read.damaged,
+            }
+            say_json(about)
+            return
+        if not rows:
+            say("nothing to delete")
+            return
+        some = count(len(rows), "step") if done.deleted == rows else f"{len(done.deleted)} of {len(rows)}"
+        self._say(done.deleted, f"{some} would be" if self._dry_run else some)
+        if done.gone:
+            say(f"{len(done.gone)} deleted by another process meanwhile: {', '.join(map(str, done.gone))}")
+        if not read.wanted:
+            say("no step was read (--no-verify): the newest that stays may be damaged")
+        elif read.good is not None:
+            say(f"step {read.good}, which stays, was read and is good")
+
+    @property
+    def _verb(self) -> str:
+        return "deleted" if self._to is None else "moved"
+
+    def _say(self, rows: "Sequence[Row]", which: str) -> None:
+        where = "" if self._to is None else f" to {safe(self._to)}"
+        steps = ", ".join(str(row.step) for row in rows)
+        say(f"{which} {self._verb}{where}, {nbytes(_size(rows))}{': ' if rows else ''}{steps}")
+
+
+def _size(rows: "Sequence[Row]") -> int:
+    return sum(row.nbytes or 0 for row in rows)
+
+
+COMMANDS = (prune, delete)

@@ -1,0 +1,55 @@
+"""Moving steps of a run to another place: a copy there that was read back, and only then deletion."""
+
+import posixpath
+from collections.abc import Iterable
+
+from .. import stores
+from .._run import run as _run
+from ..errors import CorruptError, ExistsError, MismatchError
+from ..formats.treering import summary
+from ..stores.store import Store
+from .copy import _check_target, _identity, copy_all
+from .verify import verify
+
+
+def check_place(run: str, paths: Iterable[str], to: str) -> None:
+    """Checks where steps of a run are to be moved to, before anything is.
+
+    Raises `MismatchError` for a place in the run itself or with other names of steps, and `ExistsError` for anything
+    but a run or nothing, for a run that a job writes, and where another step is in the place of one.
+    """
+    here, there = stores.of(run), stores.of(to)
+    if here is there and f"{there.real_path(to)}/".startswith(f"{here.real_path(run)}/"):
+        raise MismatchError(f"{to}: expected a place outside of the run {run}, found one in it")
+    if (found := there.stat(to)) and not found.is_folder:
+        raise ExistsError(f"{to}: expected a run, or nothing, found a file")
+    prefix = _run.prefix_of(here, run)
+    _check_target(there, to, prefix)
+    there.lease(to).check_free()
+    names = _run.committed(there, to, prefix)
+    for path in paths:
+        name = posixpath.basename(path)
+        step = _run.parse(name, prefix)
+        found = names.get(step) if step is not None else None
+        if found and not (found == name and _is_same(here, path, there, posixpath.join(to, found))):
+            other = posixpath.join(to, found)
+            raise ExistsError(f"{other}: another checkpoint is there, or a damaged one; choose another place")
+
+
+def copy_verified(path: str, to: str) -> None:
+    """Puts a copy of a step into another run, and reads it back.
+
+    Raises `CorruptError` if the step or its copy is damaged, `ExistsError` for another step in its place, and
+    `MismatchError` if the step was replaced meanwhile.
+    """
+    here, there = stores.of(path), stores.of(to)
+    target = posixpath.join(to, posixpath.basename(path))
+    copy_all(path, target, overwrite=_is_same(here, path, there, target))  # whose files may be damaged
+    if not (report := verify(target, format="treering")).ok:
+        raise CorruptError(f"{target}: expected a copy of {path}, found it damaged: {report.problems[0]}")
+    if not _is_same(here, path, there, target):
+        raise MismatchError(f"{path}: it was replaced while it was copied to {target}")
+
+
+def _is_same(here: Store, path: str, there: Store, other: str) -> bool:
+    return summary.identity(here, path) == _identity(there, other)

@@ -1,0 +1,269 @@
+"""prune and delete: what is read before, what goes, what stays, and what they say of it."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import stores
+from treering._run.directory import Directory
+from treering.formats.treering import removal
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    return _run(tmp_path / "run", [1, 2, 3, 4])
+
+
+def _run(path: pathlib.Path, steps: Sequence[int], **options: Any) -> pathlib.Path:
+    with tr.Checkpointer(path, **options) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": np.full(2000, step)}, metrics={"loss": 1 / step})
+    return path
+
+
+def _damage(step: pathlib.Path) -> None:
+    """Flips a byte of the largest file, which only reading it shows."""
+    file = max((one for one in step.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size)
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[-len(data) // 3] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_prune_keeps_the_newest_step_that_is_good_when_it_is_read(run: pathlib.Path, treering: Any) -> None:
+    _damage(run / "step-00000004")
+    for flags in (["--dry-run"], ["--yes"]):
+        found = treering("prune", run, "last:1", *flags, "--json")
+        assert found.code == 0 and "warning: step 4 is damaged and does not count: arrays-" in found.err
+        assert (found.json["deleted"], found.json["verified"], found.json["damaged"]) == ([1, 2], 3, [4])
+    assert tr.steps(run) == [3, 4] and np.all(tr.restore(run)["x"] == 3)
+    _damage(run / "step-00000003")
+    assert treering("prune", run, "last:1", "--yes").out == "nothing to delete\n", "no step would be good then"
+    unread = treering("prune", run, "last:1", "--yes", "--no-verify")
+    assert "no step was read (--no-verify): the newest that stays may be damaged" in unread.out
+    assert unread.out.startswith("1 step deleted") and unread.err == "" and tr.steps(run) == [4]
+
+
+def test_a_damaged_step_does_not_count_for_the_policy(run: pathlib.Path, treering: Any) -> None:
+    _damage(run / "step-00000004")
+    assert treering("prune", run, "last:2", "--yes", "--json").json["deleted"] == [1]
+    assert tr.steps(run) == [2, 3, 4]
+
+
+def test_the_newest_step_may_be_of_another_library(run: pathlib.Path, treering: Any) -> None:
+    tr.save(run / "7", {"x": np.arange(4000.0)}, format="orbax")
+    assert treering("prune", run, "last:3", "--yes", "--json").json["verified"] == 7
+    file = max((run / "7").rglob("*"), key=lambda one: one.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-10])
+    assert tr.open(run).step == 7, "which only reading it shows"
+    _damage(run / "step-00000004")
+    found = treering("prune", run, "last:1", "--yes", "--json").json
+    assert (found["deleted"], found["verified"], found["damaged"]) == ([2], 3, [7, 4])
+
+
+def test_nothing_is_read_where_nothing_would_go(run: pathlib.Path, treering: Any) -> None:
+    _damage(run / "step-00000004")
+    found = treering("prune", run, "last:4", "--yes")
+    assert (found.out, found.err) == ("nothing to delete\n", "")
+
+
+def test_a_newest_step_that_cannot_be_read_now_ends_it(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "arrays")
+
+    monkeypatch.setattr("treering._tools.verify.verify", refuse)
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.code == 3 and "step 4 would stay as the newest, and cannot be read: nothing is deleted" in found.err
+    assert tr.steps(run) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("keep", ["steps:9", "steps:2,9"])
+def test_a_policy_of_a_step_that_is_not_there_is_refused(run: pathlib.Path, treering: Any, keep: str) -> None:
+    found = treering("prune", run, "last:1", keep, "--yes")
+    assert found.code == 3 and "expected step 9, found 1, 2, 3, 4" in found.err and tr.steps(run) == [1, 2, 3, 4]
+
+
+def test_steps_that_links_lead_to_stay_and_the_links_are_named(
+    run: pathlib.Path, treering: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.symlink("step-00000001", run / "best")
+    os.symlink(next((run / "step-00000002").glob("arrays-*")), run / "weights.safetensors")
+    os.symlink("nothing", run / "broken")
+    os.symlink(run.parent, run / "above")
+    listed = treering("ls", run, "--json").json["steps"]
+    assert [row["linked_by"] for row in listed] == [["best"], ["weights.safetensors"], [], []]
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.err.splitlines() == [
+        "warning: step 1 stays: the link best leads to it",
+        "warning: step 2 stays: the link weights.safetensors leads to it",
+    ]
+    assert tr.steps(run) == [1, 2, 4]
+    with tr.Checkpointer(run, keep=tr.keep.last(1)) as ckpts:
+        for step in (5, 6):
+            ckpts.save(step, {"x": step})
+        with pytest.raises(tr.errors.MismatchError, match="the link best leads to this step"):
+            ckpts.delete(1)
+        assert ckpts.steps == [1, 2, 6] and caplog.text.count("step 1 stays: the link best leads to it") == 1
+        ckpts.rewind(1)
+    assert f"the link weights.safetensors leads to step-00000002, which was set aside to {run}/rewound-1" in caplog.text
+    assert "the link best leads to step-00000001, which" not in caplog.text
+
+
+def test_a_step_that_is_a_link_to_another_keeps_that(run: pathlib.Path, treering: Any) -> None:
+    os.symlink("step-00000001", run / "step-00000009")
+    assert treering("prune", run, "last:1", "--yes").code == 0
+    assert tr.steps(run) == [1, 9] and tr.verify(run).ok
+
+
+def test_each_of_two_prunes_counts_what_it_deleted(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    check = Directory.check_deletable
+
+    def another_is_faster(self: Directory, path: str, **options: Any) -> None:
+        check(self, path, **options)
+        if path.endswith("2"):
+            monkeypatch.undo()
+            removal.delete(stores.of(path), path)
+            removal.delete(stores.of(path), path.replace("02", "03"))
+
+    monkeypatch.setattr(Directory, "check_deletable", another_is_faster)
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.code == 0 and found.out.startswith("1 of 3 deleted, ") and tr.steps(run) == [4]
+    assert "2 deleted by another process meanwhile: 2, 3" in found.out
+
+
+@pytest.mark.long
+def test_two_prunes_at_once_delete_each_step_once(tmp_path: pathlib.Path) -> None:
+    run = _run(tmp_path / "run", range(1, 41))
+    command = [sys.executable, "-m", "treering", "prune", run, "last:1", "--yes", "--json"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    found = [json.loads(one.communicate()[0]) for one in both]
+    assert all(one.returncode == 0 for one in both)
+    assert sorted(found[0]["deleted"] + found[1]["deleted"]) == list(range(1, 40)) and tr.steps(run) == [40]
+
+
+def test_what_an_interrupt_leaves_is_said(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    remove = stores.Filesystem.delete_all
+
+    def interrupt(self: Any, path: str, names: Any) -> None:
+        if path.endswith("2"):  # its manifest is gone by now
+            raise KeyboardInterrupt
+        remove(self, path, names)
+
+    monkeypatch.setattr(stores.Filesystem, "delete_all", interrupt)
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.code == 130 and found.err.endswith("interrupted\n")
+    assert found.out.startswith("2 of 3 deleted, ") and ": 1, 2\n" in found.out and tr.steps(run) == [3, 4]
+
+
+def test_delete_deletes_the_steps_that_are_named(run: pathlib.Path, treering: Any) -> None:
+    assert treering("delete", run, 1).code == 2 and tr.steps(run) == [1, 2, 3, 4], "nobody is there to be asked"
+    dry = treering("delete", run, 1, 3, "--dry-run")
+    assert dry.out.startswith("2 steps would be deleted, ") and tr.steps(run) == [1, 2, 3, 4]
+    found = treering("delete", run, 3, 1, "--yes", "--json").json
+    assert found.pop("nbytes") > 2 * 2000 * 8
+    about = {"path": str(run), "dry_run": False, "to": None, "verified": 4, "damaged": []}
+    assert found == {**about, "deleted": [1, 3], "failed": {}, "gone": []} and tr.steps(run) == [2, 4]
+
+
+def test_delete_deletes_all_or_nothing(run: pathlib.Path, treering: Any) -> None:
+    tr.save(run / "7", {"x": np.ones(3)}, format="orbax")
+    os.symlink("step-00000001", run / "best")
+    tr.save(run.parent / "elsewhere", {"x": 1})
+    os.symlink(run.parent / "elsewhere", run / "step-00000008")
+    tr.Checkpointer(run).pin(2)
+    for step, what in {
+        6: "expected step 6, found",
+        7: "written by another library",
+        1: "the link best leads to this step",
+        8: "expected a directory of this run, found a link",
+        2: "the step is pinned",
+    }.items():
+        found = treering("delete", run, 3, step, "--yes")
+        assert found.code == 3 and what in found.err and tr.steps(run) == [1, 2, 3, 4, 7, 8], step
+    assert treering("delete", run, 2, "--pinned", "--yes").code == 0
+    assert tr.steps(run) == [1, 3, 4, 7, 8] and not (run / "step-00000002").exists()
+
+
+def test_delete_leaves_a_good_step(run: pathlib.Path, treering: Any) -> None:
+    for step in (1, 2):
+        _damage(run / f"step-{step:08}")
+    found = treering("delete", run, 3, 4, "--yes")
+    assert found.code == 3 and "expected a good step that stays, found none" in found.err
+    assert tr.steps(run) == [1, 2, 3, 4]
+    assert treering("delete", run, 1, 2, "--yes", "--json").json["verified"] == 4
+    assert treering("delete", run, 3, 4, "--yes", "--no-verify").code == 3, "whose manifest is good is not there either"
+    assert treering("delete", run, 4, "--yes").code == 0 and tr.steps(run) == [3], "nobody writes the run"
+    assert os.listdir(run) == ["step-00000003"], "the lock is released"
+
+
+@pytest.mark.long
+def test_the_newest_step_of_a_job_is_not_deleted_beside_it(run: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "treering", "delete", run, "--yes"]
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(5, {"x": 5})
+        ckpts.wait()
+        refused = subprocess.run([*command, "4", "5"], capture_output=True, text=True)
+        assert refused.returncode == 3 and "process" in refused.stderr and tr.steps(run) == [1, 2, 3, 4, 5]
+        assert subprocess.run([*command, "3"], capture_output=True).returncode == 0 and tr.steps(run) == [1, 2, 4, 5]
+
+
+def test_prune_moves_steps(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.record(run, 2, {"late": 2.0})
+    archive = tmp_path / "archive"
+    dry = treering("prune", run, "last:2", "--to", archive, "--dry-run")
+    assert dry.out.startswith(f"2 steps would be moved to {archive}, ") and not archive.exists()
+    found = treering("prune", run, "last:2", "--to", archive, "--yes", "--json").json
+    assert (found["deleted"], found["to"], tr.steps(run), tr.steps(archive)) == ([1, 2], str(archive), [3, 4], [1, 2])
+    assert tr.open(archive, step=2).metrics == {"loss": 0.5, "late": 2.0} and tr.verify(archive).ok
+    _damage(run / "step-00000003")
+    failed = treering("prune", run, "last:1", "--to", archive, "--yes")
+    assert failed.code == 3 and failed.out.startswith(f"0 of 1 moved to {archive}") and tr.steps(run) == [3, 4]
+    assert "step 3 is not moved" in failed.err and tr.steps(archive) == [1, 2]
+
+
+def test_a_move_that_was_interrupted_goes_on(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    archive = tmp_path / "archive"
+    assert treering("cp", run, archive).code == 0
+    _damage(archive / "step-00000002")
+    assert treering("prune", run, "last:1", "--to", archive, "--yes").code == 0
+    assert tr.steps(run) == [4] and tr.steps(archive) == [1, 2, 3, 4] and tr.verify(archive).ok
+
+
+def test_a_copy_that_is_damaged_deletes_nothing(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
+) -> None:
+    from treering._tools import move
+
+    def copy(path: str, to: str, **options: Any) -> None:
+        copy_all(path, to, **options)
+        _damage(pathlib.Path(to))
+
+    copy_all = move.copy_all
+    monkeypatch.setattr(move, "copy_all", copy)
+    found = treering("prune", run, "last:3", "--to", tmp_path / "archive", "--yes")
+    assert found.code == 3 and "found it damaged: arrays-" in found.err and tr.steps(run) == [1, 2, 3, 4]
+
+
+def test_places_that_steps_are_not_moved_to(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.save(tmp_path / "one", {"x": 1})
+    (tmp_path / "file").write_text("text")
+    for place, what in {
+        run / "old": "expected a place outside of the run",
+        run: "expected a place outside of the run",
+        tmp_path / "one": "found one checkpoint",
+        tmp_path / "file": "found a file",
+        _run(tmp_path / "other", [1]): "step-00000001: another checkpoint is there",
+        _run(tmp_path / "names", [1], prefix="ckpt-"): "names of steps that begin with 'step-'",
+    }.items():
+        for flag in ("--dry-run", "--yes"):
+            found = treering("prune", run, "last:1", "--to", place, flag)
+            assert found.code == 3 and what in found.err, found.err
+    assert tr.steps(run) == [1, 2, 3, 4] and not (run / "old").exists()
