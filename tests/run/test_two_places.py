@@ -761,6 +761,33 @@ def test_metrics_while_steps_are_copied_prune_before_the_next_save(near: str, fa
     ckpts.close()
 
 
+def test_nothing_goes_far_before_a_step_is_known_to_be_good(near: str, tmp_path: pathlib.Path) -> None:
+    far = tmp_path / "far"
+    with tr.Checkpointer(far) as ckpts:
+        _save(ckpts, 1, 2)
+    file = next((far / "step-00000002").glob("arrays-*"))
+    file.chmod(0o644)
+    file.write_bytes(bytes(file.stat().st_size))
+    with tr.Checkpointer(far, local=near, keep=tr.keep.last(1)) as ckpts:
+        places: Any = ckpts._directory
+        places.claim()
+        _until(lambda: not places.busy)
+        assert tr.steps(far) == [1, 2], "nobody has read step 2"
+        _save(ckpts, 3)
+    assert tr.steps(far) == [3]
+
+
+def test_a_step_that_a_link_leads_to_is_deleted_nowhere(near: str, tmp_path: pathlib.Path) -> None:
+    far = tmp_path / "far"
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        _save(ckpts, 1, 2)
+        _until(lambda: ckpts.uncopied == [])
+        os.symlink("step-00000001", far / "best")
+        with pytest.raises(MismatchError, match="the link best leads to this step"):
+            ckpts.delete(1)
+    assert tr.steps(near) == tr.steps(far) == [1, 2]
+
+
 @pytest.mark.long
 def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")

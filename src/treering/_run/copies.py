@@ -188,7 +188,8 @@ class Copies:
         while todo := [step for step in self._lacking() if step not in tried]:
             tried.add(todo[0])
             self._copy(todo[0])
-        self._far.retain(None)
+        if self._far.knows_good_step:
+            self._far.retain(None)
         self._wait = _AGAIN_SECONDS if self._error is None else self._wait
 
     def _lacking(self) -> list[int]:

@@ -38,6 +38,7 @@ class Retention:
         self._directory, self._steps = directory, directory.steps
         self._keep, self._on_save, self._committed = keep, on_save, committed
         self._problem: SaveError | None = None  # in leaving the run
+        self._has_saved = False  # this job has, or copied, a step here
         self._cleaned = False
         self._failed = False  # the last save, as far as it is not committed
         self._unknown: set[str] = set()  # metrics that no step had, and that are logged already
@@ -172,6 +173,11 @@ class Retention:
         with self._steps.store.glance(self._steps.root):
             return self._steps.good(), self._steps.committed()
 
+    @property
+    def knows_good_step(self) -> bool:
+        """Whether this job has saved, copied or restored a step here: the newest found at its start may be damaged."""
+        return self._has_saved or bool(self._directory.needed())
+
     def _wanted(self, keep: Policy, saved: Sequence[Saved], needed: Collection[int | None]) -> set[int | None]:
         """Returns the steps that stay, whether they are there or not."""
         return {*keep.kept(saved), *self._directory.needed(), *needed, *(one.step for one in saved[-1:])}
@@ -179,6 +185,7 @@ class Retention:
     def _retain(self, needed: Collection[int | None], check: Callable[[], None] = lambda: None) -> None:
         if self._keep is None:
             return
+        self._has_saved = self._has_saved or any(step is not None for step in needed)
         saved, committed = self._look()
         self._name_unknown_metrics(saved, self._keep.metrics)
         unwanted = self._unwanted(saved, committed, self._wanted(self._keep, saved, needed))
