@@ -3,7 +3,7 @@
 >>> keep = tr.keep.last(3) | tr.keep.best(2, "val/loss", "min") | tr.keep.every(50_000)
 
 A step is kept when any of the joined policies wants it. Beyond that, a `Checkpointer` never deletes what it
-has just saved, nor the newest committed step, nor a pinned one.
+has just saved or restored, nor the newest committed step, nor a pinned one, nor one that a link in the run leads to.
 """
 
 import dataclasses

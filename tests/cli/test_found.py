@@ -85,14 +85,14 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
     assert dry.json["deleted"] == [0, 1, 3] and "step 2 is left alone" in dry.err
     from treering._run.directory import Directory
 
-    delete = Directory.delete
+    delete = Directory.delete_listed
 
-    def failing(self: Directory, step: int, **options: Any) -> bool:
-        if step == 1:
+    def failing(self: Directory, path: str, **options: Any) -> bool:
+        if path.endswith("1"):
             raise OSError(5, "Input/output error")
-        return delete(self, step, **options)
+        return delete(self, path, **options)
 
-    monkeypatch.setattr(Directory, "delete", failing)
+    monkeypatch.setattr(Directory, "delete_listed", failing)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 3 and "step 1 is not deleted: [Errno 5]" in found.err
     assert tr.steps(run) == [1, 2, 4] and found.out.startswith("2 of 3 deleted, ")

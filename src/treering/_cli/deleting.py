@@ -157,7 +157,7 @@ class _Deletion:
 
         with contextlib.ExitStack() as stack:
             each = lambda: None  # noqa: E731
-            if sys.stderr.isatty() and not self._json:
+            if rows and sys.stderr.isatty() and not self._json:
                 bar = stack.enter_context(click.progressbar(length=len(rows), file=sys.stderr))
                 each = lambda: bar.update(1)  # noqa: E731
             remove(self._directory, rows, done, to=self._to, pinned=self._pinned, each=each)

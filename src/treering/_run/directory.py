@@ -129,30 +129,34 @@ class Directory:
         """Marks a step never to be deleted, or removes the mark."""
         pins.pin(self._store, self._own(step), wanted)
 
-    def delete(self, step: int, *, pinned: bool = False) -> bool:
-        """Deletes a step. Returns False if another process has deleted it at the same time.
-
-        pinned: whether a pin of the step does not count.
-
-        Raises what `check_unmarked` does, and `UnsupportedError` for a step of a later release.
-        """
+    def delete(self, step: int) -> None:
+        """Deletes a step. Raises what `check_may_go` does, and `UnsupportedError` for a step of a later release."""
         path = self._own(step)
-        self.check_unmarked(path, pinned=pinned)
+        self.check_may_go(path)
+        self.delete_listed(path)
+
+    def delete_listed(self, path: str, *, pinned: bool = False) -> bool:
+        """Deletes the step at a path that was just listed, where no link leads to it.
+
+        Returns False if another process has deleted it at the same time. With `pinned` a pin does not count.
+        """
         return removal.unpublish(self._store, path, lambda: self.check_deletable(path, pinned=pinned))()
 
-    def check_unmarked(self, path: str, *, pinned: bool = False) -> None:
+    def check_may_go(self, path: str, *, pinned: bool = False) -> None:
         """Raises `MismatchError` for a step that is pinned, is a link, or that a link in the run leads to."""
-        if not pinned:
-            pins.check_unpinned(self._store, path)
-        if self._store.is_link(path):
-            raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
+        self._check_unmarked(path, pinned)
         links.check_none(self._store, path)
 
     def check_deletable(self, path: str, *, pinned: bool = False) -> None:
         """Called right before a step is deleted. Raises `MismatchError` for one that was pinned meanwhile."""
+        self._check_unmarked(path, pinned)
+        self.before_delete(path)
+
+    def _check_unmarked(self, path: str, pinned: bool) -> None:
         if not pinned:
             pins.check_unpinned(self._store, path)
-        self.before_delete(path)
+        if self._store.is_link(path):
+            raise MismatchError(f"{path}: expected a directory of this run, found a link; remove the link yourself")
 
     def place_for(
         self, step: int, on_exists: str, under_way: Collection[int | None], elsewhere: Collection[int] = ()

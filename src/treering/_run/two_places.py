@@ -199,7 +199,7 @@ class TwoPlaces(NearAndFar):
             self._seen_far = []
             places = self.candidates(step)
             for place in places:
-                self._side(place.path).check_unmarked(place.path)
+                self._side(place.path).check_may_go(place.path)
             for place in places:  # near first: what is only near would be copied
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))

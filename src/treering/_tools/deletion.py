@@ -72,13 +72,13 @@ def named(
     later release.
     """
     store = directory.steps.store
-    for step in steps:
-        directory.existing(step)
+    for step in sorted({*steps} - directory.all_steps().keys()):
+        directory.existing(step)  # which says that it is not there
     chosen = [row for row in rows if row.step in steps]
     for row in chosen:
         if row.format != "treering":
             raise UnsupportedError(f"{row.path}: written by another library, so it is left alone; delete it yourself")
-        directory.check_unmarked(row.path, pinned=pinned)
+        directory.check_may_go(row.path, pinned=pinned)
         removal.check_removable(store, row.path)
     rest = (row for row in reversed(rows) if row.step not in steps)
     is_good = (judge(row) == "good" for row in rest if row.state == "good")
@@ -120,7 +120,7 @@ def remove(
                 from .move import copy_verified
 
                 copy_verified(row.path, to)
-            if directory.delete(row.step, pinned=pinned):
+            if directory.delete_listed(row.path, pinned=pinned):
                 done.deleted.append(row)
             else:
                 done.gone.append(row.step)
