@@ -97,7 +97,7 @@ def copy_all(
         paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
         pairs = [OneCopy(here, one, there, other) for one, other in paths]
         prefix, run = _run.prefix_of(here, path), to
-        _check_target(there, to, prefix)
+        check_target(there, to, prefix)
     if run is not None:
         incoming.check(there, run)
     same: dict[OneCopy, bool | None] = {}
@@ -167,7 +167,7 @@ def _is_wanted(step: int, steps: Sequence[range]) -> bool:
     return not steps or any(step in wanted for wanted in steps)
 
 
-def _check_target(store: Store, to: str, prefix: str) -> None:
+def check_target(store: Store, to: str, prefix: str) -> None:
     """Checks where a run is to be copied to: it is a run with the same names of steps, or there is nothing."""
     if formats.has_folder(store, to):
         raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")

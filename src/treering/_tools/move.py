@@ -4,11 +4,13 @@ import posixpath
 from collections.abc import Iterable
 
 from .. import stores
+from .._run import incoming
 from .._run import run as _run
 from ..errors import CorruptError, ExistsError, MismatchError
 from ..formats.treering import summary
 from ..stores.store import Store
-from .copy import _check_target, _identity, copy_all
+from .copy import check_target, copy_all
+from .one_copy import identity
 from .verify import verify
 
 
@@ -24,8 +26,8 @@ def check_place(run: str, paths: Iterable[str], to: str) -> None:
     if (found := there.stat(to)) and not found.is_folder:
         raise ExistsError(f"{to}: expected a run, or nothing, found a file")
     prefix = _run.prefix_of(here, run)
-    _check_target(there, to, prefix)
-    there.lease(to).check_free()
+    check_target(there, to, prefix)
+    incoming.check(there, to)
     names = _run.committed(there, to, prefix)
     for path in paths:
         name = posixpath.basename(path)
@@ -52,4 +54,4 @@ def copy_verified(path: str, to: str) -> None:
 
 
 def _is_same(here: Store, path: str, there: Store, other: str) -> bool:
-    return summary.identity(here, path) == _identity(there, other)
+    return summary.identity(here, path) == identity(there, other)

@@ -57,7 +57,7 @@ class OneCopy(NamedTuple):
         replaced = summary.look(self.there, self.to) is not None
         if replaced and absent:
             raise ExistsError(f"{self.to}: another writer put a checkpoint there meanwhile; it is untouched")
-        if replaced and _identity(self.there, self.to) == _identity(self.here, self.path):
+        if replaced and identity(self.there, self.to) == identity(self.here, self.path):
             # Its files have the names of the new copy's: it is deleted first, unless it may be the better one.
             if problem := next(Reader(self.here, self.path).problems(), None):
                 raise CorruptError(str(problem))
@@ -72,7 +72,8 @@ class OneCopy(NamedTuple):
         moved(sum(file.size for file in reader.files))
 
 
-def _identity(store: Store, path: str) -> str | None:
+def identity(store: Store, path: str) -> str | None:
+    """What tells a checkpoint from others, or None where there is none that can be read."""
     try:
         return summary.identity(store, path)
     except (CorruptError, FileNotFoundError):
