@@ -7,11 +7,12 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from treering import stores
 from treering.stores.objects.store import ObjectStore
@@ -27,17 +28,29 @@ _LATER_SECONDS = 48 * 3600.0  # after the end of the others the last job comes
 _numbers = itertools.count()  # of local folders
 
 
+class Moment(NamedTuple):
+    """A request by what it does: the `time`-th one, from 1 on, in whose text this regular expression is found.
+
+    The text has its name and what it is asked with: "put place/step-00000001/treering.json", "report near: 1", and
+    for a change of a disk "disk unlink …/a/step-00000001/treering.json".
+    """
+
+    pattern: str
+    time: int = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`turns`: a job and how many requests of it come next; then the rest of each job.
+    """`turns`: a job and how many requests of it come next, or the last of them; then the rest of each job.
 
-    faults: process, request, outcome; the processes of all jobs are counted.
+    faults: process, request, outcome; the processes of all jobs are counted. A plan of which a named moment does not
+    come has failed.
 
     waited: the seconds that pass whenever a job waits for another's lease. stopped: those after each turn.
     """
 
-    turns: tuple[tuple[int, int], ...] = ()
-    faults: tuple[tuple[int, int, str], ...] = ()
+    turns: tuple[tuple[int, int | Moment], ...] = ()
+    faults: tuple[tuple[int, int | Moment, str], ...] = ()
     waited: float = 100.0
     stopped: float = 0.0
 
@@ -140,6 +153,23 @@ class _Late:
         return clock - self._renewed.get(who, clock) > EXPIRES_SECONDS
 
 
+class _Countdown:
+    """Counts the requests up to the one that is meant."""
+
+    def __init__(self, to: int | Moment):
+        self._to = to
+        self._pattern, self.left = to if isinstance(to, Moment) else ("", to)
+
+    def is_next(self, text: str) -> bool:
+        """Counts a request; returns True if it is the one that is meant."""
+        self.left -= re.search(self._pattern, text) is not None
+        return self.left == 0
+
+    def missed(self) -> str:
+        """Returns what to say of a named moment that has not come, or ""."""
+        return f"expected {self._to}, which did not come" if isinstance(self._to, Moment) and self.left > 0 else ""
+
+
 class _Play:
     """One run of a scenario by a plan."""
 
@@ -148,7 +178,10 @@ class _Play:
         self._scenario = scenarios.ALL[name]
         self._explorer, self._server, self._reader = explorer, explorer.server, explorer.reader
         self._place, self._local = f"{job.ROOT}/place", f"{explorer.local}/{next(_numbers)}"
-        self._faults = {(who, number): outcome for who, number, outcome in plan.faults}
+        self._turn = _Countdown(0)
+        self._faults = [
+            (who, _Countdown(at if isinstance(at, Moment) else at + 1), outcome) for who, at, outcome in plan.faults
+        ]
         self._last = len(self._scenario.jobs) - 1
         self.numbers = [0] * len(self._scenario.jobs) * self._scenario.processes  # of requests so far
         self._begun: set[int] = set()  # jobs
@@ -172,6 +205,7 @@ class _Play:
             self._server.adopt()
             for who, requests in self._plan.turns:
                 self._serve(who, requests)
+                self._wrong = self._wrong or self._turn.missed()
                 self._server.clock += self._plan.stopped
             for who in range(self._last):
                 self._serve(who, ALL)
@@ -181,6 +215,7 @@ class _Play:
             if (end := self._end(self._last)) is not None:
                 self._wrong = self._wrong or f"the job after them: {end}"
             self._look(self._scenario.end)
+            self._wrong = self._wrong or "".join(countdown.missed() for _, countdown, _ in self._faults)
         finally:
             for pipe in (*self._pipes.values(), *self._waiting.values()):
                 pipe.close()
@@ -211,15 +246,15 @@ class _Play:
         ]
         self._pipes.update(self._explorer.begin(orders))
 
-    def _serve(self, number: int, requests: int) -> None:
-        """Answers so many requests of a job."""
+    def _serve(self, number: int, requests: int | Moment) -> None:
+        """Answers so many requests of a job, or all up to one."""
         if number not in self._begun:
             self._begin(number)
         processes = self.processes(number)
-        until = sum(self.numbers[who] for who in processes) + requests
+        self._turn = _Countdown(requests)
         while pipes := {self._pipes[who]: who for who in processes if who in self._pipes}:
             for pipe in cast("list[Connection]", wait(pipes)):
-                if sum(self.numbers[who] for who in processes) >= until:
+                if self._turn.left <= 0:
                     return
                 self._hear(pipes[pipe], pipe)
         for who in processes:
@@ -234,7 +269,7 @@ class _Play:
         except (EOFError, ConnectionError):
             self._over[who] = "killed"
             self._pipes.pop(who).close()
-            if not any("killed" in outcome for outcome in self._faults.values()):
+            if not any("killed" in outcome for _, _, outcome in self._faults):
                 self._wrong = self._wrong or f"process {who} has died"
             return
         if name in ("end", "wrong"):
@@ -249,7 +284,9 @@ class _Play:
             pipe.send(self._answer(who, name, args, options))
 
     def _answer(self, who: int, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
-        outcome = self._faults.get((who, self.numbers[who]), "")
+        text = " ".join(str(one) for one in (name, *args) if not isinstance(one, bytes))
+        outcome = "".join([outcome for one, at, outcome in self._faults if one == who and at.is_next(text)][-1:])
+        self._turn.is_next(text)
         self.numbers[who] += 1
         self._server.clock += 0.01
         try:

@@ -167,7 +167,7 @@ def _join(job: Job, meet: str, count: int) -> None:
 
     def asking(name: str) -> Callable[..., Any]:
         def change(self: Any, *args: Any) -> Any:
-            job.ask("disk", (name,), {})
+            job.ask("disk", (name, *map(str, args)), {})
             return getattr(stores.posix.Disk, name)(self, *args)
 
         return change
