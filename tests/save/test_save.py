@@ -549,6 +549,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, us
             assert tr.restore(tmp_path / "c")["x"][0] == 0 or operation == "sync_dir"
         else:
             break
+    assert after > 0
     stores.register(stores.Filesystem(Disk()))
     assert tr.restore(tmp_path / "c")["x"][0] == 1
     tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)  # tidies up what a failing disk could not

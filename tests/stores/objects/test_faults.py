@@ -102,9 +102,10 @@ def _same(path: str, tree: Any) -> bool:
 def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: str, overwrite: bool) -> None:
     """It is done, or an error says that it is not, and what was there is."""
     old = {"w": np.zeros(10)}
-    tr.save(f"{place}/counted", old)
+    if overwrite:
+        tr.save(f"{place}/counted", old)
     begun = len(between.requests)
-    tr.save(f"{place}/counted", _TREE, overwrite=overwrite or True)
+    tr.save(f"{place}/counted", _TREE, overwrite=overwrite)
     for number in some(range(len(between.requests) - begun), first=_FAULTS.index(fault)):
         path = f"{place}/{number}"
         if overwrite:
@@ -332,8 +333,10 @@ def test_what_may_not_be_deleted_is_said_at_once(
 def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str, fault: str, overwrite: bool) -> None:
     """It is in place, whole, or an error says that it is not, or that nobody knows."""
     old = {"w": np.zeros(10, np.float32)}
+    if overwrite:
+        tr.save(f"{place}/counted.safetensors", old)
     begun = len(between.requests)
-    tr.save(f"{place}/counted.safetensors", _LARGE)
+    tr.save(f"{place}/counted.safetensors", _LARGE, overwrite=overwrite)
     for number in some(range(len(between.requests) - begun), first=len(fault) + overwrite):
         path = f"{place}/{number}.safetensors"
         if overwrite:

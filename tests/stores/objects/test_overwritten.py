@@ -1,6 +1,7 @@
 """A checkpoint in a bucket that another job overwrites while it is opened: it is the old one or the new one."""
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def test_before_any_request_of_a_restore(
     old, new = _PAIRS[pair]
     interruption = _Interruption(monkeypatch)
     seen: set[str] = set()
-    for number in range(1, 200):
+    for number in itertools.count(1):
         path = f"{stores.absolute(obstore.store.MemoryStore())}/run/c"  # type: ignore[arg-type]
         tr.save(path, old, format=format, **options)
         interruption.at(number, lambda path=path: tr.save(path, new, format=format, overwrite=True, **options))
@@ -103,7 +104,7 @@ def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
     _, new = _PAIRS["more"]
     interruption = _Interruption(monkeypatch)
     seen: set[str] = set()
-    for number in range(1, 200):
+    for number in itertools.count(1):
         path = f"{stores.absolute(obstore.store.MemoryStore())}/run/c"  # type: ignore[arg-type]
         interruption.at(number, lambda path=path: tr.save(path, new, format=format))
         try:
@@ -119,7 +120,7 @@ def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
 
 def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     interruption = _Interruption(monkeypatch)
-    for number in range(1, 50):
+    for number in itertools.count(1):
         run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
         for step in (1, 2):
             tr.save(f"{run}/step-0000000{step}", {"a": step}, step=step)
@@ -136,7 +137,7 @@ def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.M
 
 def test_what_is_overwritten_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     interruption = _Interruption(monkeypatch)
-    for number in range(1, 50):
+    for number in itertools.count(1):
         run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
         for step in (1, 2):
             tr.save(f"{run}/step-0000000{step}", {"a": np.zeros(10_000)}, step=step)

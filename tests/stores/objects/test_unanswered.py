@@ -22,7 +22,7 @@ from treering.stores.objects import heartbeat
 from treering.stores.objects.bucket import Bucket, ChangedError
 from treering.stores.objects.store import ObjectStore
 from treering.stores.objects.upload import IN_FLIGHT
-from treering.stores.read_errors import ReplacedError, RequestError, raise_if_momentary
+from treering.stores.read_errors import RequestError, raise_if_momentary
 
 pytestmark = pytest.mark.long
 _ONE, _TWO = ({name: np.full(3, value, np.float32) for name in "abc"} for value in (1, 2))
@@ -83,8 +83,9 @@ def test_what_fails_while_it_is_verified_is_no_damage(bucket: Bucket, monkeypatc
         path = f"odd://t/{format}" + ("" if format != "safetensors" else ".safetensors")
         tr.save(path, {"w": np.zeros(3_000_000)}, format=format)
         with monkeypatch.context() as patch:
-            at = {"treering": 2, "orbax": 2, "safetensors": 3}[format]
-            patch.setattr(Bucket, "_bytes", _failing(Bucket._bytes, lambda number, key, at=at: number >= at))
+            # What is verified; the first request for a file of safetensors is for its header.
+            arrays = lambda number, key: "/arrays-" in key or "/d/" in key or ("/" not in key and number > 0)  # noqa: E731
+            patch.setattr(Bucket, "_bytes", _failing(Bucket._bytes, arrays))
             with pytest.raises(RequestError):
                 tr.verify(path)
 
@@ -96,15 +97,19 @@ def test_a_save_that_fails_removes_no_other_ones_manifest(
     """Its look at what is in place fails as well."""
     save = Transaction(stores.of("odd://t/c"), "odd://t/c", overwrite=False)
     bucket.put("c/treering.json", b"another one's")
-    looks = _failing(
-        Bucket.beginning, lambda number, key: key == "c/treering.json" and number == (2 if published else 0)
-    )
-    monkeypatch.setattr(Bucket, "beginning", looks)
     if published:
         with pytest.raises(ExistsError, match="another writer"):
             save.commit(b"this one's")
+    looks: list[str] = []
+
+    def fails(number: int, key: str) -> bool:
+        looks.append(key)
+        return True
+
+    monkeypatch.setattr(Bucket, "beginning", _failing(Bucket.beginning, fails))
     save.abort()
     monkeypatch.undo()
+    assert looks == ["c/treering.json"] * published, "what was not put in place is not looked for"
     assert bytes(bucket.beginning("c/treering.json", 99)[0]) == b"another one's"
 
 
@@ -207,30 +212,6 @@ def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
 
 
-@pytest.mark.parametrize("format", ["levanter", "t5x"])
-def test_parts_of_two_folders_are_not_mixed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    """The checkpoint is overwritten between two of the reader's requests."""
-    path = "odd://t/" + {"levanter": "step-1", "t5x": "checkpoint_1"}[format]
-    read, outcomes = ObjectStore._read, set()
-    for at in range(8):
-        tr.save(path, _ONE, format=format, overwrite=True)
-        numbers = itertools.count()
-
-        def reading(self: ObjectStore, bucket: Bucket, one: Any, at: int = at, numbers: Any = numbers) -> bytes:
-            if next(numbers) == at:
-                tr.save(path, _TWO, format=format, overwrite=True)
-            return read(self, bucket, one)
-
-        monkeypatch.setattr(ObjectStore, "_read", reading)
-        try:
-            found = tr.restore(path)
-            outcomes.add(tuple(float(found[name][0]) for name in "abc"))
-        except ReplacedError:
-            outcomes.add((1, 1, 1))
-        monkeypatch.undo()
-    assert outcomes <= {(1, 1, 1), (2, 2, 2)}
-
-
 def test_a_renewal_that_fails_ends_no_other(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_RENEWAL_SECONDS", 0.05)
     one, other = heartbeat.Heartbeat(bucket, "one"), heartbeat.Heartbeat(bucket, "other")
@@ -266,6 +247,7 @@ def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: py
     monkeypatch.setattr(Bucket, "put", slow)
     monkeypatch.setattr(Bucket, "head", lambda self, key: head(self, key) if next(heads) else None)
     assert found and bucket.age(found, "beside") <= 1.3  # two of them, and no time for the answer
+    assert next(heads) > 1, "it was removed, and is looked at again"
 
 
 def test_the_first_upload_that_fails_ends_a_save(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
