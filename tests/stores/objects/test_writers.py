@@ -117,7 +117,7 @@ def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: 
             processes: list[subprocess.Popen[str]] = []
             deadly.fault = functools.partial(_kill_at, number, processes)
             processes.append(_start(deadly.url, _SAVING, path, mode))
-            _ended(processes[0])
+            assert (_ended(processes[0]) == -signal.SIGKILL) == (number < count)
         if mode == "overwrite" or "treering.json" in _names(path):
             found = tr.restore(path)["w"]
             assert np.array_equal(found, new) or (mode == "overwrite" and np.array_equal(found, old))
