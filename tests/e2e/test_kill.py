@@ -37,7 +37,7 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path: pathl
         process = start(tmp_path / "killed", last)
         assert process.stdout
         begun.append(int(process.stdout.readline().split()[1]))
-        if len(begun) <= 12:
+        if len(begun) <= 6:
             time.sleep(rng.uniform(0, longest))
             process.kill()
         process.communicate()

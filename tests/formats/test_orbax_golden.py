@@ -107,7 +107,6 @@ def test_they_are_there() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.whole
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: "-".join(path.relative_to(FOLDER).parts))
 def test_what_orbax_reads(path: Path) -> None:
     direct, theirs, like = DIRECT in path.parts, whole(path), template()
