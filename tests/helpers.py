@@ -1,7 +1,9 @@
 """What several test modules need."""
 
+import errno
 import hashlib
 import json
+import os
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 
 import treering as tr
+from treering.stores.posix import Disk
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -52,6 +55,29 @@ def assert_survives_plainly(tmp_path: Path, tree: Any) -> None:
     for restored, plain in every_way(tmp_path, tree, tree, None):
         assert_same(restored, tree)
         assert_same(plain, tree)
+
+
+class Closed(Disk):
+    """A disk on which some directories and files belong to others; tests may run as root, whom nothing is closed to."""
+
+    def __init__(self, *names: str):
+        self._names = names
+
+    def _check(self, path: str) -> None:
+        if any(f"/{name}/" in path for name in self._names):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    def stat(self, path: str) -> os.stat_result | None:
+        self._check(path)
+        return super().stat(path)
+
+    def list(self, path: str) -> list[str]:
+        self._check(f"{path}/")
+        return super().list(path)
+
+    def open(self, path: str) -> int:
+        self._check(f"{path}/")
+        return super().open(path)
 
 
 REAL = Path(__file__).parent / "real"

@@ -1,5 +1,6 @@
 """The `treering` command, as people and scripts call it."""
 
+import csv
 import os
 import pathlib
 import re
@@ -15,11 +16,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
+from helpers import Closed
 from treering import stores
 from treering._cli.main import cli
 from treering._core.outline import outline
 from treering._core.readable import nbytes, number
 from treering._printable import safe
+from treering.stores.posix import Disk
 
 ESCAPE = "\x1b[31m"
 
@@ -72,6 +75,90 @@ def test_ls_as_json_has_everything(run: str, treering: Any) -> None:
     assert sum(row["nbytes"] for row in found["steps"]) == sum(
         file.stat().st_size for file in pathlib.Path(run).glob("*/*") if file.name != "pinned"
     )
+
+
+def test_ls_as_csv_has_a_column_for_each_metric(run: str, treering: Any) -> None:
+    rows = list(csv.DictReader(treering("ls", run, "--csv", "--keep", "last:1").out.splitlines()))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"] and rows[3]["latest"] == "true"
+    assert [row["metrics.val/loss"] for row in rows][:2] == ["1.0", "0.5"] and rows[0]["pinned"] == "true"
+    assert [row["deleted"] for row in rows] == ["false", "true", "true", "false"]
+    name = 'a,"b\n=c'
+    tr.record(run, 4, {name: 1.0})
+    (row,) = [row for row in csv.DictReader(treering("ls", run, "--csv").out.splitlines()) if row["step"] == "4"]
+    assert row[safe(f"metrics.{name}")] == "1.0" and row["linked_by"] == ""
+    for link in ("best", "b"):
+        os.symlink("step-00000004", os.path.join(run, link))
+    (row,) = [row for row in csv.DictReader(treering("ls", run, "--csv").out.splitlines()) if row["step"] == "4"]
+    assert sorted(row["linked_by"].split(", ")) == ["b", "best"]
+
+
+def test_a_directory_of_runs_has_a_line_for_each(
+    run: str, tmp_path: pathlib.Path, treering: Any, use_disk: Any
+) -> None:
+    with tr.Checkpointer(tmp_path / "other") as ckpts:
+        ckpts.save(7, {"x": np.ones(3)})
+        ckpts.finish()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes").write_bytes(b"12345")
+    _flip(run, 2)
+    found = treering("ls", tmp_path)
+    lines = found.out.splitlines()
+    assert found.code == 0 and [line.split()[:3] for line in lines[1:3]] == [["other", "1", "7"], ["run", "4", "4"]]
+    assert "finished" in lines[1] and lines[3].startswith("2 runs · ")
+    rows = list(csv.DictReader(treering("ls", tmp_path, "--csv").out.splitlines()))
+    assert [(row["path"], row["good"], row["finished"]) for row in rows] == [
+        (str(tmp_path / "other"), "1", "true"),
+        (run, "4", "false"),
+    ]
+    assert treering("ls", tmp_path, "--best", "acc:max").code == 2
+    sizes = {part["path"]: part["nbytes"] for part in treering("du", tmp_path, "--json").json["parts"]}
+    assert set(sizes) == {"other", "run", "logs", "(files)"} and sizes["(files)"] == 5
+    assert sizes["other"] == sum(file.stat().st_size for file in (tmp_path / "other").rglob("*") if file.is_file())
+    checked = treering("verify", tmp_path)
+    assert checked.code == 1 and re.search(r"/other: .*, all good\n", checked.out)
+    assert re.search(r"/run: .*, 1 problem\n  step-00000002/", checked.out) and "2 runs" in checked.out
+    assert treering("verify", tmp_path, "--subset", "10G", "--json").json["part"] == [1, 1]
+    (tmp_path / "lost+found").mkdir()
+    use_disk(Closed("lost+found"))
+    assert treering("ls", tmp_path).code == 0, "the volume is not the user's"
+    use_disk(Closed("other"))
+    found = treering("ls", tmp_path, "--json")
+    assert found.code == 3 and [bool(one["error"]) for one in found.json["runs"]] == [True, False]
+
+
+def test_what_may_not_be_read_is_named_and_the_rest_is_done(run: str, treering: Any, use_disk: Any) -> None:
+    use_disk(Closed("step-00000002"))
+    listed = treering("ls", run, "--json")
+    assert listed.code == 3 and [row["state"] for row in listed.json["steps"]] == ["good", "closed", "good", "good"]
+    sizes = treering("du", run, "--json")
+    assert sizes.code == 3 and sizes.json["closed"] == [f"{run}/step-00000002"] and "step-00000002" in sizes.err
+    assert [part["path"] for part in sizes.json["parts"]] == ["step-00000001", "step-00000003", "step-00000004"]
+    checked = treering("verify", run)
+    assert checked.code == 3 and "1 of 4 checkpoints cannot be checked" in checked.out and "all good" not in checked.out
+    assert re.search("cannot be checked: .*step-00000002", checked.out)
+    use_disk(Closed("treering.json"))
+    assert [row["state"] for row in treering("ls", run, "--json").json["steps"]] == ["closed"] * 4
+    (arrays,) = pathlib.Path(run, "step-00000002").glob("arrays-*")
+    use_disk(Closed(arrays.name))
+    assert treering("verify", run).code == 3 and treering("verify", arrays.parent, "--json").json["nbytes"] == 0
+    use_disk(Closed("step-00000002"))
+    _flip(run, 3)
+    both = treering("verify", run, "--json")
+    assert both.code == 1 and len(both.json["closed"]) == 1 and len(both.json["problems"]) == 1 and not both.json["ok"]
+
+
+@pytest.mark.parametrize("format", ["flax", "t5x", "orbax"])
+def test_closed_steps_of_other_libraries_are_named(
+    tmp_path: pathlib.Path, treering: Any, use_disk: Any, format: str
+) -> None:
+    names = {step: str(step) if format == "orbax" else f"checkpoint_{step}" for step in (1, 2)}
+    for name in names.values():
+        tr.save(tmp_path / name, {"target": {"w": np.ones(3)}}, format=format)
+    use_disk(Closed(names[2]))
+    for command in ("ls", "verify"):
+        found = treering(command, tmp_path, "--json")
+        assert found.code == 3 and len(found.json["closed"]) == 1 and names[2] in found.json["closed"][0]
+    assert [row["step"] for row in treering("ls", tmp_path, "--json").json["steps"]] == [1]
 
 
 def test_ls_shows_the_steps_of_other_libraries(tmp_path: pathlib.Path, treering: Any) -> None:
@@ -139,6 +226,50 @@ def test_pins_are_those_of_the_run(run: str, treering: Any) -> None:
     assert treering("pin", run, 2, 3).code == 0 and treering("unpin", run, 1).code == 0
     assert tr.Checkpointer(run).pinned == [2, 3]
     assert treering("pin", run, 9).code == 3
+
+
+def test_pin_checks_all_steps_first_and_names_another_librarys(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    assert treering("pin", run, 2, 9).code == 3 and tr.Checkpointer(run).pinned == [1]
+    assert treering("pin", run, 2, "--json").json == {"path": run, "steps": [2], "pinned": [1, 2]}
+    tr.save(tmp_path / "flax" / "checkpoint_1", {"w": np.ones(3)}, format="flax")
+    found = treering("pin", tmp_path / "flax", 1)
+    assert found.code == 3 and "another library wrote" in found.err and "checkpoint_1" in found.err
+    assert "found only steps of another library: 1" in treering("pin", tmp_path / "flax", 2).err
+
+
+def test_every_command_that_names_a_run_takes_its_prefix(tmp_path: pathlib.Path, treering: Any) -> None:
+    run = tmp_path / "run"
+    for prefix in ("best-", "ema-"):
+        with tr.Checkpointer(run, prefix=prefix) as ckpts:
+            for step in (1, 2, 3):
+                ckpts.save(step, {"w": np.full(3, step)}, metrics={"loss": 1.0})
+    calls = [
+        ["ls", run], ["show", run], ["stats", run], ["diff", run, run], ["diff", run, "--steps", 2, 2], ["verify", run],
+        ["convert", run, tmp_path / "c"], ["cp", run, tmp_path / "copy"], ["pin", run, 2], ["unpin", run, 2],
+        ["report", run, "-o", tmp_path / "page.html", "--steps", 1], ["delete", run, 1, "-y"],
+        ["prune", run, "last:1", "-y", "--to", tmp_path / "moved"], ["rewind", run, "--all"],
+    ]  # fmt: skip
+    takes = {name for name, command in cli.commands.items() if any(one.name == "prefix" for one in command.params)}
+    assert takes == {call[0] for call in calls} | {"browse"}
+    for call in calls:
+        unclear = treering(*call)
+        assert unclear.code == 3 and "best-, ema-" in unclear.err and "pass --prefix" in unclear.err, call
+        missing = treering(*call, "--prefix", "nosuch-")
+        assert missing.code == 3 and ("nosuch-" in missing.err or "pass --prefix 'ema-'" in missing.err), call
+        found = treering(*call, "--prefix", "ema-")
+        assert found.code == 0, (call, found.err)
+    assert treering("du", run).code == 0, "which sizes whatever is there"
+    assert sorted(os.listdir(run)) == ["best-00000001", "best-00000002", "best-00000003", "rewound-1"]
+    assert sorted(os.listdir(tmp_path / "copy")) == ["ema-00000001", "ema-00000002", "ema-00000003"]
+    assert os.listdir(tmp_path / "moved") == ["ema-00000002"]
+    assert treering("cp", tmp_path / "c", tmp_path / "d", "--prefix", "ema-").code == 3, "it is no run"
+
+
+def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> None:
+    about = {"path": run, "step": 2, "dry_run": False}
+    place = os.path.join(run, "rewound-1")
+    assert treering("rewind", run, 2, "--json").json == {**about, "set_aside": [3, 4], "to": place}
+    assert treering("rewind", run, 2, "--json").json == {**about, "set_aside": [], "to": None}
 
 
 @pytest.mark.long
@@ -312,6 +443,57 @@ def test_verify_names_damage_and_its_code_says_so(run: str, treering: Any) -> No
     found = treering("verify", run)
     assert found.code == 1 and "1 problem" in found.out and "step-00000002" in found.out
     assert treering("verify", run, "--json").json["problems"][0]["block"] == 0
+
+
+@pytest.mark.parametrize("closed", ["", "rewound-1", "step-00000004"])
+def test_verify_reads_archived_steps_or_names_them(run: str, treering: Any, use_disk: Any, closed: str) -> None:
+    treering("rewind", run, 2)
+    use_disk(Closed(closed))
+    found = treering("verify", run, "--json")
+    assert found.code == (3 if closed else 0) and all(closed in error for error in found.json["closed"])
+    assert found.json["checked"] == {"": 4, "rewound-1": 2, "step-00000004": 3}[closed]
+    assert found.json["archived"] == ([] if closed == "rewound-1" else ["rewound-1"])
+    use_disk(Disk())
+    _flip(os.path.join(run, "rewound-1"), 3)
+    found = treering("verify", run)
+    assert found.code == 1 and "rewound-1/step-00000003" in found.out
+
+
+def test_verify_names_what_is_deleted_meanwhile(run: str, treering: Any, use_disk: Any) -> None:
+    class Deleting(Disk):
+        def __init__(self, *steps: int):
+            self._steps = steps
+
+        def open(self, path: str) -> int:
+            for step in self._steps:
+                pathlib.Path(run, f"step-{step:08}", "treering.json").unlink(missing_ok=True)
+            return super().open(path)
+
+    use_disk(Deleting(2))
+    found = treering("verify", run)
+    assert found.code == 0 and "all good" in found.out and "deleted meanwhile: step-00000002" in found.out
+    use_disk(Deleting(1, 3, 4))
+    found = treering("verify", run)
+    assert found.code == 3 and "all good" not in found.out and "deleted meanwhile" in found.err
+
+
+def test_verify_can_pass_over_what_is_old(
+    run: str, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = time.time()
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(5, {"x": np.ones(3)})
+    tr.save(tmp_path / "m.safetensors", {"x": np.ones(3)})  # which does not say when it was saved
+    monkeypatch.setattr(time, "time", lambda: before + 7 * 86400)
+    found = treering("verify", run, "--newer", "7d")
+    assert found.code == 0 and "passed over, committed earlier: 4 checkpoints" in found.out and "all good" in found.out
+    counts = treering("verify", run, "--newer", "1w", "--json").json
+    assert (counts["checked"], counts["passed_over"]) == (1, 4)
+    none = treering("verify", run, "--newer", "12h")
+    assert none.code == 0 and "nothing was checked" in none.out and "all good" not in none.out
+    assert "all good" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
+    os.utime(tmp_path / "m.safetensors", (0, 0))
+    assert "passed over" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -529,10 +711,13 @@ for call in (["--help"], ["ls", {run!r}], ["pin", {run!r}, "2"], ["prune", {run!
 
 
 @pytest.mark.long
-def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path, options: list[str], unbuffered: str) -> None:
     tr.save(tmp_path / "c", {f"leaf{'x' * 200}{n}y{n}": np.ones(n) for n in range(2000)})
-    command = [sys.executable, "-m", "treering", "show", "--all", str(tmp_path / "c")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "treering", "show", "--all", str(tmp_path / "c"), *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout and process.stderr
         process.stdout.readline()
         process.stdout.close()
@@ -540,23 +725,34 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path) -> None:
         assert process.wait() == 128 + signal.SIGPIPE
 
 
-@pytest.mark.long
-def test_an_interrupt_ends_it_without_a_traceback(tmp_path: pathlib.Path) -> None:
-    os.mkfifo(tmp_path / "x.safetensors")
-    with subprocess.Popen([sys.executable, "-c", _SLEEPING], stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(2)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr
-        said = process.stderr.read()
-        assert process.wait() == 130 and said == "interrupted\n"
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk here")
+def test_a_full_disk_is_an_error(run: str) -> None:
+    for options in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "treering", "ls", run, *options]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-_SLEEPING = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from treering._cli import main
-main._invoke = lambda arguments: time.sleep(60)
-sys.exit(main.main(["ls"]))
+@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.directory"])
+def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
+    """Ctrl-C comes while a module is imported: before the command runs, and when it runs."""
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING.format(module=module))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = program("pin", run, 2, env={**os.environ, "PYTHONPATH": path})
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert tr.Checkpointer(run).pinned == [1]
+
+
+_INTERRUPTING = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
 """
 
 
@@ -597,13 +793,6 @@ def test_completions_are_printed_for_every_shell() -> None:
         assert "_TREERING_COMPLETE" in program("completion", shell).stdout
     environment = {**os.environ, "_TREERING_COMPLETE": "bash_complete", "COMP_WORDS": "treering pr", "COMP_CWORD": "1"}
     assert program(env=environment).stdout == "plain,prune\n"
-
-
-def test_every_command_takes_json_or_prints_nothing() -> None:
-    silent = {"pin", "unpin", "completion", "browse"}
-    for name, command in cli.commands.items():
-        assert name in silent or any("--json" in option.opts for option in command.params), name
-        assert command.help
 
 
 def test_sizes_and_numbers_have_three_digits() -> None:

@@ -57,13 +57,10 @@ def test_no_message_that_a_command_prints_advises_an_argument_of_python() -> Non
         (["convert", "c", "c"], "pass --overwrite to replace it\n"),
         (["convert", "c", "m", "--step", "3"], "--step 3 was asked for"),
         (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),
-        (["convert", "c", "m", "--format", "npz", "--source-format", "no"], "--source-format 'no': expected"),
-        (["convert", "c", "m", "--source-format", "treering", "--format", "no"], "--format 'no': expected"),
-        (["convert", "c", "m", "--max-expansion", "0.5"], "--max-expansion 0.5: expected a number from 1, or inf\n"),
         (["show", "step=1", "--step", "3"], "/step=1: --step 3 was asked for"),
         (["convert", "zeros", "m"], "pass --max-expansion inf\n"),
-        (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path\n"),
-        (["ls", "other"], "a-1 is in it\n"),
+        (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path, or pass --prefix\n"),
+        (["ls", "other"], "a-1 is in it; pass --prefix 'a-'\n"),
     ],
 )
 def test_errors_name_the_options_of_the_command(

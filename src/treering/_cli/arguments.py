@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core import expansion
+from .._core.values import EXACT
+from ..errors import MismatchError
 
 if TYPE_CHECKING:
     from ..keep import Policy
@@ -14,10 +16,14 @@ if TYPE_CHECKING:
 KEEP = "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h."
 MAX_EXPANSION = click.option(
     "--max-expansion",
-    type=float,
+    type=click.FloatRange(1),
     default=expansion.MOST,
     show_default=True,
     help="Bytes of arrays for each that is stored, beyond which nothing is read (from 64 MiB on); inf lifts it.",
+)
+STEP = click.IntRange(0, EXACT)
+PREFIX = click.option(
+    "--prefix", metavar="TEXT", help="What the names of a run's steps begin with; by default what its steps show."
 )
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _STEPS = re.compile(r"([0-9]{1,16})(?:\.\.([0-9]{1,16}))?")
@@ -39,9 +45,36 @@ class Bytes(click.ParamType):
             nbytes = int(float(text.removesuffix(unit)) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
             nbytes = 0
-        if nbytes < 1:
+        if not 1 <= nbytes < 1 << 63:
             raise click.BadParameter(f"{value!r}: expected a number of bytes, such as 500M or 2G", ctx, param)
         return nbytes
+
+
+class Seconds(click.ParamType):
+    """A length of time in seconds: ``7d``, ``12h``."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        if match := _TIME.fullmatch(value):
+            return float(match[1]) * _SECONDS[match[2]]
+        raise click.BadParameter(f"{value!r}: expected a time, such as 12h or 7d (s, m, h, d or w)", ctx, param)
+
+
+class Format(click.ParamType):
+    """The name of a format that is read."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from .. import formats
+
+        try:
+            return formats.get(value).name
+        except MismatchError as error:
+            raise click.BadParameter(str(error).removeprefix("format="), ctx, param) from None
 
 
 class Rename(click.ParamType):
@@ -53,6 +86,10 @@ class Rename(click.ParamType):
         pattern, equals, new = value.partition("=")
         if not equals or not pattern:
             raise click.BadParameter(f"{value!r}: expected PATTERN=NEW", ctx, param)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}", ctx, param) from None
         return pattern, new
 
 

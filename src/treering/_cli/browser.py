@@ -12,11 +12,12 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
+from .. import stores
 from .._core.outline import Node, outline
 from .._core.readable import count, nbytes
 from .._printable import safe, safe_lines
 from .._restore.checkpoint import Checkpoint
-from .._run.open import open_checkpoint
+from .._run.latest_good import open_step
 from .._tools.diff import diff
 from .._tools.listing import Listing
 from ..errors import TreeringError
@@ -32,7 +33,7 @@ class Place:
     ckpt: Checkpoint | None
     node: Node | None
     step: int | None = None
-    run: str = ""
+    path: str = ""
 
 
 class CheckpointTree(Tree[Place]):
@@ -58,7 +59,7 @@ class CheckpointTree(Tree[Place]):
         if isinstance(self.source, Listing):
             for row in reversed(self.source.rows):
                 notes = "" if row.state == "good" else f"  {row.state}"
-                place = Place(None, None, row.step, self.source.path)
+                place = Place(None, None, row.step, row.path)
                 self.root.add(Text(f"step {row.step}{notes}"), place, allow_expand=row.state == "good")
         else:
             self.root.data = Place(self.source, _grouped(outline(self.source._source.entries, collapse=False)))
@@ -75,7 +76,7 @@ class CheckpointTree(Tree[Place]):
             return
         if place.step is not None and place.ckpt is None:
             try:
-                ckpt = open_checkpoint(place.run, step=place.step)
+                ckpt = open_step(stores.of(place.path), place.path, place.step, None)
             except (TreeringError, OSError) as error:
                 self.notify(escape(safe(error)), severity="error")
                 return

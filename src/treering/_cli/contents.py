@@ -1,8 +1,7 @@
-"""Looking into checkpoints: show, stats, diff, verify."""
+"""Looking into checkpoints: show, stats, diff."""
 
 import dataclasses
 import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,10 +9,9 @@ import click
 from .._core.readable import count, nbytes, number
 from .._core.readable import sharding as sharding_text
 from .._printable import safe
-from ..errors import NotFoundError
-from .arguments import Subset
+from .arguments import PREFIX, STEP, Format
 from .leaf import describe_node
-from .output import FAILED, PATH, as_json, cut, iso, say, say_json, table, when, width
+from .output import PATH, as_json, cut, iso, say, say_json, table, when, width
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
@@ -25,21 +23,22 @@ if TYPE_CHECKING:
 _METADATA = 400  # characters of metadata that are shown
 
 
-def _open(path: str, step: int | None, format: str | None = None) -> "Checkpoint":
-    from .._run.open import open_checkpoint
+def _open(path: str, prefix: str | None, step: int | None, format: str | None = None) -> "Checkpoint":
+    from .._run.open import open_prefixed
 
-    return open_checkpoint(path, step=step, format=format)
+    return open_prefixed(path, prefix, step=step, format=format)
 
 
-_step = click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
-_format = click.option("--format", metavar="NAME", help="The format to read; by default what its files show.")
+_step = click.option("--step", type=STEP, metavar="N", help="The step of a run; its latest good one by default.")
+FORMAT = click.option("--format", type=Format(), help="The format to read; by default what its files show.")
 
 
 @click.command()
 @click.argument("checkpoint", type=PATH)
 @click.argument("path", default="")
 @_step
-@_format
+@FORMAT
+@PREFIX
 @click.option("--all", "everything", is_flag=True, help="Every leaf: layers that are alike are not shown as one.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="No more than so many levels of the tree.")
 @as_json
@@ -48,6 +47,7 @@ def show(
     path: str,
     step: int | None,
     format: str | None,
+    prefix: str | None,
     everything: bool,
     depth: int | None,
     json_: bool,
@@ -57,7 +57,7 @@ def show(
     With the PATH of a leaf: its values, statistics and a histogram. With another PATH: the part of the tree below it.
     Layers that are alike are one line, such as layers/0…23.
     """
-    ckpt = _open(checkpoint, step, format)
+    ckpt = _open(checkpoint, prefix, step, format)
     if path and path in ckpt:
         _show_leaf(ckpt, path, json_)
         return
@@ -144,9 +144,12 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
 @click.argument("checkpoint", type=PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_step
-@_format
+@FORMAT
+@PREFIX
 @as_json
-def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str | None, json_: bool) -> int:
+def stats(
+    checkpoint: str, globs: tuple[str, ...], step: int | None, format: str | None, prefix: str | None, json_: bool
+) -> int:
     """Read the arrays of a CHECKPOINT and describe their values: range, mean, norm, zeros, NaN and infinities.
 
     With GLOBs only those leaves: * stays within one component of a path, ** spans any number. NaN and infinities are
@@ -157,7 +160,7 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
 
-    ckpt = _open(checkpoint, step, format)
+    ckpt = _open(checkpoint, prefix, step, format)
     if globs:
         ckpt = ckpt.select(globs)
     found: dict[str, Stats] = {}
@@ -196,9 +199,10 @@ def stats(checkpoint: str, globs: tuple[str, ...], step: int | None, format: str
 @click.command()
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH, required=False)
-@click.option("--steps", type=int, nargs=2, metavar="N M", help="The steps of A and of B, or two of A.")
+@click.option("--steps", type=STEP, nargs=2, metavar="N M", help="The steps of A and of B, or two of A.")
+@PREFIX
 @as_json
-def diff(a: str, b: str | None, steps: tuple[int, int] | None, json_: bool) -> int:
+def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | None, json_: bool) -> int:
     """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 when they differ.
 
     Of arrays whose values differ: how many, the largest difference, that difference relative to the largest value,
@@ -208,7 +212,8 @@ def diff(a: str, b: str | None, steps: tuple[int, int] | None, json_: bool) -> i
 
     if b is None and steps is None:
         raise click.UsageError("expected two checkpoints, or --steps N M of one run")
-    found = compare(_open(a, steps[0]), _open(b or a, steps[1])) if steps else compare(a, b)
+    first, second = steps or (None, None)
+    found = compare(_open(a, prefix, first), _open(b or a, prefix, second))
     if json_:
         say_json(dataclasses.asdict(found))
         return int(bool(found))
@@ -228,58 +233,4 @@ def _apart(change: "ValueChange | None") -> str:
     return relative + (f", cosine {change.cosine:.7g}" if change and change.cosine is not None else "")
 
 
-@click.command()
-@click.argument("path", type=PATH)
-@click.option(
-    "--subset",
-    type=Subset(),
-    help="Only a part: 2/5 is the second of five equal ones; 10G is one at random of that size.",
-)
-@_format
-@as_json
-def verify(path: str, subset: tuple[int, int] | int | None, format: str | None, json_: bool) -> int:
-    """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
-
-    Where a format has no checksums, everything is read and decoded.
-    """
-    from .._tools.verify import check
-
-    part = _part(path, subset, format) if isinstance(subset, int) else subset
-    report, unsupported, _ = check(path, part, format)
-    if json_:
-        problems = [problem._asdict() for problem in report.problems]
-        say_json(
-            {
-                "path": report.path,
-                "ok": report.ok,
-                "nbytes": report.nbytes,
-                "part": part,
-                "problems": problems,
-                "unsupported": [str(error) for error in unsupported],
-            }
-        )
-    else:
-        good = click.style("all good", fg="green")
-        bad = click.style(count(len(report.problems), "problem"), fg="red")
-        which = "" if part is None else f", part {part[0]} of {part[1]}"
-        say(f"{safe(report.path)}: {nbytes(report.nbytes)}{which}, {good if report.ok else bad}")
-        for problem in report.problems:
-            say(f"  {safe(problem)}")
-        for error in unsupported:
-            say(f"  cannot be checked: {safe(error)}")
-    return int(not report.ok) or (FAILED if unsupported else 0)
-
-
-def _part(path: str, most: int, format: str | None) -> tuple[int, int]:
-    """One of the equal parts of at most so many bytes, at random."""
-    from .._tools.listing import list_run
-
-    try:
-        total = sum(row.nbytes or 0 for row in list_run(path).rows)
-    except NotFoundError:
-        total = _open(path, None, format).nbytes
-    parts = max(1, -(-total // max(most, 1)))
-    return random.randint(1, parts), parts
-
-
-COMMANDS = (show, stats, diff, verify)
+COMMANDS = (show, stats, diff)

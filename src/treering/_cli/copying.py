@@ -9,16 +9,16 @@ import click
 
 from .._core.readable import count, nbytes
 from .._printable import safe
-from .arguments import MAX_EXPANSION, Bytes, Rename, Steps
+from .arguments import MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
 from .output import PATH, as_json, say, say_json
 
 
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", metavar="NAME", help="The format of TARGET; by default what its suffix says, else treering.")
-@click.option("--source-format", metavar="NAME", help="The format of SOURCE; by default what its files show.")
-@click.option("--step", type=int, metavar="N", help="The step of a run; its latest good one by default.")
+@click.option("--format", type=Format(), help="The format of TARGET; by default what its suffix says, else treering.")
+@click.option("--source-format", type=Format(), help="The format of SOURCE; by default what its files show.")
+@click.option("--step", type=STEP, metavar="N", help="The step of a run; its latest good one by default.")
 @click.option("--at", default="", metavar="PATH", help="Only what lies below this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Leave leaves out.")
 @click.option("--rename", type=Rename(), multiple=True, help="Change names, as treering.rules.rename does it.")
@@ -31,6 +31,7 @@ from .output import PATH, as_json, say, say_json
 @click.option("--max-shard-size", type=Bytes(), help="safetensors: a folder of files no larger than this.")
 @click.option("--composite", is_flag=True, help="orbax: an item for each key at the top, as Composite has them.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be written.")
+@PREFIX
 @as_json
 def convert(
     source: str,
@@ -48,6 +49,7 @@ def convert(
     max_shard_size: int | None,
     composite: bool,
     dry_run: bool,
+    prefix: str | None,
     json_: bool,
 ) -> None:
     """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
@@ -57,11 +59,14 @@ def convert(
     from .. import rules as r
     from .. import stores
     from .._run import incoming
+    from .._run.open import open_prefixed
     from .._save.options import SaveOptions
     from .._tools.convert import convert as write
     from .._tools.convert import plan
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
+    if prefix is not None:
+        source, step = open_prefixed(source, prefix, step=step, format=source_format).path, None
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if composite:
         options["composite"] = True
@@ -112,8 +117,17 @@ def convert(
 @click.option("--steps", type=Steps(), metavar="N,N..N", help="Only these steps of a run, such as 100,200..300.")
 @click.option("--overwrite", is_flag=True, help="Read what is there, and replace what differs or is damaged.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@PREFIX
 @as_json
-def cp(source: str, target: str, steps: tuple[range, ...] | None, overwrite: bool, dry_run: bool, json_: bool) -> int:
+def cp(
+    source: str,
+    target: str,
+    steps: tuple[range, ...] | None,
+    overwrite: bool,
+    dry_run: bool,
+    prefix: str | None,
+    json_: bool,
+) -> int:
     """Copy a checkpoint or all good steps of a run to another place, between disks and buckets.
 
     The files are the same byte for byte, each checked as it is read, with pins and recorded metrics. Steps of a run
@@ -123,7 +137,7 @@ def cp(source: str, target: str, steps: tuple[range, ...] | None, overwrite: boo
     """
     from .._tools.copy import copy_all
 
-    done = copy_all(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run)
+    done = copy_all(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run, prefix=prefix)
     code = int(bool(done.left_behind))
     if json_:
         say_json({**dataclasses.asdict(done), "there_read": overwrite, "dry_run": dry_run})

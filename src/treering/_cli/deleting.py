@@ -9,7 +9,7 @@ import click
 
 from .._core.readable import count, nbytes
 from .._printable import safe
-from .arguments import Keep, joined
+from .arguments import PREFIX, STEP, Keep, joined
 from .output import FAILED, PATH, as_json, say, say_json
 from .runs import opened_directory
 
@@ -23,6 +23,7 @@ def _options(function: Any) -> Any:
     """Adds the options that both commands have."""
     for option in (
         as_json,
+        PREFIX,
         click.option("--no-verify", is_flag=True, help="Do not read the newest step that stays."),
         click.option("--yes", "-y", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Only say what would go."),
@@ -37,7 +38,14 @@ def _options(function: Any) -> Any:
 @click.option("--to", metavar="DIR", type=PATH, help="Move the steps there, to a run of its own, instead.")
 @_options
 def prune(
-    run: str, keep: "tuple[Any, ...]", to: str | None, dry_run: bool, yes: bool, no_verify: bool, json_: bool
+    run: str,
+    keep: "tuple[Any, ...]",
+    to: str | None,
+    dry_run: bool,
+    yes: bool,
+    no_verify: bool,
+    prefix: str | None,
+    json_: bool,
 ) -> int:
     """Delete the steps of a RUN that no KEEP wants; the newest good step stays in any case, which is read before.
 
@@ -47,7 +55,7 @@ def prune(
     from .. import stores
     from .._tools.listing import list_run
 
-    directory = opened_directory(run)
+    directory = opened_directory(run, prefix)
     policy = joined(keep)
     assert policy is not None
     for step in sorted(policy.numbers):
@@ -56,11 +64,11 @@ def prune(
     place = None if to is None else stores.absolute_run(to)
 
     def choose() -> "list[Row]":
-        rows = [row for row in list_run(run, policy, inspection.judge).rows if row.deleted]
+        rows = [row for row in list_run(run, policy, prefix, inspection.judge).rows if row.deleted]
         if place is not None:
             from .._tools.move import check_place
 
-            check_place(directory.root, [row.path for row in rows], place)
+            check_place(directory, [row.path for row in rows], place)
         return rows
 
     return _Deletion(directory, inspection, dry_run, json_, place).carry_out(choose, yes=yes)
@@ -68,11 +76,18 @@ def prune(
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.argument("steps", nargs=-1, required=True, type=int)
+@click.argument("steps", nargs=-1, required=True, type=STEP)
 @click.option("--pinned", is_flag=True, help="Delete STEPS that are pinned, too.")
 @_options
 def delete(
-    run: str, steps: tuple[int, ...], pinned: bool, dry_run: bool, yes: bool, no_verify: bool, json_: bool
+    run: str,
+    steps: tuple[int, ...],
+    pinned: bool,
+    dry_run: bool,
+    yes: bool,
+    no_verify: bool,
+    prefix: str | None,
+    json_: bool,
 ) -> int:
     """Delete STEPS of a RUN, all or none of which may go; a good step has to stay, which is read before.
 
@@ -82,12 +97,12 @@ def delete(
     from .._tools.deletion import named
     from .._tools.listing import list_run
 
-    directory = opened_directory(run)
+    directory = opened_directory(run, prefix)
     inspection = _inspection(not no_verify)
     deletion = _Deletion(directory, inspection, dry_run, json_, pinned=pinned)
 
     def choose() -> "list[Row]":
-        listing = list_run(run)
+        listing = list_run(run, prefix=prefix)
         deletion.alone = listing.latest in steps
         return named(directory, listing.rows, steps, pinned=pinned, judge=inspection.judge)
 
@@ -130,7 +145,7 @@ class _Deletion:
             self._report(rows, Removed(rows))
             return 0
         if rows and not yes:
-            if self._json or sys.stdin is None or not sys.stdin.isatty():
+            if self._json or not sys.stdin.isatty():
                 what = "pass --yes, or --dry-run to see what would be deleted"
                 raise click.UsageError(f"nobody is there to be asked: {what}")
             self._say(rows, f"{count(len(rows), 'step')} would be")

@@ -1,13 +1,14 @@
 """On this machine: doctor tries out a place for checkpoints, browse walks through them."""
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from .._core.readable import nbytes, number
 from .._printable import safe
-from .arguments import Bytes
+from .arguments import PREFIX, Bytes
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
@@ -53,16 +54,18 @@ def _value(one: "Finding") -> str:
 @click.command()
 @click.argument("path", type=PATH)
 @click.argument("other", type=PATH, required=False)
-def browse(path: str, other: str | None) -> None:
+@PREFIX
+def browse(path: str, other: str | None, prefix: str | None) -> None:
     """Walk through a checkpoint or a run in the terminal, or through two side by side (needs the extra browse).
 
     Arrow keys or h j k l move, Enter or s reads a leaf, / searches and n goes on, d compares both sides, q ends.
     """
-    from .. import stores
-    from .._run.open import open_checkpoint
+    from .._run.open import open_prefixed
     from .._tools.listing import list_run
     from ..errors import NotFoundError, UnsupportedError
 
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # the browser takes it whole
+        raise click.UsageError("browse needs a terminal; ls and show print what it shows")
     try:
         from .browser import Browser
     except ImportError as error:
@@ -72,9 +75,9 @@ def browse(path: str, other: str | None) -> None:
     for one in (path, other):
         if one is not None:
             try:
-                sources.append(list_run(stores.absolute(one)))
+                sources.append(list_run(one, prefix=prefix))
             except NotFoundError:
-                sources.append(open_checkpoint(one))
+                sources.append(open_prefixed(one, prefix, step=None))
     Browser(sources).run()
 
 

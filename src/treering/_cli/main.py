@@ -1,6 +1,7 @@
 """The command itself: its subcommands, its exit codes, and errors without tracebacks."""
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from click.shell_completion import get_completion_class
 from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
-from . import contents, copying, deleting, machine, report, runs
+from . import contents, copying, deleting, listing, machine, report, runs, verifying
 from .output import FAILED, say
 from .wording import in_shell
 
@@ -35,7 +36,7 @@ def cli(context: click.Context, debug: bool) -> None:
     latest good step.
 
     Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage); 2 wrong usage; 3 an error,
-    which is printed; 130 interrupted.
+    which is printed; 130 interrupted; 141 nobody reads the output any more.
     """
     context.obj = debug
 
@@ -49,7 +50,7 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, _NAME, _COMPLETE).source())
 
 
-for module in (contents, runs, deleting, report, copying, machine):
+for module in (listing, contents, verifying, runs, deleting, report, copying, machine):
     for command in module.COMMANDS:
         cli.add_command(command)
 
@@ -59,17 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _COMPLETE in os.environ:
         cli.main(prog_name=_NAME, complete_var=_COMPLETE)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in arguments
     _prepare_streams()
     try:
-        with _log_on_stderr(arguments, debug):
-            return _invoke(arguments)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails
+        return _run(arguments, "--debug" in arguments)
+    except BrokenPipeError:  # of `| head`, also where that reads the errors
+        _discard_output()
         return 128 + _SIGPIPE
     except (KeyboardInterrupt, click.Abort):
         say("interrupted", err=True)
         return 130
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    """Runs the command; returns its exit code, or that of an error, which is printed."""
+    try:
+        with _log_on_stderr(arguments, debug):
+            return _invoke(arguments)
+    except (BrokenPipeError, click.Abort):
+        raise
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
@@ -93,13 +101,26 @@ def _say_error(debug: bool, what: str) -> None:
 
 
 def _prepare_streams() -> None:
-    """Makes the program's output take any text: it may be closed, or in an encoding that has not every character."""
-    for name in ("stdout", "stderr"):
+    """Makes the program's streams usable: one may be closed, unbuffered, or in an encoding that lacks characters."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # as long as the program runs
-        elif hasattr(stream, "reconfigure"):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # as long as the program runs
+        elif isinstance(getattr(stream, "buffer", None), io.FileIO) and mode == "w":
+            # With PYTHONUNBUFFERED the rest of a text whose reader goes away is lost, and no error says so.
+            raw = io.FileIO(stream.fileno(), mode, closefd=False)
+            buffered = io.TextIOWrapper(
+                io.BufferedWriter(raw), stream.encoding, errors="backslashreplace", line_buffering=True
+            )
+            setattr(sys, name, buffered)
+        elif mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Drops what stdout still holds, or the last flush of the interpreter fails."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -107,7 +128,12 @@ def _invoke(arguments: list[str]) -> int:
         with cli.make_context(_NAME, arguments) as context:
             return cli.invoke(context) or 0
     finally:
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # the disk is full, for instance
+                _discard_output()
+            raise
 
 
 class _OnStderr(logging.Handler):

@@ -1,22 +1,36 @@
 """What commands print: text that fits the terminal, or JSON."""
 
+import csv
 import datetime
+import io
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import click
 
 from .._core.values import encode_float
+from .._printable import safe
 
-PATH = click.Path()  # or a URL; so that shells complete the names of files
 FAILED = 3  # the exit code of an error that is printed
 _MAX_BITS = 10_000  # of an int that is written as a number
 _LEAST_WIDTH = 8  # columns that a cell keeps, however narrow the terminal
+
+
+class _Path(click.Path):
+    """The path of a file or directory, or a URL; a click.Path, so that shells complete the names of files."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            raise click.BadParameter("expected a path, found ''", ctx, param)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(readable=False)  # it is found out later whether it may be read
 
 
 def as_json(function: Any) -> Any:
@@ -28,6 +42,28 @@ def say(text: str = "", *, err: bool = False) -> None:
     """Prints a line; colours go to terminals alone, and to none where NO_COLOR is set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     click.echo(text, err=err, color=False if plain else None)
+
+
+def say_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Prints a table as CSV, with a line of names first; a value that is not known is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(safe, columns))
+    for row in rows:
+        writer.writerow([_cell(row.get(name)) for name in columns])
+    click.echo(text.getvalue(), nl=False)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return safe(", ".join(value))
+    return "" if value is None else json.dumps(value) if isinstance(value, bool) else safe(_plain(value))
+
+
+def check_one_way(json_: bool, csv_: bool) -> None:
+    """Raises `click.UsageError` if both JSON and CSV are asked for."""
+    if json_ and csv_:
+        raise click.UsageError("expected --json or --csv, found both")
 
 
 def say_json(value: Any) -> None:

@@ -4,19 +4,20 @@ import click
 
 from .._core.readable import nbytes
 from .._printable import safe
-from .arguments import MAX_EXPANSION
+from .arguments import MAX_EXPANSION, PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.option("--output", "-o", type=click.Path(), default="report.html", show_default=True, help="The file to write.")
+@click.option("--output", "-o", type=PATH, default="report.html", show_default=True, help="The file to write.")
 @click.option(
     "--steps", type=click.IntRange(0), default=20, show_default=True, help="Read the arrays of so many steps."
 )
 @click.option("--leaves", multiple=True, metavar="GLOB", help="Only the statistics of these leaves.")
-@click.option("--compare", type=int, nargs=2, metavar="A B", help="Compare two steps; by default the two latest.")
+@click.option("--compare", type=STEP, nargs=2, metavar="A B", help="Compare two steps; by default the two latest.")
 @MAX_EXPANSION
+@PREFIX
 @as_json
 def report(
     run: str,
@@ -25,6 +26,7 @@ def report(
     leaves: tuple[str, ...],
     compare: tuple[int, int] | None,
     max_expansion: float,
+    prefix: str | None,
     json_: bool,
 ) -> None:
     """Write a page about a RUN that opens in any browser, without a network: timeline, sizes, statistics, differences.
@@ -38,7 +40,13 @@ def report(
     store = stores.of(place)
     tools.check_replaceable(store, place)
     found = tools.gather(
-        run, steps=steps, compare=compare or (), globs=leaves, progress=not json_, max_expansion=max_expansion
+        run,
+        steps=steps,
+        compare=compare or (),
+        globs=leaves,
+        progress=not json_,
+        max_expansion=max_expansion,
+        prefix=prefix,
     )
     data = tools.page(found).encode()
     with store.new_file(place, overwrite=True) as file:

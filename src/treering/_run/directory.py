@@ -314,8 +314,22 @@ class Directory:
                     f"step {step} is neither moved nor replaced; go on in another directory: {error}"
                 ) from None
 
+    def check_own(self, step: int) -> None:
+        """Raises `NotFoundError` for a step that is not there, or is another library's."""
+        self._own(step)
+
     def _own(self, step: int) -> str:
-        return self._find(step, self.steps.committed())
+        own, number = self.steps.committed(), step_number(step)
+        others = {} if number in own else self.located_steps()
+        if number in others:
+            raise NotFoundError(
+                f"{others[number].path}: expected a step that Treering wrote, because no other is pinned or deleted, "
+                "found one that another library wrote; see to it with that library, or `treering convert` it"
+            )
+        if others and not own:
+            found = ", ".join(map(str, list(others)[-5:]))
+            raise NotFoundError(f"{self._root}: expected step {number}, found only steps of another library: {found}")
+        return self._find(number, own)
 
     def own_path(self, step: int) -> str:
         """The directory of a step that Treering saves."""

@@ -64,14 +64,20 @@ def _detected(store: Store, path: str) -> formats.Format:
 
 
 def places_of(
-    store: Store, place: str, step: int | None, format: formats.Format | None = None
+    store: Store, place: str, step: int | None, format: formats.Format | None = None, prefix: str | None = None
 ) -> list[Place] | formats.Format:
     """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint.
 
-    format: what the path is read as; only steps of this format count.
+    format: what the path is read as; only steps of this format count. prefix: of the names of a run's steps; with one
+    the path is a run.
     """
-    found = {} if summary.look(store, place) else located_steps(store, place, only=format)
+    found = {} if summary.look(store, place) else located_steps(store, place, prefix, only=format)
     if not found:
+        if prefix is not None:
+            meant = new_run.meant(store, place)
+            raise NotFoundError(
+                f"{place}: expected a run with steps whose names begin with {prefix!r}, found none{meant}"
+            )
         format = check_known(store, place) if format is None else check_there(store, place, format)
         if step is not None:
             meant = new_run.meant(store, place)

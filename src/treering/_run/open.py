@@ -40,6 +40,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, fo
     `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when all steps
     are), `UnsupportedError` when a later release wrote it.
     """
+    return open_prefixed(path, None, step=step, format=format)
+
+
+def open_prefixed(
+    path: str | os.PathLike[str], prefix: str | None, *, step: int | None, format: str | None = None
+) -> Checkpoint:
+    """Opens as `open_checkpoint` does; with a prefix, a step of a run whose names begin with that."""
     place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
@@ -47,7 +54,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, fo
             check_whole(ckpt._source.entries.values())
         return ckpt
 
-    return _use(place, step, use, format, fallback=step is None)
+    return _use(place, step, use, format, fallback=step is None, prefix=prefix)
 
 
 @overload
@@ -195,14 +202,22 @@ def _restore_together(place: str, step: int | None, format: str | None, like: An
         return listed_again(attempt)[1]
 
 
-def _use(place: str, step: int | None, use: Callable[[Checkpoint], T], format: str | None, *, fallback: bool) -> T:
+def _use(
+    place: str,
+    step: int | None,
+    use: Callable[[Checkpoint], T],
+    format: str | None,
+    *,
+    fallback: bool,
+    prefix: str | None = None,
+) -> T:
     """The result of `use` for a checkpoint, or for a run's step."""
     store, only = stores.of(place), None if format is None else formats.get(format)
 
     def attempt() -> T:
         ckpt: Checkpoint | None = None
         with reading(place), store.glance(place):
-            steps = places_of(store, place, step, only)
+            steps = places_of(store, place, step, only, prefix)
             if not isinstance(steps, list):
                 with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
                     ckpt = open_one(store, place, steps.name)

@@ -66,6 +66,7 @@ def copy_all(
     steps: Sequence[range] = (),
     overwrite: bool = False,
     dry_run: bool = False,
+    prefix: str | None = None,
 ) -> Copied:
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
@@ -76,27 +77,28 @@ def copy_all(
 
     steps: copy only those of a run that lie in these ranges.
     dry_run: write nothing, and return what would be copied, as far as that shows without reading arrays of the source.
+    prefix: of the names of the run's steps; by default that of those that are there.
 
-    Raises `UnsupportedError` for other libraries' checkpoints, `NotFoundError` for `steps` that are not there,
-    `MismatchError` for a target that is the source, a `local=` directory, or a run with other names of its steps, and
-    an `ExistsError` that names the job that writes the target.
+    Raises `UnsupportedError` for other libraries' checkpoints, `NotFoundError` for `steps` or a `prefix` that are not
+    there, `MismatchError` for a target that is the source, a `local=` directory, or a run with other names of steps,
+    and an `ExistsError` that names the job that writes the target.
     """
     path, to = stores.absolute(source), stores.absolute(target)
     here, there = stores.of(path), stores.of(to)
     if here is there and here.real_path(path) == there.real_path(to):
         raise MismatchError(f"{to}: expected another place than that of the source")
     done = Copied()
-    single, prefix = summary.look(here, path) is not None, _run.PREFIX
+    single = summary.look(here, path) is not None
     if single:
-        if steps:
+        if steps or prefix is not None:
             meant = new_run.meant(here, path)
             raise MismatchError(f"{path}: steps were asked for, but this is one checkpoint, not a run{meant}")
-        pairs, run = [OneCopy(here, path, there, to)], incoming.run_around(there, to)
+        pairs, run, prefix = [OneCopy(here, path, there, to)], incoming.run_around(there, to), _run.PREFIX
     else:
-        names = _names(here, path, steps, done)
+        names = _names(here, path, steps, prefix, done)
         paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
         pairs = [OneCopy(here, one, there, other) for one, other in paths]
-        prefix, run = _run.prefix_of(here, path), to
+        prefix, run = _run.prefix_of(here, path) if prefix is None else prefix, to
         check_target(there, to, prefix)
     if run is not None:
         incoming.check(there, run)
@@ -129,16 +131,18 @@ def _few_names(paths: Sequence[str]) -> str:
     return few(tuple(map(posixpath.basename, paths)))
 
 
-def _names(store: Store, path: str, steps: Sequence[range], done: Copied) -> list[str]:
+def _names(store: Store, path: str, steps: Sequence[range], prefix: str | None, done: Copied) -> list[str]:
     """The directories of a run's steps that are to be copied, ascending; those that cannot be are left behind."""
-    names = _run.committed(store, path)
+    names = _run.committed(store, path, prefix)
+    if prefix is not None and not names:
+        raise NotFoundError(f"{path}: expected a run with steps whose names begin with {prefix!r}, found none")
     foreign = formats.foreign_steps(store, path, set(names.values()))
     if not names:
         first = next(iter(foreign.values())).path if foreign else path
         if not foreign:
             check_known(store, path)
         raise UnsupportedError(f"{first}: {_FOREIGN}")
-    others = {step: (one.path, _FOREIGN) for step, one in foreign.items()} | _closed(store, path, names)
+    others = {step: (one.path, _FOREIGN) for step, one in foreign.items()} | _closed(store, path, prefix, names)
     for wanted in steps:
         if not any(step in wanted for step in (*names, *others)):
             text = f"step {wanted[0]}" if len(wanted) == 1 else f"steps from {wanted[0]} to {wanted[-1]}"
@@ -149,10 +153,10 @@ def _names(store: Store, path: str, steps: Sequence[range], done: Copied) -> lis
     return [name for step, name in names.items() if _is_wanted(step, steps)]
 
 
-def _closed(store: Store, path: str, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
+def _closed(store: Store, path: str, prefix: str | None, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
     """The steps beside those of these names that this user may not look into: their paths, and why."""
     found: dict[int, tuple[str, str]] = {}
-    prefix = _run.prefix_of(store, path)
+    prefix = _run.prefix_of(store, path) if prefix is None else prefix
     for name in store.list(path):
         step, place = _run.parse(name, prefix), posixpath.join(path, name)
         if step is not None and step not in names:

@@ -12,11 +12,13 @@ from .._run import links, new_run
 from .._run import run as _run
 from .._run.latest_good import open_one
 from .._run.steps import Steps
-from ..errors import NotFoundError, TreeringError, UnsupportedError
+from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
+from ..stores.whole_files import is_folder
+from .parts import closed_in
 
 _log = logging.getLogger("treering")
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
@@ -44,12 +46,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The steps of a run, ascending; `set_aside` are the directories of those that do not count since a `rewind`."""
+    """The steps of a run, ascending; `set_aside` are the directories of those that do not count since a `rewind`.
+
+    `closed` are paths that may be steps, or hold them, and that this process may not look into; none of them has a row.
+    """
 
     path: str
     rows: tuple[Row, ...]
     set_aside: tuple[str, ...]
     finished: bool
+    closed: tuple[str, ...] = ()
 
     @property
     def latest(self) -> int | None:
@@ -58,20 +64,24 @@ class Listing:
 
 
 def list_run(
-    path: str | os.PathLike[str], keep: Policy | None = None, judge: Callable[[Row], State] = lambda row: row.state
+    path: str | os.PathLike[str],
+    keep: Policy | None = None,
+    prefix: str | None = None,
+    judge: Callable[[Row], State] = lambda row: row.state,
 ) -> Listing:
     """Lists a run; with `keep` it says which steps that policy would delete. Reads manifests, and no arrays.
 
+    prefix: of the names of its steps; by default that of those that are there.
     judge: returns the state of a step that it has looked at more closely. As long as a step would be deleted, it is
         called for the newest step that counts as good, until one is.
 
-    Raises `NotFoundError` where there is no run.
+    Raises `NotFoundError` where there is no run, and `MismatchError` where several prefixes are.
     """
     place = stores.absolute(path)
     store = stores.of(place)
-    check_run(store, place)
+    check_run(store, place, prefix)
     with store.glance(place):
-        prefix = _run.prefix_of(store, place)
+        prefix = prefix if prefix is not None else _run.prefix_of(store, place)
         steps = Steps(store, place, prefix)
         own = steps.committed()
         names = {os.path.basename(one) for one in own.values()}
@@ -84,6 +94,7 @@ def list_run(
             if step is not None and step not in known:
                 rows.append(_uncommitted(store, step, posixpath.join(place, name)))
         rows.sort(key=lambda row: row.step)
+        closed = tuple(path for path, _ in closed_in(store, place, {row.path for row in rows}))
         aside = tuple(_run.aside(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED)) is not None
         linked = links.to_steps(store, place)
@@ -98,22 +109,54 @@ def list_run(
             if rows[n].state == "good":
                 break
         rows = _marked(store, place, keep, rows)
-    return Listing(place, tuple(rows), aside, finished)
+    return Listing(place, tuple(rows), aside, finished, closed)
 
 
-def check_run(store: Store, place: str) -> None:
-    """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
+def is_run(store: Store, place: str, prefix: str | None = None) -> bool:
+    """Whether a directory has steps, or what a save has left.
+
+    Raises `PermissionError` where that cannot be known, and `MismatchError` where the names of steps have several
+    prefixes.
+    """
     with reading(place):
         if summary.look(store, place):
-            raise NotFoundError(f"{place}: expected a run, found one checkpoint{new_run.meant(store, place)}")
-        if store.stat(place) is None and not store.list(place):
-            raise NotFoundError(f"{place}: expected a run, found nothing")
+            return False
         names = store.list(place)
-        steps = any(_run.parse(name, _run.PREFIX) is not None for name in names)
-        if not (steps or _run.FINISHED in names or _run.all_steps(store, place)):
-            found = "no step in it" if names else "an empty directory"
-            what = "one checkpoint" if formats.is_known(store, place) else found
-            raise NotFoundError(f"{place}: expected a run, found {what}{new_run.meant(store, place)}")
+        steps = any(_run.parse(name, _run.PREFIX if prefix is None else prefix) is not None for name in names)
+        return steps or _run.FINISHED in names or bool(_run.all_steps(store, place, prefix))
+
+
+def check_run(store: Store, place: str, prefix: str | None = None) -> None:
+    """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
+    if is_run(store, place, prefix):
+        return
+    with reading(place):
+        names = store.list(place)
+        if not names and store.stat(place) is None:
+            found = "expected a run, found nothing"
+        elif formats.is_known(store, place):
+            found = "expected a run, found one checkpoint"
+        else:
+            found = "expected a run, found no step in it" if names else "expected a run, found an empty directory"
+    raise NotFoundError(f"{place}: {found}{new_run.meant(store, place)}")
+
+
+def runs_in(store: Store, place: str) -> list[str]:
+    """Returns the paths of the runs in a directory, and of folders that this process may not look into."""
+    found: list[str] = []
+    closed: list[str] = []
+    for name in store.list(place):
+        path = posixpath.join(place, name)
+        if name == "lost+found":  # the file system's own, closed to all but root
+            continue
+        try:
+            if is_folder(store, path, links=True) and is_run(store, path):
+                found.append(path)
+        except PermissionError:
+            closed.append(path)
+        except MismatchError:  # a run, of several prefixes
+            found.append(path)
+    return sorted([*found, *closed]) if found else []
 
 
 def _counting(rows: list[Row]) -> list[Row]:
@@ -147,14 +190,25 @@ def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row
     return marked
 
 
-def tree_bytes(store: Store, path: str) -> int:
-    """The bytes of all files in a directory, or of a file."""
-    found = store.stat(path)
-    if found is not None and found.is_file:
-        return found.nbytes
-    if (found is not None and not found.is_folder) or store.is_link(path):
+def tree_bytes(store: Store, path: str, closed: list[str]) -> int:
+    """The bytes of all files in a directory, or of a file; adds to `closed` what this process may not look into."""
+    try:
+        found = store.stat(path)
+        if found is not None and found.is_file:
+            return found.nbytes
+        if (found is not None and not found.is_folder) or store.is_link(path):
+            return 0
+        names = store.list(path)
+    except PermissionError:
+        closed.append(path)
         return 0
-    return sum(tree_bytes(store, posixpath.join(path, name)) for name in store.list(path))
+    return sum(tree_bytes(store, posixpath.join(path, name), closed) for name in names)
+
+
+def _size(store: Store, path: str) -> int | None:
+    closed: list[str] = []
+    nbytes = tree_bytes(store, path, closed)
+    return None if closed else nbytes
 
 
 def _row(steps: Steps, step: int, path: str) -> Row:
@@ -163,15 +217,17 @@ def _row(steps: Steps, step: int, path: str) -> Row:
     if isinstance(verdict, Saved):
         metrics = dict(verdict.metrics)
         return Row(step, path, "good", "treering", verdict.created, verdict.nbytes, metrics, pinned, link)
-    return Row(step, path, verdict, nbytes=tree_bytes(steps.store, path), pinned=pinned, link=link)
+    return Row(step, path, verdict, nbytes=_size(steps.store, path), pinned=pinned, link=link)
 
 
 def _foreign(store: Store, step: int, path: str, format: str | None) -> Row:
     try:
         ckpt = open_one(store, path, format)
+    except PermissionError:
+        return Row(step, path, "closed", format or "?", link=store.is_link(path))
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", format or "?", nbytes=tree_bytes(store, path), link=store.is_link(path))
+        return Row(step, path, "damaged", format or "?", nbytes=_size(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 
@@ -185,4 +241,4 @@ def _uncommitted(store: Store, step: int, path: str) -> Row:
         return Row(step, path, "closed")
     except UnreadableError:
         state = "damaged"
-    return Row(step, path, state, nbytes=tree_bytes(store, path))
+    return Row(step, path, state, nbytes=_size(store, path))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from .. import stores
 from .._run import incoming
 from .._run import run as _run
+from .._run.directory import Directory
 from ..errors import CorruptError, ExistsError, MismatchError
 from ..formats.treering import summary
 from ..stores.store import Store
@@ -14,18 +15,17 @@ from .one_copy import identity
 from .verify import verify
 
 
-def check_place(run: str, paths: Iterable[str], to: str) -> None:
+def check_place(run: Directory, paths: Iterable[str], to: str) -> None:
     """Checks where steps of a run are to be moved to, before anything is.
 
     Raises `MismatchError` for a place in the run itself or with other names of steps, and `ExistsError` for anything
     but a run or nothing, for a run that a job writes, and where another step is in the place of one.
     """
-    here, there = stores.of(run), stores.of(to)
-    if here is there and f"{there.real_path(to)}/".startswith(f"{here.real_path(run)}/"):
-        raise MismatchError(f"{to}: expected a place outside of the run {run}, found one in it")
+    here, there, prefix = run.steps.store, stores.of(to), run.steps.prefix
+    if here is there and f"{there.real_path(to)}/".startswith(f"{here.real_path(run.root)}/"):
+        raise MismatchError(f"{to}: expected a place outside of the run {run.root}, found one in it")
     if (found := there.stat(to)) and not found.is_folder:
         raise ExistsError(f"{to}: expected a run, or nothing, found a file")
-    prefix = _run.prefix_of(here, run)
     check_target(there, to, prefix)
     incoming.check(there, to)
     names = _run.committed(there, to, prefix)

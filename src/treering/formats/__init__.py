@@ -322,6 +322,14 @@ def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> d
     return find(store, folder, open_ones)
 
 
+def check_open(store: Store, folder: str, name: str) -> None:
+    """Raises `PermissionError` if a name in a folder may be another library's step and this process may not read it."""
+    for format in _foreign(None):
+        format.steps(store, folder, [name])
+        if find := getattr(format, "damaged_steps", None):
+            find(store, folder, [name])
+
+
 def foreign_steps(
     store: Store, folder: str, ours: Container[str] = (), only: Format | None = None
 ) -> dict[int, StepPath]:

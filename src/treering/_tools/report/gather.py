@@ -47,6 +47,7 @@ def gather(
     globs: Sequence[str] = (),
     progress: bool = False,
     max_expansion: float = expansion.MOST,
+    prefix: str | None = None,
 ) -> dict[str, Any]:
     """Looks at a run, and returns what its report says, as values that JSON has.
 
@@ -55,11 +56,12 @@ def gather(
     globs: the leaves with statistics; all by default, but no more than the 2,000 largest, which the report says.
     progress: shows a bar, in a terminal.
     max_expansion: as of `treering.restore`; the arrays of a step beyond it are not read, which the report says.
+    prefix: of the names of the run's steps; by default that of those that are there.
 
     What could not be read is named in the report and in the log. Raises `NotFoundError` where there is no run or no
     good step, and `MismatchError` where `compare` names others.
     """
-    listing = list_run(path)
+    listing = list_run(path, prefix=prefix)
     good = [row for row in listing.rows if row.state == "good"]
     if not good:
         raise NotFoundError(f"{listing.path}: expected a run with a good step, found {len(listing.rows)} others")

@@ -203,6 +203,8 @@ class ForeignReader:
         for box in beginning_within(begin, end, ((box, size * math.prod(box_shape(box))) for box in boxes)):
             try:
                 self._arrays[entry.path].read(box, False)
+            except PermissionError:  # which says nothing about the bytes
+                raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)

@@ -313,9 +313,12 @@ class Reader:
         return [own[n] if n in own else next(others) for n in range(len(wanted))], memory
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
-        """Reads every byte, or a share, and yields all damage. Raises `UnsupportedError` at the end for later files."""
+        """Reads every byte, or a share, and yields all damage.
+
+        Raises at the end: `UnsupportedError` for later files, `PermissionError` for those that may not be read.
+        """
         unread: set[int] = set()
-        unsupported: list[UnsupportedError] = []
+        refused: list[UnsupportedError | PermissionError] = []
         begin, end = share.of(sum(listed.size - listed.header for listed in self._manifest.files))
         for number, listed in enumerate(self._manifest.files):
             size = listed.size - listed.header
@@ -325,13 +328,13 @@ class Reader:
                 file = self._file(number)
                 file.header.tensors  # noqa: B018 (all are checked)
                 bad = file.bad_blocks([(min(first, size), min(last, size))])
+            except (UnsupportedError, PermissionError) as error:
+                refused.append(error)
+                unread.add(number)
+                continue
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 yield Problem(listed.name, self._leaves_in(number), None, str(error))
-                unread.add(number)
-                continue
-            except UnsupportedError as error:
-                unsupported.append(error)
                 unread.add(number)
                 continue
             for block in bad:
@@ -340,16 +343,16 @@ class Reader:
             if isinstance(found, CorruptError):
                 yield Problem(name, (), None, str(found))
             elif isinstance(found, UnsupportedError):
-                unsupported.append(found)
+                refused.append(found)
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and not unread.intersection(self._files_of(row)):
                 try:
                     self._parts(row, whole(row.shape), None)
                     self._check_states(row.path, share)
                 except UnsupportedError as error:
-                    unsupported.append(error)
-        if unsupported:
-            raise unsupported[0]
+                    refused.append(error)
+        if refused:
+            raise refused[0]
 
     def _check_states(self, path: str, share: Share) -> None:
         """Reads the states at a path, if there are any, one by one. Raises `UnsupportedError` for what is no state."""

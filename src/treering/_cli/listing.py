@@ -1,0 +1,247 @@
+"""Runs and what is in them: ls, du."""
+
+import dataclasses
+import os
+import posixpath
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .._core.readable import count, nbytes, number
+from .._printable import safe
+from ..errors import MismatchError, NotFoundError, TreeringError
+from .arguments import KEEP, PREFIX, Keep, joined
+from .output import FAILED, PATH, as_json, check_one_way, iso, say, say_csv, say_json, table, when
+
+if TYPE_CHECKING:
+    from .._tools.listing import Listing, Row
+    from ..stores.store import Store
+
+_STATES = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
+
+
+def _best(value: str) -> tuple[str, str]:
+    metric, _, mode = value.rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        raise click.BadParameter(f"{value!r}: expected METRIC:min or METRIC:max")
+    return metric, mode
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option("--best", metavar="METRIC:MODE", help="Mark the best step by a metric; MODE is min or max.")
+@click.option("--keep", type=Keep(), multiple=True, help=f"Show what would be deleted. {KEEP}")
+@PREFIX
+@click.option("--csv", "csv_", is_flag=True, help="Print CSV, with a column for each metric.")
+@as_json
+def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, csv_: bool, json_: bool) -> int:
+    """List the steps of a RUN: time, size, metrics, and what is the latest, pinned, damaged or unfinished.
+
+    Of a directory of runs: each run. The exit code is 3 where this user may not read some of it.
+    """
+    from .. import stores
+    from .._tools.listing import list_run, runs_in
+
+    check_one_way(json_, csv_)
+    wanted = _best(best) if best else None
+    try:
+        listing = list_run(run, joined(keep), prefix)
+    except NotFoundError:
+        place = stores.absolute(run)
+        if not (runs := runs_in(stores.of(place), place)):
+            raise
+        if best or keep:
+            raise click.UsageError(
+                f"{place}: expected one run with --best and --keep, found a directory of runs"
+            ) from None
+        return _ls_runs(place, runs, prefix, csv_=csv_, json_=json_)
+    first = _best_step(listing, *wanted) if wanted else None
+    rows = [{**_plain(row), "latest": row.step == listing.latest} for row in listing.rows]
+    if json_:
+        about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.set_aside, "steps": rows}
+        about["closed"] = listing.closed
+        say_json({**about, "best": first} if wanted else about)
+    elif csv_:
+        _say_csv(rows)
+    else:
+        _say_listing(listing, first)
+    for path in listing.closed:
+        say(f"not listed, for this user may not read it: {safe(path)}", err=True)
+    return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
+
+
+def _say_csv(rows: Sequence[dict[str, Any]]) -> None:
+    from .._tools.listing import Row
+
+    names = [field.name for field in dataclasses.fields(Row) if field.name != "metrics"]
+    metrics = list(dict.fromkeys(f"metrics.{name}" for row in rows for name in row["metrics"]))
+    flat = [{**row, **{f"metrics.{name}": value for name, value in row["metrics"].items()}} for row in rows]
+    say_csv(flat, [*names, "latest", *metrics])
+
+
+def _say_listing(listing: "Listing", best: int | None) -> None:
+    metrics = list(dict.fromkeys(name for row in listing.rows for name in row.metrics))
+    head = ["step", "saved", "size", *map(safe, metrics), "notes"]
+    rows = []
+    for row in listing.rows:
+        numbers = [number(row.metrics[name], 6) if name in row.metrics else "" for name in metrics]
+        notes = ", ".join(_notes(row, listing, best))
+        rows.append([str(row.step), when(row.created), nbytes(row.nbytes), *numbers, notes])
+    table(head, rows, left=["notes"])
+    total = nbytes(sum(row.nbytes or 0 for row in listing.rows))
+    parts = [count(len(listing.rows), "step"), total, *(["finished"] if listing.finished else [])]
+    if listing.set_aside:
+        parts.append(f"set aside by a rewind: {', '.join(os.path.basename(one) for one in listing.set_aside)}")
+    say(" · ".join(parts))
+
+
+def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
+    """Lists the runs in a directory, one line each."""
+    found = [_summary(run, prefix) for run in runs]
+    plain = [{**one, "created": iso(one["created"])} for one in found]
+    if json_:
+        say_json({"path": place, "runs": plain})
+    elif csv_:
+        say_csv(plain, list(plain[0]))
+    else:
+        rows = []
+        for one in found:
+            notes = [f"{one[state]} {click.style(state, fg=colour)}" for state, colour in _STATES.items() if one[state]]
+            notes += ["finished"] * one["finished"] + [click.style(safe(one["error"]), fg="red")] * bool(one["error"])
+            latest = "" if one["latest"] is None else str(one["latest"])
+            name = safe(os.path.basename(one["path"]))
+            rows.append(
+                [name, f"{one['good']:,}", latest, when(one["created"]), nbytes(one["nbytes"]), ", ".join(notes)]
+            )
+        table(["run", "steps", "latest", "saved", "size", "notes"], rows, left=["run", "notes"])
+        say(f"{count(len(found), 'run')} · {nbytes(sum(one['nbytes'] or 0 for one in found))}")
+    return FAILED if any(one["error"] or one["closed"] for one in found) else 0
+
+
+def _summary(run: str, prefix: str | None) -> dict[str, Any]:
+    """What is said of a run beside others: how many steps of each state, and the latest good one."""
+    from .._tools.listing import list_run
+
+    states = {"good": 0, **dict.fromkeys(_STATES, 0)}
+    about = {"path": run, "latest": None, "created": None, "nbytes": None, "finished": False, "error": None}
+    try:
+        listing = list_run(run, prefix=prefix)
+    except (TreeringError, PermissionError) as error:
+        return {**about, **states, "error": str(error)}
+    for row in listing.rows:
+        states[row.state] = states.get(row.state, 0) + 1
+    states["closed"] += len(listing.closed)
+    created = max((row.created for row in listing.rows if row.created is not None), default=None)
+    about |= {"latest": listing.latest, "created": created, "finished": listing.finished}
+    return {**about, **states, "nbytes": sum(row.nbytes or 0 for row in listing.rows)}
+
+
+def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
+    from ..keep import Saved, rank
+
+    saved = [Saved(row.step, row.metrics) for row in listing.rows if row.state == "good"]
+    ranked = rank(saved, metric, mode)  # type: ignore[arg-type]
+    if not ranked:
+        known = sorted({name for row in listing.rows for name in row.metrics})
+        raise NotFoundError(
+            f"{listing.path}: no step has the metric {metric!r}, found {', '.join(known) or 'no metrics'}"
+        )
+    return ranked[0]
+
+
+def _plain(row: "Row") -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "created": iso(row.created)}
+
+
+def _notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
+    notes = []
+    if row.state != "good":
+        notes.append(click.style(row.state, fg=_STATES.get(row.state)))
+    if row.format != "treering":
+        notes.append(row.format)
+    notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
+    notes += ["pinned"] * row.pinned + ["link"] * row.link + [f"link {safe(name)} leads here" for name in row.linked_by]
+    return notes + [click.style("would be deleted", fg="yellow")] * row.deleted
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option(
+    "--depth", type=click.IntRange(1), default=1, metavar="N", help="Of a checkpoint: so many levels of its tree."
+)
+@as_json
+def du(path: str, depth: int, json_: bool) -> int:
+    """Say what takes the room: of a run its steps, of a directory of runs each, of a checkpoint the parts of its tree.
+
+    What this user may not look into is named, and the exit code is 3 then.
+    """
+    from .. import stores
+
+    place = stores.absolute(path)
+    closed: list[str] = []
+    if _has_runs(stores.of(place), place):
+        root, parts = place, _parts_of_folder(place, closed)
+        total = sum(size for _, size in parts)
+    else:
+        root, parts, total = _parts_of_checkpoint(path, depth)
+    if json_:
+        shown = [{"path": name, "nbytes": size} for name, size in parts]
+        say_json({"path": root, "nbytes": total, "parts": shown, "closed": closed})
+    else:
+        rows = [[nbytes(size), f"{100 * size / total:.1f}%" if total else "", safe(name)] for name, size in parts]
+        table(["size", "share", "part"], [*rows, [nbytes(total), "", safe(root)]], left=["part"])
+    for one in closed:
+        say(f"not counted, for this user may not read it: {safe(one)}", err=True)
+    return FAILED if closed else 0
+
+
+def _has_runs(store: "Store", place: str) -> bool:
+    """Whether a directory is a run, or has runs in it; not a checkpoint."""
+    from .. import formats
+    from .._tools.listing import is_run, runs_in
+
+    try:
+        return is_run(store, place) or (not formats.is_known(store, place) and bool(runs_in(store, place)))
+    except MismatchError:  # the names of its steps have several prefixes
+        return True
+
+
+def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
+    """What lies in a directory of steps or runs, and its bytes: folders one by one, files together.
+
+    Adds to `closed` what this process may not look into.
+    """
+    from .. import stores
+    from .._tools.listing import tree_bytes
+
+    store = stores.of(place)
+    parts: list[tuple[str, int]] = []
+    files = 0
+    with store.glance(place):
+        for name in sorted(store.list(place)):
+            path = posixpath.join(place, name)
+            before = len(closed)
+            size = tree_bytes(store, path, closed)
+            if path in closed[before:]:
+                continue
+            if (found := store.stat(path)) and found.is_file:
+                files += size
+            else:
+                parts.append((name, size))
+    return [*parts, *([("(files)", files)] if files else [])]
+
+
+def _parts_of_checkpoint(path: str, depth: int) -> tuple[str, list[tuple[str, int]], int]:
+    """A checkpoint, its parts with their bytes, those within others too, and the bytes of all on the disk."""
+    from .._core.outline import outline
+    from .._run.open import open_checkpoint
+
+    ckpt = open_checkpoint(path)
+    tree = outline(ckpt._source.entries, collapse=False)
+    parts = [(node.path, node.nbytes) for level, node in tree.walk() if level < depth and node.nbytes]
+    rest = ckpt.nbytes - sum(node.nbytes for node in tree.children)
+    return ckpt.path, [*parts, *([("(what describes them)", rest)] if rest > 0 else [])], ckpt.nbytes
+
+
+COMMANDS = (ls, du)

@@ -1,0 +1,163 @@
+"""Reading everything: verify."""
+
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .._core.readable import count, nbytes
+from .._printable import safe
+from ..errors import NotFoundError, TreeringError
+from .arguments import PREFIX, Seconds, Subset
+from .contents import FORMAT
+from .output import FAILED, PATH, as_json, say, say_json
+
+if TYPE_CHECKING:
+    from .._tools.check import Checked
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option(
+    "--subset",
+    type=Subset(),
+    help="Only a part: 2/5 is the second of five equal ones; 10G is one at random of that size.",
+)
+@click.option("--newer", type=Seconds(), help="Only what was committed within this time, such as 7d.")
+@FORMAT
+@PREFIX
+@as_json
+def verify(
+    path: str,
+    subset: tuple[int, int] | int | None,
+    newer: float | None,
+    format: str | None,
+    prefix: str | None,
+    json_: bool,
+) -> int:
+    """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
+
+    Where a format has no checksums, everything is read and decoded. Steps that a rewind has archived are checked, too.
+    PATH may be a directory of runs. What cannot be checked is named; the exit code is 3 then, unless there is damage.
+    """
+    from .. import stores
+    from .._tools.listing import runs_in
+
+    since = None if newer is None else time.time() - newer
+    place = stores.absolute(path)
+    try:
+        part, (checked,) = _check([place], subset, format, prefix, since)
+    except NotFoundError:
+        if not (runs := runs_in(stores.of(place), place)):
+            raise
+        part, found = _check(runs, subset, format, prefix, since, each=True)
+    else:
+        say_json({**_plain(checked), "part": part}) if json_ else _say(checked, part)
+        return _code([checked])
+    if json_:
+        total = {"path": place, "ok": not _code(found), "nbytes": sum(one.nbytes for one in found), "part": part}
+        say_json({**total, "runs": [_plain(one) for one in found]})
+        return _code(found)
+    for one in found:
+        _say(one, part)
+    say(f"{count(len(found), 'run')}, {nbytes(sum(one.nbytes for one in found))}")
+    return _code(found)
+
+
+def _check(
+    paths: Sequence[str],
+    subset: tuple[int, int] | int | None,
+    format: str | None,
+    prefix: str | None,
+    since: float | None,
+    *,
+    each: bool = False,
+) -> "tuple[tuple[int, int] | None, list[Checked]]":
+    """Checks checkpoints or runs, and says which part of their bytes. With `each`, one that fails ends no other."""
+    from .._tools.check import Checked, check
+
+    part = _part(paths, subset, format, prefix) if isinstance(subset, int) else subset
+    found: list[Checked] = []
+    for path in paths:
+        try:
+            found.append(check(path, part, format, prefix=prefix, since=since))
+        except (TreeringError, PermissionError) as error:
+            if not each:
+                raise
+            closed = isinstance(error, PermissionError)
+            found.append(Checked(path, closed=[error]) if closed else Checked(path, unsupported=[error]))
+    return part, found
+
+
+def _code(found: "Sequence[Checked]") -> int:
+    if any(one.problems for one in found):
+        return 1
+    return 0 if all(one.ok for one in found) else FAILED
+
+
+def _plain(checked: "Checked") -> dict[str, Any]:
+    return {
+        "path": checked.path,
+        "ok": checked.ok,
+        "nbytes": checked.nbytes,
+        "checked": checked.parts,
+        "problems": [problem._asdict() for problem in checked.problems],
+        "unsupported": [str(error) for error in checked.unsupported],
+        "closed": [str(error) for error in checked.closed],
+        "deleted": checked.deleted,
+        "archived": checked.archived,
+        "passed_over": checked.passed_over,
+    }
+
+
+def _say(checked: "Checked", part: tuple[int, int] | None) -> None:
+    which = "" if part is None else f", part {part[0]} of {part[1]}"
+    say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_verdict(checked)}")
+    for problem in checked.problems:
+        say(f"  {safe(problem)}")
+    for error in (*checked.unsupported, *checked.closed):
+        say(f"  cannot be checked: {safe(error)}")
+    for step in checked.deleted:
+        say(f"  deleted meanwhile: {safe(step)}")
+    for archived in checked.archived:
+        say(f"  archived steps were checked, too: {safe(archived)}")
+    if checked.passed_over:
+        say(f"  passed over, committed earlier: {count(checked.passed_over, 'checkpoint')}")
+
+
+def _verdict(checked: "Checked") -> str:
+    cannot = len(checked.unsupported) + len(checked.closed)
+    if checked.problems:
+        return click.style(count(len(checked.problems), "problem"), fg="red")
+    if cannot:
+        return click.style(f"{cannot} of {count(checked.parts + cannot, 'checkpoint')} cannot be checked", fg="yellow")
+    return click.style("all good", fg="green") if checked.parts else "nothing was checked"
+
+
+def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | None) -> tuple[int, int]:
+    """One of the equal parts of at most so many bytes, at random."""
+    total = sum(_size(path, format, prefix) for path in paths)
+    parts = max(1, -(-total // max(most, 1)))
+    return random.randint(1, parts), parts
+
+
+def _size(path: str, format: str | None, prefix: str | None) -> int:
+    """The bytes of a checkpoint, or of a run's steps, archived ones too."""
+    from .._run.open import open_checkpoint
+    from .._tools.listing import list_run
+
+    try:
+        listing = list_run(path, prefix=prefix)
+    except NotFoundError:
+        return open_checkpoint(path, format=format).nbytes
+    total = sum(row.nbytes or 0 for row in listing.rows)
+    for archived in listing.set_aside:
+        with contextlib.suppress(NotFoundError, PermissionError):  # an empty one; one that is named when it is checked
+            total += _size(archived, format, None)
+    return total
+
+
+COMMANDS = (verify,)

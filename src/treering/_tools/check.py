@@ -1,0 +1,211 @@
+"""Checking every byte of what is at a path, and naming what was not read."""
+
+import dataclasses
+import errno
+import logging
+import operator
+import os
+import posixpath
+import time
+from collections.abc import Iterator
+
+from .. import formats, stores
+from .._core.source import WHOLE, Problem, Share, Source
+from .._run.latest_good import check_kind, check_known
+from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
+from ..formats.treering import summary
+from ..stores.nfs import look_anew
+from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
+from ..stores.store import Store
+from .parts import parts_of
+
+_log = logging.getLogger("treering")
+_CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
+_DELETION_SECONDS = 2.0  # for which a step that is not recognized any more may still be there
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+@dataclasses.dataclass
+class Checked:
+    """What `check` found out: the damage, and what was not read. `parts` checkpoints were, with `nbytes`.
+
+    `unsupported` and `closed` say why some cannot be checked, `deleted` are the paths of those that were deleted
+    meanwhile, and `passed_over` is the number of those that were committed too long ago. `archived` are directories of
+    archived steps, whose steps are among the parts.
+    """
+
+    path: str
+    nbytes: int = 0
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    parts: int = 0
+    unsupported: list[TreeringError] = dataclasses.field(default_factory=list)
+    closed: list[PermissionError] = dataclasses.field(default_factory=list)
+    deleted: list[str] = dataclasses.field(default_factory=list)
+    passed_over: int = 0
+    archived: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte that was asked for was read, and is as it was saved."""
+        return not self.problems and not self.unsupported and not self.closed
+
+
+def check(
+    path: str | os.PathLike[str],
+    subset: tuple[int, int] | None,
+    format: str | None = None,
+    *,
+    prefix: str | None = None,
+    since: float | None = None,
+) -> Checked:
+    """Checks every byte of a checkpoint, or of a run's steps, and says what was not read.
+
+    prefix: of the names of a run's steps. since: the checkpoints that were committed before, in seconds since the
+    epoch, are passed over; where a format has no time of the commit, that of the file or directory counts.
+    """
+    place = stores.absolute(path)
+    share = _share(subset)
+    only = None if format is None else formats.get(format)
+    try:
+        with reading(place):
+            return _verify(place, share, only, prefix, since)
+    except UnreadableError as error:
+        return Checked(place, problems=[Problem(place, (), None, str(error))])
+
+
+def _share(subset: tuple[int, int] | None) -> Share:
+    if subset is None:
+        return WHOLE
+    wrong = f"subset={subset!r}: expected two numbers, such as (2, 5) for the second of five parts"
+    try:
+        number, count = (operator.index(n) for n in subset)
+    except (TypeError, ValueError):
+        raise MismatchError(wrong) from None
+    if not 1 <= number <= count:
+        raise MismatchError(wrong)
+    return Share(number, count)
+
+
+def _verify(place: str, share: Share, only: formats.Format | None, prefix: str | None, since: float | None) -> Checked:
+    store = stores.of(place)
+    parts = parts_of(store, place, only, prefix)
+    archived = [posixpath.relpath(one, place) for one in parts.archived]
+    done = Checked(place, closed=list(parts.closed.values()), archived=archived)
+    for part, format in parts.formats.items():
+        below = "" if part == place else posixpath.relpath(part, place)
+        try:
+            nbytes = _verify_one(store, part, format, below, done.problems, share, since)
+        except NotFoundError as error:
+            if part == place:
+                raise
+            if _is_deleted(store, part, native=format == "treering"):
+                _log.info("%s: deleted meanwhile, and not checked", part)
+                done.deleted.append(below)
+                continue
+            done.problems.append(Problem(below, (), None, str(error)))
+            nbytes = 0
+        except UnsupportedError as error:
+            done.unsupported.append(error)
+            continue
+        except PermissionError as error:
+            done.closed.append(error)
+            continue
+        if nbytes is None:
+            done.passed_over += 1
+        else:
+            done.parts += 1
+            done.nbytes += nbytes
+    if done.deleted and len(done.deleted) == len(parts.formats) + len(parts.closed):
+        raise NotFoundError(f"{place}: expected steps to check, found none; all were deleted meanwhile")
+    return done
+
+
+def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
+    """Returns True if a step that was listed is gone, or is going.
+
+    Of ours the manifest goes first; of another library the directory must be gone a moment later.
+    """
+    end = time.monotonic() + _DELETION_SECONDS
+    while True:
+        with reading(step):
+            if store.stat(step) is None or (native and summary.look(store, step) is None):
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
+
+
+def _verify_one(
+    store: Store, path: str, known: str | None, below: str, found: list[Problem], share: Share, since: float | None
+) -> int | None:
+    """Adds the damage to `found` and returns about how many bytes were read; None if it was committed before `since`.
+
+    Raises `UnsupportedError` and `PermissionError` when that is done.
+    """
+    for _ in range(_CHECK_ATTEMPTS):
+        file = path
+        try:
+            with reading(path), store.glance(path):
+                format = check_known(store, path) if known is None else formats.get(known)
+                file = summary.file(below) if format.name == "treering" else path
+                reader = format.open(store, path)
+        except ReplacedError:
+            continue
+        except CorruptError as error:
+            found.append(Problem(file, (), None, str(error)))
+            return 0
+        except OSError as error:
+            if isinstance(error, TreeringError):
+                raise
+            if error.errno not in _GONE:
+                raise
+            if known == "treering" and summary.look(store, path) is None:
+                raise NotFoundError(f"{path}: expected a checkpoint, found nothing") from None
+            if known != "treering":
+                check_kind(store, path, known)
+            continue  # it was deleted after it was recognized
+        if since is not None and _committed_at(store, path, reader) < since:
+            return None
+        problems: list[Problem] = []
+        cannot: UnsupportedError | PermissionError | None = None
+        try:
+            problems.extend(
+                problem._replace(file=posixpath.join(below, problem.file)) for problem in _problems(reader, share)
+            )
+        except (UnsupportedError, PermissionError) as error:
+            cannot = error
+        if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
+            found.extend(problems)
+            if cannot:
+                raise cannot
+            begin, end = share.of(reader.nbytes)
+            return end - begin
+    raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
+
+
+def _committed_at(store: Store, path: str, reader: Source) -> float:
+    """Returns when a checkpoint was committed, in seconds since the epoch, as far as the format or the store tells."""
+    if reader.created is not None:
+        return reader.created.timestamp()
+    found = store.stat(path)
+    return found.modified if found else time.time()
+
+
+def _problems(reader: Source, share: Share) -> Iterator[Problem]:
+    """All damage; formats of other packages need not know of shares."""
+    return reader.problems() if share == WHOLE else reader.problems(share)
+
+
+def _is_current(store: Store, path: str, identity: str) -> bool:
+    """Whether the checkpoint at a path is still the one that was opened, so that what its files lack is damage.
+
+    Another host may have replaced it. Raises `ReplacedError` when it was deleted.
+    """
+    look_anew(store, path)
+    try:
+        return summary.identity(store, path) == identity
+    except (CorruptError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _GONE:
+            raise ReplacedError(f"{path}: it was deleted while it was checked") from None
+        raise_if_momentary(error)
+        return True
