@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-STEPS, SAVE_EVERY, KILL_AFTER = 60, 10, 25
+STEPS, SAVE_EVERY, KILL_AFTER = 50, 10, 25
 
 
 def train(run: str) -> None:
@@ -31,7 +31,7 @@ def train(run: str) -> None:
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, STEPS))
 
     def init():
-        model = Transformer(vocabulary=128, width=128, heads=4, depth=3, context=64, key=jax.random.key(0))
+        model = Transformer(vocabulary=128, width=128, heads=4, depth=2, context=32, key=jax.random.key(0))
         return model, optimizer.init(eqx.filter(model, eqx.is_array)), jax.random.key(1)
 
     def loss_of(model, tokens):
@@ -49,7 +49,7 @@ def train(run: str) -> None:
         state, step = ckpts.restore_or_init(init)  # ← 2
         print("begin", step, flush=True)
         for step in range(step + 1, STEPS + 1):
-            state, loss = train_step(state, jnp.asarray(batch(text, step, size=16, length=65)))
+            state, loss = train_step(state, jnp.asarray(batch(text, step, size=8, length=33)))
             print("loss", step, float(loss), flush=True)
             ckpts.save(step, state, metrics={"loss": loss})  # ← 3
 

@@ -18,6 +18,7 @@ from crashes import checks
 from crashes.recording import RecordingDisk, Tree
 from crashes.scenarios import tree
 from crashes.states import KEPT, LOST, Fate, Model, fates_of
+from samples import some
 from treering import stores
 from treering._run import run as _run
 from treering.formats.treering import commit, removal, schema
@@ -49,7 +50,7 @@ PARTS = {  # of the recordings of what takes long: all mutations are in there; `
     "run: killed first, then saved": (4, 6),
     "several array files: killed, then saved, overwriting": (0, 5),
 }
-_SHARES = 8  # of the mutations
+_SHARES = 14  # of the mutations
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(_SHARES))
+@pytest.mark.parametrize("share", some(some(range(_SHARES))))  # one, of a minute or less; `make torture` tries all
 def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -> None:
     """Without any one of them, or with a step before it, some crash loses something; all exceptions are explained."""
 
@@ -89,7 +90,7 @@ def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -
     recordings = (one for scenario, part in parts for one in checks.recorded(scenario, folder, part=part))
     caught = checks.caught(recordings, folder, among=among)
     assert {name for name, failure in caught.items() if failure is None} == set(filter(among, checks.HARMLESS))
-    assert len(caught) > 10
+    assert len(caught) > 3
 
 
 @pytest.mark.long
