@@ -18,7 +18,6 @@ from crashes import checks
 from crashes.recording import RecordingDisk, Tree
 from crashes.scenarios import tree
 from crashes.states import KEPT, LOST, Fate, Model, fates_of
-from samples import some
 from treering import stores
 from treering._run import run as _run
 from treering.formats.treering import commit, removal, schema
@@ -50,7 +49,7 @@ PARTS = {  # of the recordings of what takes long: all mutations are in there; `
     "run: killed first, then saved": (4, 6),
     "several array files: killed, then saved, overwriting": (0, 5),
 }
-_SHARES = 14  # of the mutations
+_SHARES = 4  # of the mutations
 
 
 @pytest.fixture
@@ -79,17 +78,20 @@ def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", some(some(range(_SHARES))))  # one, of a minute or less; `make torture` tries all
+@pytest.mark.parametrize("share", range(_SHARES))
 def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -> None:
-    """Without any one of them, or with a step before it, some crash loses something; all exceptions are explained."""
+    """Without any one of them, or with a step before it, some crash loses something.
+
+    That the exceptions are none, `make torture` shows: it takes minutes to find nothing.
+    """
 
     def among(mutation: str) -> bool:
-        return zlib.crc32(mutation.encode()) % _SHARES == share
+        return zlib.crc32(mutation.encode()) % _SHARES == share and mutation not in checks.HARMLESS
 
     parts = ((SCENARIOS[name], PARTS.get(name, (0, 1))) for name in MUTATED)
     recordings = (one for scenario, part in parts for one in checks.recorded(scenario, folder, part=part))
     caught = checks.caught(recordings, folder, among=among)
-    assert {name for name, failure in caught.items() if failure is None} == set(filter(among, checks.HARMLESS))
+    assert not {name for name, failure in caught.items() if failure is None}
     assert len(caught) > 3
 
 
