@@ -28,9 +28,9 @@ demo: $(VENV)/demo
 test: $(VENV)/test
 	$(RUN) -m pytest -n 4 --dist worksteal
 
-# The same, with a table of the time that each folder and the slowest tests take, in durations.md.
+# The same, with a table of the time that each folder and the slowest tests take, in .durations.md.
 durations: $(VENV)/test
-	TEST_DURATIONS=durations.md $(RUN) -m pytest -n 4 --dist worksteal
+	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
 # All of what `make test` takes a part of (tests/samples.py).
 thorough: $(VENV)/test
