@@ -132,6 +132,7 @@ def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(paths: Iterator[str]) 
     assert all(pending.result().step is None for pending in waiting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False], ids=["mapped", "read"])
 def test_each_byte_is_gone_through_once(paths: Iterator[str], mmap: bool | None) -> None:
     def make(count: int) -> tuple[Counts, Counts]:

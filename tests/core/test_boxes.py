@@ -5,6 +5,7 @@ import math
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from treering._core import boxes
@@ -17,6 +18,7 @@ def arrays_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], boxes.Box, int]:
     return shape, box, draw(st.integers(0, 300))  # type: ignore[return-value]
 
 
+@pytest.mark.long
 @given(arrays_and_boxes())
 def test_byte_ranges_cover_a_box_with_small_gaps_only(case: tuple[tuple[int, ...], boxes.Box, int]) -> None:
     shape, box, gap = case

@@ -57,6 +57,7 @@ def test_other_keys_are_refused(key: object) -> None:
 parts = texts | st.integers() | st.booleans() | st.floats(allow_nan=False)
 
 
+@pytest.mark.long
 @given(*[st.lists(parts, max_size=3).map(tuple)] * 2)
 def test_tuples_as_keys_stay_apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
     same = [(type(part), repr(part)) for part in a] == [(type(part), repr(part)) for part in b]

@@ -202,6 +202,7 @@ def test_rules_and_parts_keep_the_levels(tmp_path: pathlib.Path) -> None:
     assert_same(found["cache"], model["cache"])
 
 
+@pytest.mark.long
 def test_other_formats_do_not_show_them(tmp_path: pathlib.Path) -> None:
     params = nnx.state(Model(0), nnx.Param)
     for format in ("treering", "safetensors", "levanter", "flax"):
@@ -222,6 +223,7 @@ def test_a_run_that_orbax_began_goes_on(tmp_path: pathlib.Path) -> None:
     assert_same(nnx.state(tr.restore(tmp_path, optimizer(1))), nnx.state(optimizer(0)))
 
 
+@pytest.mark.long
 def test_what_is_really_missing_is_named_as_here(tmp_path: pathlib.Path) -> None:
     path = written_by_orbax(tmp_path / "theirs", nnx.state(Model(0).dense))
     with pytest.raises(MismatchError, match=r"2 differences\n  kernel: expected.*\n  scale: .*found nothing"):
@@ -279,6 +281,7 @@ def test_a_box_with_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
     assert bits(read_by_orbax(tmp_path / "ours", like)) == bits(tree)
 
 
+@pytest.mark.long
 def test_keys_that_are_called_like_a_level(tmp_path: pathlib.Path) -> None:
     def state(seed: float) -> Any:
         inner = {"a": jnp.full(2, seed), "value": {"a": jnp.full(2, seed + 1)}}
@@ -290,6 +293,7 @@ def test_keys_that_are_called_like_a_level(tmp_path: pathlib.Path) -> None:
     assert_same(tr.restore(written_by_orbax(tmp_path / "theirs", state(0)), state(9)), state(0))
 
 
+@pytest.mark.long
 def test_one_variable_in_two_places(tmp_path: pathlib.Path) -> None:
     """Orbax has it twice; a template finds it by its first name, and the second is named."""
     shared = nnx.Param(jnp.ones(3))

@@ -364,6 +364,7 @@ def test_metadata_is_the_first_line(tmp_path: Path) -> None:
     assert tr.open(path).metadata == metadata and tr.open(path).step is None
 
 
+@pytest.mark.long
 def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
     tree: dict[str, Any] = {name: jnp.ones(2, name) for name in (*UNTOLD, "float8_e5m2")}
     tree |= {"fine": np.ones(2), "key": jax.random.key(0), "text": "x", "big": 2**64, "small": -(2**63) - 1}

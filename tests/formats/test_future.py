@@ -242,6 +242,7 @@ def test_damage_is_still_damage(tmp_path: pathlib.Path) -> None:
     assert tr.open(tmp_path).path.endswith("step-00000001")
 
 
+@pytest.mark.long
 def test_late_metrics_of_a_later_version(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for step in (1, 2):

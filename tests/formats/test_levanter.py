@@ -81,6 +81,7 @@ def listed(tree: Any) -> Any:
     return [inner[str(n)] for n in range(len(inner))] if numbered else inner
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", described("levanter"))
 def test_checkpoints_of_levanter(tmp_path: Path, name: str) -> None:
     assert_read_as_by("levanter", name, tmp_path, format="levanter")
@@ -91,6 +92,7 @@ def test_checkpoints_of_levanter(tmp_path: Path, name: str) -> None:
     assert metadata is not None and metadata["is_temporary"] is False
 
 
+@pytest.mark.long
 def test_named_arrays_that_levanter_wrote(named_array: Any) -> None:
     for release, step in (("1.2", 20), ("0.2.20", 20), ("0.2.20", 100)):
         path = REAL / "levanter" / release
@@ -101,6 +103,7 @@ def test_named_arrays_that_levanter_wrote(named_array: Any) -> None:
         assert (found.array == tr.open(path, step=step)["model/layers/1/weight"][...]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_both_layouts(tmp_path: Path, ocdbt: bool) -> None:
     path = make(tmp_path, 20, ocdbt=ocdbt, is_temporary=True)

@@ -227,6 +227,7 @@ def test_every_file_that_is_gone_is_named(tmp_path: Path, name: str) -> None:
     assert_same(tr.restore(path), nested(LEAVES))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> None:
     path, files = made(tmp_path, name)

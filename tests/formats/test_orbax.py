@@ -114,6 +114,7 @@ def restore_standard(path: Path, target: Any = None) -> Any:
         return checkpointer.restore(path) if target is None else checkpointer.restore(path, target)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
 def test_every_layout(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
     tree = {**state(), "text": "täxt", "empty": ""}
@@ -133,6 +134,7 @@ def test_every_layout(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
     assert_same(tr.restore(tmp_path / "native"), expected)
 
 
+@pytest.mark.long
 def test_with_and_without_the_devices_it_was_saved_on(tmp_path: Path) -> None:
     tree = state()
     path = save_standard(tmp_path / "ckpt", tree)
@@ -305,6 +307,7 @@ def test_steps_of_earlier_releases(tmp_path: Path) -> None:
     assert_same(tr.restore(tmp_path), {"w": np.ones(1)})
 
 
+@pytest.mark.long
 def test_version_1(tmp_path: Path) -> None:
     tree = {"w": jnp.ones(3), "s": "x", "n": None, "t": (1, 2.5, True, {}), "k": jax.random.key(1)}
     ocp1.save(tmp_path / "one", tree, custom_metadata={"q": 1})
@@ -396,6 +399,7 @@ def test_the_first_releases(tmp_path: Path, ocdbt: bool) -> None:
         tr.restore(tmp_path / "ckpt")
 
 
+@pytest.mark.long
 def test_what_is_written_orbax_reads(tmp_path: Path) -> None:
     tree = {
         **state(),
@@ -745,6 +749,7 @@ def test_data_may_lie_behind_a_link(tmp_path: Path) -> None:
     assert (tr.restore(path)["w"] == np.arange(5000)).all() and tr.verify(path).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(16 << 20) + 1, 1 << 30, 10 << 30])
 def test_a_description_that_is_too_long_is_not_read(tmp_path: Path, use_disk: Any, size: int) -> None:
     path = save(tmp_path / "run" / "7", {"w": np.ones(2)})
@@ -780,6 +785,7 @@ def test_damage(tmp_path: Path, name: str) -> None:
     assert "fine" in seen and (len(seen) > 1 or name == "_sharding")
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tree_of_keys(tmp_path: Path, data: st.DataObject) -> None:
@@ -794,6 +800,7 @@ def test_any_tree_of_keys(tmp_path: Path, data: st.DataObject) -> None:
     outcome(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version_1", [False, True])
 def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, version_1: bool) -> None:
     tree = {"params": {"w": jnp.ones((4, 2))}, "step": 3}

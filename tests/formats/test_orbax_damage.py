@@ -56,6 +56,7 @@ def gone(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.long
 def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
     step = save_run(tmp_path / "run", 1) / "1"
     remove(step / gone)
@@ -305,6 +306,7 @@ def test_the_array_of_a_key_is_gone(tmp_path: Path) -> None:
         tr.restore(tmp_path / "0", like, missing="template", extra="ignore")
 
 
+@pytest.mark.long
 def test_an_earlier_step_is_taken(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
     save_run(tmp_path / "run", 1, 2)
     remove(tmp_path / "run" / "2" / gone)
@@ -441,6 +443,7 @@ def test_folders_of_checkpoints(tmp_path: Path) -> None:
         tr.open(tmp_path / "checkpoints")
 
 
+@pytest.mark.long
 def test_steps_without_the_time_of_their_commit(tmp_path: Path) -> None:
     save_run(tmp_path, 1, 2, 3)
     for step, change in ((1, lambda about: about.pop("commit_timestamp_nsecs")), (2, dict.clear)):

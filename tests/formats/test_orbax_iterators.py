@@ -333,6 +333,7 @@ def test_the_rule_that_an_error_names_takes_the_position(tmp_path: Path) -> None
     assert_same(followed(found["iter"]), followed(drawn(dataset)))
 
 
+@pytest.mark.long
 def test_a_position_that_is_not_there(tmp_path: Path) -> None:
     """The one way to go on is named, with what it means."""
     with ocp.CheckpointManager(tmp_path) as run:
@@ -343,6 +344,7 @@ def test_a_position_that_is_not_there(tmp_path: Path) -> None:
     assert tr.restore(tmp_path, like={"state": TREE, "data": own}, missing=["data"])["data"] is own
 
 
+@pytest.mark.long
 def test_a_state_that_was_saved_as_json(tmp_path: Path) -> None:
     data = drawn(dataset)
     items = {"state": ocp.args.StandardSave(TREE), "data": ocp.args.JsonSave(data.get_state())}
@@ -355,6 +357,7 @@ def test_a_state_that_was_saved_as_json(tmp_path: Path) -> None:
     assert_not_proposed(str(error.value))
 
 
+@pytest.mark.long
 def test_positions_that_cannot_be_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of TensorFlow's iterators, as Kauldron and T5X put them into items."""
     run = save(tmp_path / "run", drawn(dataset))

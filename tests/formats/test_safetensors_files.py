@@ -263,6 +263,7 @@ def test_into_a_template_over_devices(tmp_path: Path) -> None:
 # Keys
 
 
+@pytest.mark.long
 @given(st.text(alphabet="ab~01/é\n\0 ", max_size=8))
 @settings(max_examples=500, deadline=None)
 def test_every_path_has_a_key_of_its_own(text: str) -> None:
@@ -526,6 +527,7 @@ def test_no_format_refuses_a_tree_for_its_none(tmp_path: Path, format: str) -> N
     assert tr.restore(tmp_path / "converted", layer)["l"].bias is None
 
 
+@pytest.mark.long
 def test_options(tmp_path: Path) -> None:
     sizes = (0, -1, True, 2.5, "", "5", "5gb", "5Gb", "5 PB", "GB", "-5GB", "0.1B", "1e3B", "0GB", b"5GB")
     patterns = ("x.safetensors", "{suffix}{suffix}.safetensors", "a{suffix}", "a/b{suffix}.safetensors", 5, "")
@@ -787,6 +789,7 @@ def test_a_header_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(tr.open(tmp_path / "x")) == 50
 
 
+@pytest.mark.long
 def test_asking_what_a_file_is_imports_no_arrays(tmp_path: Path) -> None:
     code = """
 import sys

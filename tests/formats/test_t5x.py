@@ -437,6 +437,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 # Writing
 
 
+@pytest.mark.long
 def test_written_for_t5x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "INLINE", 16)
     monkeypatch.setattr(write, "CHUNK", 64)
@@ -576,6 +577,7 @@ def test_damage_anywhere(tmp_path: Path) -> None:
     assert {"fine", "CorruptError", "UnsupportedError", "NotFoundError"} <= seen
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:

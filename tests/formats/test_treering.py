@@ -52,6 +52,7 @@ def same(found: Any, expected: Any) -> bool:
     return found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
     walked = walk.walk(TREES[name]())

@@ -79,6 +79,7 @@ def is_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return bits == written and json.dumps(parts[0], sort_keys=True) == json.dumps(parts[1], sort_keys=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examine", [examined, spec_reader.examine], ids=["library", "independent"])
 def test_readers_find_what_there_is(examine: Callable[[pathlib.Path], dict[str, Any]]) -> None:
     found = {name: examine(GOLDEN / name) for name in VERDICTS}

@@ -259,6 +259,7 @@ def test_many_boxes_in_little_memory(tmp_path: Path) -> None:
             assert all(nbytes <= max(limit, 1024 + 4096) for _, nbytes in parts)
 
 
+@pytest.mark.long
 def test_slices_of_one_chunk_decode_it_once(tmp_path: Path) -> None:
     array = np.arange(8 << 20, dtype=np.int32)
     make(tmp_path / "a", array, array.shape, compressor={"id": "zstd", "level": 1})

@@ -270,6 +270,7 @@ def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
         assert loads.max() <= 1.01 * loads.mean()
 
 
+@pytest.mark.long
 @unhurried
 @given(
     st.integers(1, 5).flatmap(lambda n: st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=n, max_size=n)),
@@ -297,12 +298,14 @@ def test_few_processes_write_what_is_small() -> None:
     assert loads.max() < 1.1 * loads.mean()  # where all write anyway, all share it
 
 
+@pytest.mark.long
 @unhurried
 @given(st.lists(st.integers(1, 24).map(lambda n: 1 << n), min_size=1, max_size=50), st.integers(1, 64))
 def test_replicated_trees_of_any_sizes_are_written_evenly(sizes: list[int], count: int) -> None:
     assert_even(count, [(Layout([((0, size),)], [range(count)]), 4) for size in sizes])
 
 
+@pytest.mark.long
 @unhurried
 @given(st.lists(st.integers(1, 5000), min_size=2, max_size=3), st.integers(2, 64), st.sampled_from([1, 2, 4]))
 @example([5, 4 * MIB], 8, 4)  # fewer rows than holders
@@ -313,6 +316,7 @@ def test_one_replicated_array_of_any_shape_is_written_evenly(shape: list[int], c
     assert_even(count, [(Layout([whole(tuple(shape))], [range(count)]), itemsize)])
 
 
+@pytest.mark.long
 @unhurried
 @given(st.integers(1, 8), st.integers(1, 8), st.lists(st.integers(1, 22), min_size=1, max_size=30))
 def test_replicas_of_any_number_of_parts_are_written_evenly(groups: int, copies: int, sizes: list[int]) -> None:

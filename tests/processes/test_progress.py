@@ -17,6 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["c", "c.safetensors"])
 def test_bars_show_everything_there_is_to_move(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, target: str

@@ -162,6 +162,7 @@ def test_a_checkpoint_without_a_template_goes_where_it_is_told(everywhere: pathl
         assert_there(array, VALUES["float8_e4m3fn"], where)
 
 
+@pytest.mark.long
 def test_what_was_spread_is_whole_on_the_host(everywhere: pathlib.Path) -> None:
     for mmap in (None, False):
         found = tr.restore(everywhere, mmap=mmap)

@@ -63,6 +63,7 @@ def test_a_module_with_functions_and_static_fields_survives(tmp_path: Path) -> N
     assert_survives(tmp_path, {"model": mlp(use_bias=False), "bound": [mlp(1)]})
 
 
+@pytest.mark.long
 def test_a_restored_model_computes_the_same_bits(tmp_path: Path) -> None:
     model, x = mlp(0), jnp.linspace(-1, 1, 3)
     compute = eqx.filter_jit(lambda model, x: model(x))
@@ -140,6 +141,7 @@ def test_a_python_number_in_a_field_is_state_and_comes_from_the_checkpoint(tmp_p
         assert_same(restored.extra, model.extra)
 
 
+@pytest.mark.long
 def test_every_path_of_a_template_with_more_layers_is_listed(tmp_path: Path) -> None:
     tr.save(tmp_path / "a", mlp(depth=1))
     with pytest.raises(MismatchError) as caught:

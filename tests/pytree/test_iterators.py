@@ -313,6 +313,7 @@ json_like = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(json_like)
 def test_every_plain_state_comes_back(state: Any) -> None:
     class Fixed(Stateful):
@@ -342,6 +343,7 @@ def test_hostile_bytes_are_corrupt_and_nothing_else(data: bytes, value: Any, mor
         assert repr(found) == repr(expected)
 
 
+@pytest.mark.long
 @given(json_like)
 def test_hostile_states_are_corrupt_and_nothing_else(value: Any) -> None:
     for entry in (value, ["each", value], ["all", [value]], ["each", [["array", value]]], ["each", [["dict", value]]]):

@@ -351,6 +351,7 @@ def test_a_key_is_not_taken_for_another_implementation_or_for_its_bits(tmp_path:
         tr.restore(tmp_path / "b", like={"k": key})
 
 
+@pytest.mark.long
 def test_dict_keys_may_be_any_text(tmp_path: Path) -> None:
     for place, tree in enumerate(
         [
@@ -374,6 +375,7 @@ def test_every_leaf_has_a_path_by_which_it_is_found(tmp_path: Path) -> None:
         assert ckpt["in/" + key.replace("~", "~0").replace("/", "~1")][0] == n
 
 
+@pytest.mark.long
 def test_an_array_at_the_root_and_one_under_an_empty_key(tmp_path: Path) -> None:
     for tree in (np.ones(2), {"": np.ones(2)}, {"": {"": np.ones(2)}}, [{"": 1}, {"": np.ones(2)}]):
         assert_survives_plainly(tmp_path, tree)
@@ -405,6 +407,7 @@ def test_dict_keys_that_are_not_text(tmp_path: Path, keys: list[Any]) -> None:
     assert_survives_plainly(tmp_path, tree)
 
 
+@pytest.mark.long
 def test_a_tuple_as_a_key_is_called_in_files_of_others_what_they_call_it(tmp_path: Path) -> None:
     tree = {("a", "b/c"): np.ones(2), ("a", "b/d"): np.zeros(2), ("e",): np.arange(3)}
     (tmp_path / "flax.msgpack").write_bytes(flax.serialization.to_bytes(tree))
@@ -506,6 +509,7 @@ def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_giv
     assert_same(ckpt["a"][:], tree["a"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, True, False])
 def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
     tmp_path: Path, mmap: bool | None
@@ -601,6 +605,7 @@ def test_weak_types_come_back_only_where_the_template_is_weak(tmp_path: Path) ->
             assert_same(as_strong, strong)
 
 
+@pytest.mark.long
 def test_arrays_on_several_devices_and_committed_ones_stay_where_the_template_is(tmp_path: Path) -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))

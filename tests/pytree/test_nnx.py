@@ -143,6 +143,7 @@ def test_a_variable_that_stands_in_the_tree_by_itself(tmp_path: Path) -> None:
         assert_same(bare, {"v": jnp.arange(3.0), "w": [jnp.ones(2)]})
 
 
+@pytest.mark.long
 def test_a_lone_variable_shared_between_places_of_the_tree_stays_shared(tmp_path: Path) -> None:
     net = trained()
     for tree in ({"a": net.tied, "b": net.tied}, {"net": net, "kernel": net.tied}):
@@ -154,6 +155,7 @@ def test_a_lone_variable_shared_between_places_of_the_tree_stays_shared(tmp_path
             assert_same(second[...], first[...])
 
 
+@pytest.mark.long
 def test_a_state_comes_back_as_a_state(tmp_path: Path) -> None:
     net = trained()
     for restored in every_way(tmp_path, nnx.state(net), nnx.state(Net(nnx.Rngs(7)))):
@@ -164,6 +166,7 @@ def test_a_state_comes_back_as_a_state(tmp_path: Path) -> None:
         assert_same_objects(other, net)
 
 
+@pytest.mark.long
 def test_filtered_and_split_states_survive(tmp_path: Path) -> None:
     net = trained()
     graph, params, rest = nnx.split(net, nnx.Param, ...)
@@ -174,6 +177,7 @@ def test_filtered_and_split_states_survive(tmp_path: Path) -> None:
         assert restored["g"] == graph
 
 
+@pytest.mark.long
 def test_a_module_and_its_state_can_stand_for_each_other(tmp_path: Path) -> None:
     net = trained()
     for restored in every_way(tmp_path, {"m": net}, {"m": nnx.state(Net(nnx.Rngs(7)))}):
@@ -198,6 +202,7 @@ def test_the_metadata_of_a_variable_comes_from_the_template(tmp_path: Path) -> N
         assert restored.marked.get_metadata()["out_sharding"] == ("x", None)
 
 
+@pytest.mark.long
 def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
     rngs = nnx.Rngs(0, dropout=jax.random.key(3, impl="rbg"))
     rngs.params(), rngs.params(), rngs.dropout()

@@ -84,6 +84,7 @@ def test_the_order_is_that_of_the_tree_that_was_saved(tmp_path: pathlib.Path, fo
     assert_same(tr.restore(tmp_path / "d.eqx", without), without)
 
 
+@pytest.mark.long
 def test_what_flax_and_orbax_wrote_keeps_its_order(tmp_path: pathlib.Path) -> None:
     import orbax.checkpoint as ocp
 

@@ -48,6 +48,7 @@ def test_all_is_staged_where_there_is_never_room(
     assert found == {n: arrays[n].tobytes() for n in order}
 
 
+@pytest.mark.long
 def test_memory_that_python_has_no_view_of(tmp_path: pathlib.Path) -> None:
     """Arrays that do not lie in C order, of dtypes that only NumPy knows, without elements, beside plain ones."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

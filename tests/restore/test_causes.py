@@ -119,6 +119,7 @@ def test_following_what_is_suggested_makes_it_work(tmp_path: pathlib.Path, case:
     assert jax.tree.structure(found) == jax.tree.structure(like)
 
 
+@pytest.mark.long
 def test_what_is_suggested_keeps_what_the_template_has_and_restores_the_rest(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", state(ADAM))
     like = jax.tree.map(lambda x: x + 5, state(MOMENTUM))

@@ -194,12 +194,14 @@ assert "jax" not in sys.modules, "reading NumPy arrays needs no JAX"
 """
 
 
+@pytest.mark.long
 def test_importing_loads_nothing_heavy_and_reading_needs_no_jax(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"x": np.arange(4)})
     done = subprocess.run([sys.executable, "-c", SMALL, str(tmp_path / "c")], capture_output=True, text=True)
     assert done.stdout == "[1 2] 1\n", done.stderr
 
 
+@pytest.mark.long
 def test_an_abstract_tree_is_a_template_for_what_jax_has_not(tmp_path: pathlib.Path) -> None:
     tree = {
         "wide": np.arange(3),

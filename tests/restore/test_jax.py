@@ -190,6 +190,7 @@ def guarded_trees() -> tuple[Any, Any]:
     return {**tree, "numpy": np.ones(3)}, {**like, "numpy": np.zeros(3)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole_program", [False, True], ids=["in a block", "in the whole program"])
 def test_transfers_that_a_save_or_a_restore_makes_are_asked_for(tmp_path: pathlib.Path, whole_program: bool) -> None:
     tree, like = guarded_trees()

@@ -105,6 +105,7 @@ def test_saved_places_of_every_kind(tmp_path: pathlib.Path, mesh: Mesh) -> None:
             assert found["explicit"].sharding.mesh.axis_types == explicit.axis_types
 
 
+@pytest.mark.long
 def test_a_layout_of_the_template_is_kept(tmp_path: pathlib.Path, mesh: Mesh) -> None:
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(64.0).reshape(8, 8)}
     one = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[1]))
@@ -152,6 +153,7 @@ def test_partition_metadata_of_nnx_places_shapes(tmp_path: pathlib.Path, eager: 
             assert bias.get_value().sharding == NamedSharding(mesh, P())
 
 
+@pytest.mark.long
 def test_unreduced_arrays_are_refused_by_name(tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -169,6 +169,7 @@ def test_all_differences_come_in_one_error(saved: Any) -> None:
         assert line in text
 
 
+@pytest.mark.long
 def test_a_level_too_many_over_a_thousand_layers_is_a_few_lines(saved: Any) -> None:
     layers = [{"kernel": np.ones((2, 2)), "bias": np.ones(2)} for _ in range(1000)]
     path = saved({"params": {"layers": layers}, "step": 7})
@@ -423,6 +424,7 @@ def test_each_byte_of_a_replicated_array_is_written_once(saved: Any) -> None:
     assert file.stat().st_size == 4096 + value.nbytes + 1024 * 4
 
 
+@pytest.mark.long
 def test_the_sharding_argument_wins_over_the_templates(saved: Any) -> None:
     mesh = mesh_of(8)
     row, all_of_it = jax.NamedSharding(mesh, P("x")), jax.NamedSharding(mesh, P())
@@ -522,6 +524,7 @@ def test_a_missing_array_file_is_damage(saved: Any) -> None:
         tr.restore(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("public", [False, True])
 def test_arrays_are_the_same_by_the_public_way_of_making_them(
     saved: Any, monkeypatch: pytest.MonkeyPatch, public: bool
@@ -569,6 +572,7 @@ def test_a_small_part_does_not_keep_what_was_read_around_it(saved: Any) -> None:
     assert small.base is None and small.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mmap", [True, False])
 def test_reading_stops_at_the_first_error(tmp_path: pathlib.Path, use_disk: Any, mmap: bool) -> None:
     tr.save(tmp_path / "c", {"x": np.zeros(200 << 20, np.uint8)})
@@ -734,6 +738,7 @@ def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
     assert line.startswith("restored 1 leaves of ") and line.endswith("; 3 left in the checkpoint: ema/a, ema/b, later")
 
 
+@pytest.mark.long
 def test_a_function_sees_typed_keys_without_a_template(tmp_path: pathlib.Path) -> None:
     """As with one: their own shapes, not those of their data."""
     keys = {"one": jax.random.key(1), "many": jax.random.split(jax.random.key(2), 8)}

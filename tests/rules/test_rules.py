@@ -762,6 +762,7 @@ def test_a_scalar_that_gets_axes_is_an_array(tmp_path: pathlib.Path, rule: rules
     assert_same(tr.restore(tmp_path / "c", rules=[rules.reshape("x", ())]), {"x": np.full((), 3, np.float32)})
 
 
+@pytest.mark.long
 def test_dtypes_of_rules_have_their_names_without_jax(layers: pathlib.Path) -> None:
     code = (
         "import sys, treering as tr\n"
@@ -791,6 +792,7 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
 
 
+@pytest.mark.long
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_rules_say_what_cannot_be_read(tmp_path: pathlib.Path) -> None:
@@ -879,6 +881,7 @@ def replicated(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     return tmp_path / "c", {**state, "dropout": data[0]}
 
 
+@pytest.mark.long
 def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
     replicated: Any, tmp_path: pathlib.Path
 ) -> None:

@@ -488,6 +488,7 @@ def test_restore_or_init_begins_and_goes_on(tmp_path: pathlib.Path) -> None:
         assert state["key"] == jax.random.key(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_init_that_cannot_be_traced_is_called(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, sharded: bool

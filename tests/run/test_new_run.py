@@ -37,6 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 # Beginning anew in a folder that has been used
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("back", [None, 0])
 @pytest.mark.parametrize("local", [False, True])
 def test_a_new_start_sets_all_steps_aside(

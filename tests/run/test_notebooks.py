@@ -77,6 +77,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
     assert tr.steps(tmp_path / "run") == [4, 5, 6]
 
 
+@pytest.mark.long
 def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
     disk = Slow()
     stores.register(stores.Filesystem(disk))
@@ -92,6 +93,7 @@ def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: path
         stores.register(stores.Filesystem(Disk()))
 
 
+@pytest.mark.long
 def test_a_cell_that_was_interrupted_in_a_save_is_run_again(tmp_path: pathlib.Path) -> None:
     disk = Slow()
     stores.register(stores.Filesystem(disk))
@@ -151,6 +153,7 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
+@pytest.mark.long
 def test_a_run_that_is_being_left_can_be_claimed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's claim waits in the middle of it: the file is still locked, but by nobody that it could name."""
     leaving, usual = threading.Event(), Disk.unlink

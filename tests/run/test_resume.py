@@ -95,6 +95,7 @@ def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pyt
     assert "net/epoch (saved 3, now 0)" in caplog.text and not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
+@pytest.mark.long
 def test_other_dtypes_than_those_of_init_are_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     def init() -> Any:
         return {"w": jnp.ones(3), "n": 0, "same": jnp.ones(2)}
@@ -126,6 +127,7 @@ def test_other_shapes_than_those_of_init_are_refused(tmp_path: pathlib.Path, ini
         resumed(tmp_path / "run", init, {"w": jnp.ones(3)})
 
 
+@pytest.mark.long
 def test_a_dtype_that_jax_does_not_have_now_is_refused(tmp_path: pathlib.Path) -> None:
     with jax.enable_x64(True):
         tr.save(tmp_path / "run" / "step-00000001", {"w": jnp.ones(3, jnp.float64)}, step=1)
@@ -156,6 +158,7 @@ def test_leaves_of_one_array_go_to_two_places_if_sharding_says_so(tmp_path: path
     assert all(state[name].tolist() == one.tolist() for name in "abc")
 
 
+@pytest.mark.long
 def test_a_mesh_beside_the_one_that_is_set_is_kept(tmp_path: pathlib.Path) -> None:
     ambient, few = auto_mesh(), jax.sharding.Mesh(np.array(jax.devices()[6:]), ("x",))
     backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("x",))
@@ -260,6 +263,7 @@ def init_of_a_global_object() -> Any:
     return TRAINER.init()
 
 
+@pytest.mark.long
 def test_a_function_as_sharding_is_asked_for_jax_arrays_alone(tmp_path: pathlib.Path) -> None:
     places = {"w": NamedSharding(auto_mesh(), P("x"))}
     init = lambda: {"w": jnp.ones(8), "n": np.ones(3)}  # noqa: E731

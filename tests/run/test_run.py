@@ -233,6 +233,7 @@ print("ready", flush=True); sys.stdin.read(1)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", [False, True])
 def test_a_step_behind_the_latest_is_logged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, local: bool
@@ -438,6 +439,7 @@ def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_two_writers_that_begin_at_the_same_time_are_one(tmp_path: pathlib.Path) -> None:
     for n in range(20):
         won: list[Any] = []
@@ -766,6 +768,7 @@ def test_a_step_that_is_deleted_before_it_is_marked_or_recorded_is_not_found(
     assert save_steps(tmp_path, [1]) == [1]
 
 
+@pytest.mark.long
 def test_damaged_records_do_not_count_and_verify_names_them(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1122,6 +1125,7 @@ def events(tmp_path: pathlib.Path) -> Iterator[Any]:
         writer.close()
 
 
+@pytest.mark.long
 def test_metrics_are_found_in_event_files_when_they_arrive(tmp_path: pathlib.Path, events: Any) -> None:
     run = tmp_path / "run"
     keep = tr.keep.best(1, "eval/acc", "max")

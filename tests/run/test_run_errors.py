@@ -122,6 +122,7 @@ def test_metrics_are_saved_as_they_were_at_the_call(tmp_path: pathlib.Path, capl
         assert f"the metric {name!r} is left out" in caplog.text
 
 
+@pytest.mark.long
 def test_donated_arrays_are_not_saved_and_the_log_says_so(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +139,7 @@ def test_donated_arrays_are_not_saved_and_the_log_says_so(
     assert "2 of its 3 arrays are gone: donated, deleted or let go" in record.message
 
 
+@pytest.mark.long
 def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     import weakref
 

@@ -189,6 +189,7 @@ def test_a_step_becomes_the_best_before_it_is_copied(near: str, tmp_path: pathli
     assert 2 in tr.steps(near)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "delete"])
 def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pathlib.Path, change: str) -> None:
     """What was decided about it counts no more, even if copying does not come to decide anew before the next save."""
@@ -294,6 +295,7 @@ def test_steps_of_a_job_that_was_overtaken(near: str, far: str, caplog: pytest.L
     assert tr.steps(far) == [1, 2, 3, 4] and tr.steps(near) == [1, 4]
 
 
+@pytest.mark.long
 def test_a_job_without_a_local_place_comes_between(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1)
@@ -307,6 +309,7 @@ def test_a_job_without_a_local_place_comes_between(near: str, far: str) -> None:
     _check(tr.restore(far, step=1), 10)
 
 
+@pytest.mark.long
 def test_a_local_run_moves_to_another_place(near: str, far: str) -> None:
     with tr.Checkpointer(near) as ckpts:
         _save(ckpts, 1, 2)
@@ -375,6 +378,7 @@ def test_a_step_is_gone_back_from(near: str, far: str) -> None:
         _check(tr.restore(place), 20)
 
 
+@pytest.mark.long
 def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
     ckpts = tr.Checkpointer(far, local=near, upload_limit=10)
     ckpts.save(1, _state(1))
@@ -403,6 +407,7 @@ def test_the_limit_is_kept(near: str, tmp_path: pathlib.Path) -> None:
     assert time.monotonic() - begun < 15  # the loop is over: nothing is held back any more
 
 
+@pytest.mark.long
 def test_a_damaged_step_is_not_copied(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
     with tr.Checkpointer(near) as ckpts:
         _save(ckpts, 1, 2, 3)
@@ -486,6 +491,7 @@ def test_places_within_each_other(tmp_path: pathlib.Path) -> None:
         tr.Checkpointer(run, local=tmp_path / "link")
 
 
+@pytest.mark.long
 def test_an_interrupt_while_a_change_waits_for_a_copy(near: str, tmp_path: pathlib.Path) -> None:
     """Copying goes on, and `close` does not say that all is there before it is."""
     ckpts = tr.Checkpointer(tmp_path / "far", local=near)
@@ -513,6 +519,7 @@ def test_only_a_writer_copies(near: str, tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "far").exists()
 
 
+@pytest.mark.long
 def test_one_that_was_taken_over_copies_nothing(near: str, far: str) -> None:
     """A Checkpointer whose run another one of this process has taken over says what is not copied, and leaves it."""
     old = tr.Checkpointer(far, local=near, upload_limit=1, keep=tr.keep.last(1))
@@ -543,6 +550,7 @@ def test_a_job_that_goes_back_far_is_not_undone(near: str, far: str, change: str
     assert ckpts.steps == ([1] if change == "rewind" else [1, 2, 3])
 
 
+@pytest.mark.long
 def test_a_local_place_of_another_run(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1, 2)
@@ -602,6 +610,7 @@ def test_an_overwritten_step_is_judged_by_its_own_metrics(near: str, far: str) -
     _check(tr.restore(far, step=2), 20)
 
 
+@pytest.mark.long
 def test_a_local_run_that_was_written_alone_meanwhile_goes_on(near: str, far: str) -> None:
     """As when the store is down, or when the directory was cleared while a job ran."""
     with tr.Checkpointer(far, local=near) as ckpts:
@@ -631,6 +640,7 @@ def test_steps_of_others_far_are_not_gone_back_from(near: str, tmp_path: pathlib
     assert tr.steps(near) == [1, 2] and tr.steps(far) == [1, 2, 5]
 
 
+@pytest.mark.long
 def test_a_pin_that_was_removed_stays_so(near: str, far: str) -> None:
     with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
@@ -801,6 +811,7 @@ def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: st
     assert tr.steps(far) == [2, 6]
 
 
+@pytest.mark.long
 def test_a_deletion_far_takes_nothing_of_a_new_copy(near: str, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of both have the same names."""
     with tr.Checkpointer(far, local=near) as ckpts:
@@ -829,6 +840,7 @@ def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(near: str, monkeypa
     assert tr.steps(near) == [1, 3]
 
 
+@pytest.mark.long
 def test_a_pinned_step_and_one_that_was_lost_far_are_copied_again(near: str, tmp_path: pathlib.Path) -> None:
     """Only what the policy has dropped there stays away."""
     far = tmp_path / "far"

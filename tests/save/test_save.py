@@ -284,6 +284,7 @@ class Watcher(Disk):
         super().write(fd, data, offset)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [1, 10_000_000, None])
 def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
@@ -785,6 +786,7 @@ def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
         logger.setLevel(level)
 
 
+@pytest.mark.long
 def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_started(
     tmp_path: pathlib.Path, monkeypatch: Any
 ) -> None:
@@ -1013,6 +1015,7 @@ def test_a_function_of_a_rule_cannot_save(
     assert everything(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", ["jax_transfer_guard", "jax_debug_nans"])
 def test_what_is_read_while_it_is_written_obeys_guards(tmp_path: pathlib.Path, accelerator: None, setting: str) -> None:
     tree = {"w": jnp.full((6 << 20, 2), jnp.nan).block_until_ready()}

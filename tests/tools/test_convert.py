@@ -66,6 +66,7 @@ def test_parts_casts_and_selections(tmp_path: pathlib.Path) -> None:
     assert list(tr.open(tmp_path / "some")) == ["params/w"]
 
 
+@pytest.mark.long
 def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(tmp_path: pathlib.Path) -> None:
     tree = {"w": np.ones((2, 3), np.float32)}
     for path, wish, expected in [

@@ -49,6 +49,7 @@ def test_a_run_is_verified_as_a_whole(tmp_path: pathlib.Path) -> None:
         tr.verify(tmp_path / "step-00000001")
 
 
+@pytest.mark.long
 def test_steps_of_other_libraries_are_verified_too(tmp_path: pathlib.Path) -> None:
     state = {"a": np.arange(1000.0), "b": np.ones(3)}
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:

@@ -32,6 +32,7 @@ from treering.stores.objects import store as objects
 from treering.stores.read_errors import RequestError
 
 
+@pytest.mark.long
 def test_a_store_in_memory_is_listed_while_another_thread_writes() -> None:
     """obstore before 0.12 lists it with the interpreter's lock held, for which one that overwrites may be waiting."""
     code = """
@@ -118,6 +119,7 @@ def test_clients_of_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [clients.make(f"{scheme}://b").config["bucket"] for scheme in ("gs", "gcs")] == ["b", "b"]
 
 
+@pytest.mark.long
 def test_a_store_object_stands_for_its_bucket(s3_server: str) -> None:
     prefix = secrets.token_hex(4)
     client = s3.client(s3_server, prefix=prefix)
@@ -135,6 +137,7 @@ def test_a_file_url_is_a_path(tmp_path: pathlib.Path) -> None:
     assert tr.restore(tmp_path / "with space") == {"w": 1}
 
 
+@pytest.mark.long
 def test_without_obstore_it_is_named() -> None:
     code = (
         "import sys; sys.modules['obstore'] = None\nimport treering as tr\n"
@@ -235,6 +238,7 @@ def test_a_checkpoint_of_any_format_is_opened_in_few_requests(
         assert all(np.array_equal(restored[leaf], array) for leaf, array in tree.items())
 
 
+@pytest.mark.long
 def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = np.arange(1 << 20, dtype=np.float32)
     tr.save(f"{bucket}/c", {"w": saved})
