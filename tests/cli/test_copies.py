@@ -132,6 +132,35 @@ def test_nothing_comes_into_a_local_directory(run: pathlib.Path, tmp_path: pathl
     assert treering("cp", near, tmp_path / "copy").code == 0
 
 
+def test_steps_on_a_local_disk_count_after_others_came(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+        for step in (5, 6, 7, 8):
+            ckpts.save(step, {"x": step})
+    removal.delete(stores.of(""), str(step_of(far, 8)))  # as if the job had been killed before it was copied
+    calls = [
+        ["cp", run, far, "--steps", "1..3"],
+        ["cp", step_of(run, 4), step_of(far, 4), "--overwrite"],
+        ["convert", step_of(run, 4), step_of(far, 9), "--overwrite"],
+    ]
+    for call in calls:
+        assert treering(*call).code == 0
+        assert tr.Checkpointer(far, local=near).copies(8) == [str(step_of(near, 8))], call
+
+
+@pytest.mark.parametrize("command", ["cp", "convert"])
+def test_a_step_that_is_replaced_does_not_come_back_from_a_local_disk(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, command: str
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with tr.Checkpointer(far, local=near) as ckpts:
+        ckpts.save(4, {"x": np.zeros(3)})
+    assert treering(command, step_of(run, 4), step_of(far, 4), "--overwrite").code == 0
+    assert tr.Checkpointer(far, local=near).restore()["x"][0] == 4
+
+
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_steps_that_a_job_deletes_meanwhile_are_named(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch, where: str

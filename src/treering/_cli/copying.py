@@ -88,8 +88,9 @@ def convert(
             say(f"{safe(found.path)}: would be written, {found.format}, {leaves}, {nbytes(found.nbytes)} of arrays")
         return
     place = stores.absolute(target)
-    run = incoming.run_around(stores.of(place), place)
-    with contextlib.nullcontext() if run is None else incoming.writing(stores.of(place), run):
+    store = stores.of(place)
+    run, replaces = incoming.run_around(store, place), overwrite and store.stat(place) is not None
+    with contextlib.nullcontext() if run is None else incoming.writing(store, run, replaces=replaces):
         report = write(
             source,
             target,

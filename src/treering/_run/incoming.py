@@ -15,13 +15,13 @@ from .steps import Steps
 def run_around(store: Store, path: str) -> str | None:
     """Returns the run of which a checkpoint at a path would be a step, if a job writes it, or may.
 
-    A job leaves its lock there while it writes, and its mark in a `local=` directory. Steps end in their number, in
-    every format: a model may be written beside them.
+    A job leaves its lock there while it writes, and its marks in a `local=` directory and where it copies from there.
+    Steps end in their number, in every format: a model may be written beside them.
     """
     root = parent(path)
     if root is None or not path[-1].isdecimal():
         return None
-    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run.COPIED))
+    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run.COPIED, run.ORIGIN))
     return root if any(store.stat(mark) is not None for mark in marks) else None
 
 
@@ -36,12 +36,19 @@ def check(store: Store, root: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(store: Store, root: str, prefix: str = run.PREFIX) -> Iterator[None]:
-    """Holds the lock of a run within a `with` block, as its job does. Raises what `check` raises."""
+def writing(store: Store, root: str, prefix: str = run.PREFIX, *, replaces: bool) -> Iterator[None]:
+    """Holds the lock of a run within a `with` block, as its job does. Raises what `check` raises.
+
+    replaces: whether another step takes the place of one. What its job has on a local disk does not count then, or the
+        old one would come back from there; steps that are only added leave it as it is.
+    """
     check_not_near(store, root)
     directory = Directory(Steps(store, root, prefix), lambda: True)
     try:
-        directory.claim()
+        if replaces:
+            directory.claim()
+        else:
+            directory.acquire()
         yield
     finally:
         directory.release()

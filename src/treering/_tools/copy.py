@@ -109,7 +109,9 @@ def copy_all(
     if not overwrite and (differing := [one.to for one, is_same in same.items() if is_same is False]):
         raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
     writes = run is not None and not dry_run and not all(same.values())
-    with incoming.writing(there, run, prefix) if run is not None and writes else contextlib.nullcontext():
+    replaces = any(is_same is False and one.differs() for one, is_same in same.items())
+    taken = incoming.writing(there, run, prefix, replaces=replaces) if run is not None and writes else None
+    with taken or contextlib.nullcontext():
         for one, is_same in reversed(same.items()):
             with done._passing_over(one, single):
                 if not is_same:

@@ -42,6 +42,10 @@ class OneCopy(NamedTuple):
             Reader(self.here, self.path)
         return is_same
 
+    def differs(self) -> bool:
+        """Whether what is there is another checkpoint, rather than a damaged copy of this one."""
+        return identity(self.there, self.to) != identity(self.here, self.path)
+
     def complete(self) -> None:
         """Adds to the copy the metrics and the pin that it lacks."""
         with contextlib.suppress(FileNotFoundError):  # A job deletes the checkpoint: the copy stays.
