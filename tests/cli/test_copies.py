@@ -15,6 +15,7 @@ import treering as tr
 from treering import stores
 from treering._tools import copy as copying
 from treering._tools.copy import Copied, copy_all
+from treering.formats.treering import copy as native_copy
 from treering.formats.treering import removal
 from treering.stores.objects.store import ObjectStore
 
@@ -258,6 +259,81 @@ def test_what_is_there_is_read_with_overwrite_alone_and_cp_says_so(
     change(copy, 3, size=1000)
     found = treering("cp", run, copy)
     assert found.code == 3 and str(step_of(copy, 3)) in found.err and "--overwrite" in found.err
+
+
+def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
+) -> None:
+    for number, size in enumerate((None, 1000, 1)):
+        copy = tmp_path / f"copy{number}"
+        treering("cp", run, copy)
+        tr.record(copy, 2, {"eval": 0.5})
+        treering("pin", copy, 2)
+        (lost,) = step_of(copy, 3).glob("arrays-*")
+        lost.unlink()
+        change(copy, 2, size=size)
+        planned = treering("cp", run, copy, "--overwrite", "--dry-run", "--json").json
+        found = treering("cp", run, copy, "--overwrite", "--json")
+        assert found.code == 0 and found.json == {**planned, "dry_run": False} and tr.verify(copy).ok
+        assert tr.Checkpointer(copy).pinned == [2] and tr.open(copy, step=2).metrics == {"eval": 0.5}
+        assert lost.exists() and sorted(os.listdir(step_of(copy, 3))) == sorted(os.listdir(step_of(run, 3)))
+
+
+def test_a_copy_in_a_bucket_is_repaired(run: pathlib.Path, treering: Any) -> None:
+    buckets, copy = ObjectStore(), "copies8://tests8/copy"
+    buckets.add("copies8://tests8", obstore.store.MemoryStore())
+    with stores.using(buckets, "copies8"):
+        copy_all(run, copy)
+        for step in (2, 3):
+            (name,) = (name for name in buckets.list(f"{copy}/step-0000000{step}") if name.startswith("arrays-"))
+            if step == 2:
+                buckets.delete(f"{copy}/step-00000002/{name}")
+            else:
+                with buckets.new_file(f"{copy}/step-00000003/{name}", overwrite=True) as file:
+                    file.write(bytes(next(step_of(run, 3).glob("arrays-*")).stat().st_size))
+        assert len(tr.verify(copy).problems) > 1 and treering("cp", run, copy, "--overwrite").code == 0
+        assert tr.verify(copy).ok
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_a_copy_that_cannot_be_repaired_stays_as_it_is(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    copy, source = tmp_path / "copy", str(run)
+    treering("cp", run, copy)
+    if where == "bucket":
+        copy_all(run, source := f"memory://{tmp_path.name}/run")
+    change(copy, 2)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+    def interrupted(self: Copied, nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    damaged = native_copy.damaged
+
+    def found_late(store: Any, path: str) -> Any:
+        found = damaged(store, path)
+        removal.delete(stores.of(source), f"{source}/step-00000002")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copied, "_moved", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copy_all(source, copy, overwrite=True)
+    monkeypatch.setattr(native_copy, "damaged", found_late)
+    found = treering("cp", source, copy, "--overwrite")
+    assert found.code == 1 and "was deleted before it was repaired" in found.err
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_a_pinned_step_is_not_replaced_by_another(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
+    other = save_run(tmp_path / "other", 3, 9)
+    treering("pin", other, 3)
+    before = files(other)
+    for dry in ([], ["--dry-run"]):
+        for source, target in ((run, other), (step_of(run, 3), step_of(other, 3))):
+            found = treering("cp", source, target, "--overwrite", *dry)
+            assert found.code == 3 and "step-00000003: is pinned" in found.err and files(other) == before
 
 
 # Before anything is done

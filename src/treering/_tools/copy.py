@@ -71,8 +71,9 @@ def copy_all(
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
     To those that are there, pins and recorded metrics are added. They are not read, except with `overwrite`: then steps
-    that are there and differ, or are damaged there, are replaced. Without it, those that differ raise `ExistsError`
-    before anything is copied. Damaged steps, those of a later release and of other libraries are logged and left
+    that are there and differ are replaced, and of those that are damaged there the damaged files, which leaves their
+    pins and metrics. Without it, both raise `ExistsError` before anything is copied, as do pinned steps that differ.
+    Damaged steps, those of a later release and of other libraries are logged and left
     behind. A step that a job deletes meanwhile is passed over and logged.
 
     steps: copy only those of a run that lie in these ranges.
@@ -108,6 +109,9 @@ def copy_all(
             same[one] = one.is_same(thorough=overwrite)
     if not overwrite and (differing := [one.to for one, is_same in same.items() if is_same is False]):
         raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
+    for one in same if overwrite else ():
+        if same[one] is False:
+            one.check_unpinned()
     writes = run is not None and not dry_run and not all(same.values())
     replaces = any(is_same is False and one.differs() for one, is_same in same.items())
     taken = incoming.writing(there, run, prefix, replaces=replaces) if run is not None and writes else None

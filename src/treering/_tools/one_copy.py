@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import CorruptError, ExistsError, UnsupportedError
-from ..formats.treering import copy, metrics, pins, removal, summary
+from ..formats.treering import copy, metrics, pins, summary
 from ..formats.treering.read import Reader
 from ..stores.store import Store
 
@@ -46,6 +46,14 @@ class OneCopy(NamedTuple):
         """Whether what is there is another checkpoint, rather than a damaged copy of this one."""
         return identity(self.there, self.to) != identity(self.here, self.path)
 
+    def check_unpinned(self) -> None:
+        """Raises `ExistsError` if what is there is another checkpoint and pinned."""
+        if self.differs() and pins.pinned(self.there, self.to):
+            raise ExistsError(
+                f"{self.to}: is pinned, and another checkpoint than {self.path}, or its manifest is damaged; unpin it "
+                "before it is replaced"
+            )
+
     def complete(self) -> None:
         """Adds to the copy the metrics and the pin that it lacks."""
         with contextlib.suppress(FileNotFoundError):  # A job deletes the checkpoint: the copy stays.
@@ -54,26 +62,31 @@ class OneCopy(NamedTuple):
                 pins.pin(self.there, self.to, True)
 
     def make(self, moved: Callable[[int], None], *, absent: bool) -> None:
-        """Copies the checkpoint, in the place of another or of a damaged copy, unless nothing was there (`absent`).
+        """Copies the checkpoint, or repairs its copy, or replaces what is there; nothing was if it is `absent`.
 
-        Raises what `formats.treering.copy` raises, and `ExistsError` if another writer was first.
+        Raises what `formats.treering.copy` raises, what `check_unpinned` raises, and `ExistsError` if another writer
+        was first.
         """
         replaced = summary.look(self.there, self.to) is not None
         if replaced and absent:
             raise ExistsError(f"{self.to}: another writer put a checkpoint there meanwhile; it is untouched")
-        if replaced and identity(self.there, self.to) == identity(self.here, self.path):
-            # Its files have the names of the new copy's: it is deleted first, unless it may be the better one.
-            if problem := next(Reader(self.here, self.path).problems(), None):
-                raise CorruptError(str(problem))
-            removal.delete(self.there, self.to)
-            replaced = False
+        if replaced and summary.look(self.here, self.path) is None:
+            raise CorruptError(f"{self.to}: is damaged or differs, and {self.path} was deleted before it was repaired")
+        if replaced and not self.differs():
+            copy.repair(self.here, self.path, self.there, self.to, moved=moved)
+            self.complete()
+            return
+        if replaced:
+            self.check_unpinned()
         copy.copy(self.here, self.path, self.there, self.to, overwrite=replaced, moved=moved)
 
     def measure(self, moved: Callable[[int], None]) -> None:
         """Counts what `make` would copy. Raises what `make` raises, as far as that shows without reading arrays."""
         reader = Reader(self.here, self.path)
         reader.check_present()
-        moved(sum(file.size for file in reader.files))
+        is_there = summary.look(self.there, self.to) is not None
+        bad = copy.damaged(self.there, self.to) if is_there and not self.differs() else None
+        moved(sum(file.size for file in reader.files if bad is None or file.name in bad))
 
 
 def identity(store: Store, path: str) -> str | None:

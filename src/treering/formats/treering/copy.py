@@ -8,7 +8,7 @@ from typing import Protocol
 from ..._core.leaf_paths import few
 from ...errors import CorruptError
 from ...stores.claims import TakenOverError
-from ...stores.read_errors import reading
+from ...stores.read_errors import ReplacedError, reading
 from ...stores.store import Store
 from ...stores.whole_files import opened, read_file
 from ..safetensors.header import header_size
@@ -90,6 +90,43 @@ def copy(
     if pins.pinned(source, path):
         pins.pin(target, to, True)
     return reader.identity
+
+
+def damaged(store: Store, path: str) -> dict[str, str]:
+    """The files of a checkpoint that are damaged or missing, and what is wrong with each. Reads every byte."""
+    found: dict[str, str] = {}
+    for problem in Reader(store, path).problems():
+        found.setdefault(problem.file, str(problem))
+    return found
+
+
+def repair(
+    source: Store, path: str, target: Store, to: str, *, moved: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Replaces the damaged and missing files of a copy one by one, each in one step. All else of the copy stays.
+
+    Nothing is removed: whatever ends it, a file of the copy is the new one or as it was. `moved` is as of `copy`.
+
+    Raises `CorruptError` for what is damaged in the checkpoint as well, or has been deleted there meanwhile.
+    """
+    bad = damaged(target, to)
+    try:
+        reader = Reader(source, path)
+        listed = {one.name: number for number, one in enumerate(reader.files)}
+        reader.hold([listed[name] for name in bad if name in listed])
+        for name, why in bad.items():
+            with target.new_file(posixpath.join(to, name), overwrite=True) as file:
+                if name in listed:
+                    size = reader.files[listed[name]].size
+                    for offset, buffer in reader.contents(listed[name]):
+                        moved(min(len(buffer), size - offset))
+                        file.write(buffer[: size - offset])
+                elif name in metrics.names(source, path, reader.identity):
+                    file.write(read_file(source, posixpath.join(path, name)))
+                else:
+                    raise CorruptError(f"{to}: {why}; {path} has no such file to repair it with")
+    except (ReplacedError, FileNotFoundError):
+        raise CorruptError(f"{to}: is damaged, and {path} was deleted before it was repaired from there") from None
 
 
 def check(source: Store, path: str, others: Others | None = None) -> None:

@@ -81,7 +81,7 @@ def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
     """Removes what killed writers of single files have left in a directory, of what is there."""
     for name in names:
         place = place_of(name)
-        if place in (MANIFEST, PIN) or (place and identity_of(place)):
+        if place in (MANIFEST, PIN) or (place and (identity_of(place) or token_of(place))):
             with contextlib.suppress(FileNotFoundError):
                 store.remove_leftover(posixpath.join(path, name))
 
