@@ -58,6 +58,8 @@ def test_no_message_that_a_command_prints_advises_an_argument_of_python() -> Non
         (["convert", "c", "m", "--step", "3"], "--step 3 was asked for"),
         (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),
         (["show", "step=1", "--step", "3"], "/step=1: --step 3 was asked for"),
+        (["show", "my step=1; pass step=2", "--step", "3"], "/my step=1; pass step=2: --step 3 was asked for"),
+        (["cp", "my step=1; pass step=2", "c", "--steps", "3"], "/my step=1; pass step=2: steps were asked for"),
         (["convert", "zeros", "m"], "pass --max-expansion inf\n"),
         (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path, or pass --prefix\n"),
         (["ls", "other"], "a-1 is in it; pass --prefix 'a-'\n"),
@@ -68,7 +70,7 @@ def test_errors_name_the_options_of_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("treering._core.expansion._FREE", 1000)
-    for name in ("c", "step=1", "several/a-00000001", "several/b-00000001"):
+    for name in ("c", "step=1", "my step=1; pass step=2", "several/a-00000001", "several/b-00000001"):
         tr.save(tmp_path / name, {"x": np.ones(3)})
     same = np.ones(10_000)
     tr.save(tmp_path / "zeros", dict.fromkeys(map(str, range(200)), same))

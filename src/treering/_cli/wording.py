@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-# Not within a path such as /data/step=3.
+# What a message is about comes first, up to a colon; it may have spaces, and is left as it is.
+_PATH = re.compile(r"((?:\A|(?<=: ))(?:[A-Za-z][\w+.-]*:)?[/\\].*?(?=: ))")
+# Not within other paths, such as /data/step=3.
 _ARGUMENT = re.compile(r"(?<![^\s(])([a-z_]+)=(True|'[^']*'|\"[^\"]*\"|[\w.+-]*[\w]|(?=$|[\s;,.)]))")
 _NO_OPTION = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
@@ -13,6 +15,7 @@ _NO_OPTION = re.compile(
     r"| \(reading needs no Checkpointer: [^)]*\)"
     r"|\bsee best\(unscored=\): "
     r"| to go on from there"
+    r"| to Checkpointer\b"
 )
 _RULE = re.compile(r"\b(?:treering\.rules\.(drop|rename)\b|(drop)\((?=['\"])('[^']*'|\"[^\"]*\")\))")
 
@@ -35,5 +38,7 @@ def in_shell(text: str, commands: Mapping[str, click.Command], arguments: Sequen
         name = match[1] or match[2]
         return f"--{name}" + (f" {match[3]}" if match[3] else "") if name in options else match[0]
 
-    text = _NO_OPTION.sub("", _RULE.sub(rule, _ARGUMENT.sub(option, text)))
+    parts = _PATH.split(text)  # paths are the odd ones
+    parts[::2] = (_NO_OPTION.sub("", _RULE.sub(rule, _ARGUMENT.sub(option, part))) for part in parts[::2])
+    text = "".join(parts)
     return text.replace("math.inf", "inf") if "max_expansion" in options else text

@@ -65,7 +65,7 @@ def _directories(store: Store, run: str, prefix: str | None) -> list[tuple[int, 
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {PREFIX!r}, found several other prefixes: "
-            f"{few(tuple(sorted(others)))}; open a step by its own path, or pass prefix="
+            f"{few(tuple(sorted(others)))}; open a step by its own path, or pass prefix= to Checkpointer"
         )
     return _committed(store, run, names, others.pop()) if others else []
 

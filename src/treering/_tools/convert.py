@@ -44,7 +44,8 @@ def convert(
     arrays in memory at a time. max_expansion: as of `treering.restore`.
 
     Where `dst` would be a step of a run, raises an `ExistsError` that names the other process that writes the run, and
-    `MismatchError` for a `local=` directory.
+    `MismatchError` for a `local=` directory. That is looked at once, before, and takes no lock: a job that begins
+    meanwhile is not noticed, nor, in a bucket, a job of another machine. The command `treering convert` takes the lock.
     """
     ckpt = _opened(src, dst, step, source_format, at, max_expansion)
     return save(
