@@ -272,11 +272,14 @@ def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
         (lost,) = step_of(copy, 3).glob("arrays-*")
         lost.unlink()
         change(copy, 2, size=size)
+        for step in (1, 3):  # what a killed repair leaves
+            (step_of(copy, step) / f".{lost.name}.abcdef.tmp").touch()
         planned = treering("cp", run, copy, "--overwrite", "--dry-run", "--json").json
         found = treering("cp", run, copy, "--overwrite", "--json")
         assert found.code == 0 and found.json == {**planned, "dry_run": False} and tr.verify(copy).ok
         assert tr.Checkpointer(copy).pinned == [2] and tr.open(copy, step=2).metrics == {"eval": 0.5}
         assert lost.exists() and sorted(os.listdir(step_of(copy, 3))) == sorted(os.listdir(step_of(run, 3)))
+        assert treering("delete", copy, 1, "--yes").code == 0 and not step_of(copy, 1).exists()
 
 
 def test_a_copy_in_a_bucket_is_repaired(run: pathlib.Path, treering: Any) -> None:
