@@ -30,8 +30,8 @@ FIELDS = {
     "diff": "{only_a, only_b, changed: {*}, equal, values: {*: {differing, size, largest, relative, cosine}}}",
     "verify": "{path, ok, nbytes, checked, problems: [{file, leaves, block, what}], unsupported, closed, deleted, "
     "archived, passed_over, part}",
-    "verify (of several runs)": "{path, ok, nbytes, part, runs: [{path, ok, nbytes, checked, problems: [{file, leaves, "
-    "block, what}], unsupported, closed, deleted, archived, passed_over}]}",
+    "verify (of several runs)": "{path, ok, nbytes, part, not_checked, runs: [{path, ok, nbytes, checked, problems: "
+    "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over}]}",
     "convert": "{path, nbytes, seconds, dry_run}",
     "convert --dry-run": "{path, format, step, leaves, nbytes, dry_run}",
     "cp": "{copied, there, left_behind, gone, nbytes, there_read, dry_run}",

@@ -199,10 +199,12 @@ def du(path: str, depth: int, json_: bool) -> int:
 def _has_runs(store: "Store", place: str) -> bool:
     """Whether a directory is a run, or has runs in it; not a checkpoint."""
     from .. import formats
-    from .._tools.listing import is_run, runs_in
+    from .._tools.listing import is_empty_run, is_run, runs_in
 
     try:
-        return is_run(store, place) or (not formats.is_known(store, place) and bool(runs_in(store, place)))
+        if is_run(store, place) or is_empty_run(store, place):
+            return True
+        return not formats.has_folder(store, place) and bool(runs_in(store, place))
     except MismatchError:  # the names of its steps have several prefixes
         return True
 

@@ -41,29 +41,32 @@ def verify(
     """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
 
     Where a format has no checksums, everything is read and decoded. Steps that a rewind has archived are checked, too.
-    PATH may be a directory of runs. What cannot be checked is named; the exit code is 3 then, unless there is damage.
+    PATH may be a directory of runs, with checkpoints beside them. What cannot be checked is named; the exit code is 3
+    then, unless there is damage.
     """
-    from .. import stores
-    from .._tools.listing import runs_in
+    from .. import formats, stores
+    from .._tools.folder import look_into
 
     since = None if newer is None else time.time() - newer
     place = stores.absolute(path)
-    try:
+    folder = look_into(stores.of(place), place, None if format is None else formats.get(format), prefix)
+    if folder is None:
         part, (checked,) = _check([place], subset, format, prefix, since)
-    except NotFoundError:
-        if not (runs := runs_in(stores.of(place), place)):
-            raise
-        part, found = _check(runs, subset, format, prefix, since, each=True)
-    else:
         say_json({**_plain(checked), "part": part}) if json_ else _say(checked, part)
         return _code([checked])
+    part, found = _check([*folder.checkpoints, *folder.runs], subset, format, prefix, since, each=True)
     if json_:
         total = {"path": place, "ok": not _code(found), "nbytes": sum(one.nbytes for one in found), "part": part}
+        total["not_checked"] = folder.deeper
         say_json({**total, "runs": [_plain(one) for one in found]})
         return _code(found)
     for one in found:
         _say(one, part)
-    say(f"{count(len(found), 'run')}, {nbytes(sum(one.nbytes for one in found))}")
+    for one in folder.deeper:
+        say(f"not checked: {safe(one)}, which has runs or checkpoints in it")
+    numbers = [count(len(folder.runs), "run")] * bool(folder.runs)
+    numbers += [count(len(folder.checkpoints), "checkpoint")] * bool(folder.checkpoints)
+    say(", ".join([*numbers, nbytes(sum(one.nbytes for one in found))]))
     return _code(found)
 
 
@@ -79,7 +82,7 @@ def _check(
     """Checks checkpoints or runs, and says which part of their bytes. With `each`, one that fails ends no other."""
     from .._tools.check import Checked, check
 
-    part = _part(paths, subset, format, prefix) if isinstance(subset, int) else subset
+    part = _part(paths, subset, format, prefix, each=each) if isinstance(subset, int) else subset
     found: list[Checked] = []
     for path in paths:
         try:
@@ -87,9 +90,22 @@ def _check(
         except (TreeringError, PermissionError) as error:
             if not each:
                 raise
-            closed = isinstance(error, PermissionError)
-            found.append(Checked(path, closed=[error]) if closed else Checked(path, unsupported=[error]))
+            if isinstance(error, PermissionError):
+                found.append(Checked(path, closed=[error]))
+            else:
+                found.append(Checked(path, unsupported=[] if _has_just_begun(path, prefix) else [error]))
     return part, found
+
+
+def _has_just_begun(path: str, prefix: str | None) -> bool:
+    """Whether a run has no committed step yet, which is no failure beside others."""
+    from .._tools.listing import list_run
+
+    try:
+        listing = list_run(path, prefix=prefix)
+    except (TreeringError, PermissionError):
+        return False
+    return not listing.closed and all(row.state == "unfinished" for row in listing.rows)
 
 
 def _code(found: "Sequence[Checked]") -> int:
@@ -134,12 +150,20 @@ def _verdict(checked: "Checked") -> str:
         return click.style(count(len(checked.problems), "problem"), fg="red")
     if cannot:
         return click.style(f"{cannot} of {count(checked.parts + cannot, 'checkpoint')} cannot be checked", fg="yellow")
-    return click.style("all good", fg="green") if checked.parts else "nothing was checked"
+    if checked.parts:
+        return click.style("all good", fg="green")
+    return "nothing was checked" if checked.passed_over or checked.deleted else "nothing to check yet"
 
 
-def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | None) -> tuple[int, int]:
-    """One of the equal parts of at most so many bytes, at random."""
-    total = sum(_size(path, format, prefix) for path in paths)
+def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | None, *, each: bool) -> tuple[int, int]:
+    """One of the equal parts of at most so many bytes, at random. With `each`, one whose size is not known counts 0."""
+    total = 0
+    for path in paths:
+        try:
+            total += _size(path, format, prefix)
+        except (TreeringError, PermissionError):  # which is said when it is checked
+            if not each:
+                raise
     parts = max(1, -(-total // max(most, 1)))
     return random.randint(1, parts), parts
 

@@ -21,6 +21,7 @@ from ..stores.whole_files import is_folder
 from .parts import closed_in
 
 _log = logging.getLogger("treering")
+OF_THE_SYSTEM = "lost+found"  # the file system's own folder, closed to all but root
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
 
 
@@ -123,12 +124,22 @@ def is_run(store: Store, place: str, prefix: str | None = None) -> bool:
             return False
         names = store.list(place)
         steps = any(_run.parse(name, _run.PREFIX if prefix is None else prefix) is not None for name in names)
-        return steps or _run.FINISHED in names or bool(_run.all_steps(store, place, prefix))
+        return steps or bool(_run.all_steps(store, place, prefix))
+
+
+def is_empty_run(store: Store, place: str) -> bool:
+    """Whether a path that is meant to be a run is one that has finished, and has no step any more.
+
+    Where runs are looked for, any folder may have a file of that name: it is no run then.
+    """
+    with reading(place):
+        found = _run.FINISHED in store.list(place)
+    return found and not formats.is_known(store, place) and not runs_in(store, place)
 
 
 def check_run(store: Store, place: str, prefix: str | None = None) -> None:
     """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
-    if is_run(store, place, prefix):
+    if is_run(store, place, prefix) or is_empty_run(store, place):
         return
     with reading(place):
         names = store.list(place)
@@ -147,7 +158,7 @@ def runs_in(store: Store, place: str) -> list[str]:
     closed: list[str] = []
     for name in store.list(place):
         path = posixpath.join(place, name)
-        if name == "lost+found":  # the file system's own, closed to all but root
+        if name == OF_THE_SYSTEM:
             continue
         try:
             if is_folder(store, path, links=True) and is_run(store, path):

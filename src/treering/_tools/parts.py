@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from .. import formats
-from .._run import run
+from .._run import links, run
 from .._run.latest_good import check_there
 from ..errors import NotFoundError
 from ..formats.treering import summary
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> Parts:
-    """Returns the parts of a checkpoint (itself) or of a run (its steps, archived ones too, and weights beside them).
+    """Returns the parts of a checkpoint (itself) or of a run (its steps, archived ones too, and what lies beside).
 
     only: the format that counts. prefix: of the names of the run's steps.
     """
@@ -53,6 +53,8 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
         rest = [name for name in store.list(place) if name not in known]
         others.update(one for _, one in formats.damaged_steps(store, place, rest, only))
         found.update({one.path: one.format for one in sorted(others, key=lambda one: one.path)})
+    if native and found and prefix is None:
+        found.update(dict.fromkeys(_beside(store, place, found), "treering"))
     closed = dict(closed_in(store, place, found))
     archived: list[str] = []
     for aside in run.aside(store, place):
@@ -67,6 +69,24 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
         found.update(below.formats)
         closed.update(below.closed)
     return Parts(found, closed, archived)
+
+
+def _beside(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
+    """Yields the native checkpoints beside the steps of a run, such as ``best``; links to steps are none."""
+    linked = {link for names in links.to_steps(store, place).values() for link in names}
+    for name in sorted(store.list(place)):
+        path = posixpath.join(place, name)
+        if path in steps or name in linked:
+            continue
+        try:
+            with reading(path):
+                there = summary.look(store, path) is not None
+        except PermissionError:  # closed_in names what may be a step
+            continue
+        except UnreadableError:
+            there = True  # it is damage, and found as such
+        if there:
+            yield path
 
 
 def closed_in(store: Store, place: str, known: Collection[str]) -> Iterator[tuple[str, PermissionError]]:

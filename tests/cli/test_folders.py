@@ -1,0 +1,105 @@
+"""Folders of runs: what lies in them beside the runs is read, or named."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from hostile import flip
+
+
+def _run(path: pathlib.Path) -> pathlib.Path:
+    with tr.Checkpointer(path) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"w": np.full(1000, step)})
+    return path
+
+
+def _damage(checkpoint: pathlib.Path) -> None:
+    (file,) = checkpoint.glob("arrays-*")
+    flip(file, file.stat().st_size - 1)
+
+
+@pytest.fixture
+def runs(tmp_path: pathlib.Path) -> pathlib.Path:
+    _run(tmp_path / "runs" / "a")
+    return tmp_path / "runs"
+
+
+def _oks(found: Any) -> dict[str, bool]:
+    return {pathlib.Path(one["path"]).name: one["ok"] for one in found.json["runs"]}
+
+
+def test_weights_beside_runs_hide_none(runs: pathlib.Path, treering: Any) -> None:
+    tr.save(runs / "base.safetensors", {"w": np.ones(4)})
+    _damage(runs / "a" / "step-00000002")
+    found = treering("verify", runs, "--json")
+    assert found.code == 1 and _oks(found) == {"runs": True, "a": False}
+    assert "1 run, 1 checkpoint" in treering("verify", runs).out
+    sizes = treering("du", runs, "--json").json
+    assert {part["path"] for part in sizes["parts"]} == {"a", "(files)"}
+    assert _oks(treering("verify", runs, "--format", "treering", "--json")) == {"a": False}
+
+
+def test_weights_beside_checkpoints_hide_none(tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.save(tmp_path / "base.safetensors", {"w": np.ones(4)})
+    tr.save(tmp_path / "final", {"w": np.ones(4)})
+    _damage(tmp_path / "final")
+    assert treering("verify", tmp_path).code == 1
+
+
+def test_checkpoints_beside_runs_are_read(runs: pathlib.Path, treering: Any) -> None:
+    tr.save(runs / "final.ckpt", {"w": np.ones(4)})
+    tr.save(runs / "orbax", {"w": np.ones(4)}, format="orbax")
+    np.savez(runs / "w.npz", w=np.ones(4))
+    (runs / "notes").write_text("text")
+    found = treering("verify", runs, "--json")
+    assert found.code == 0 and set(_oks(found)) == {"a", "final.ckpt", "orbax", "w.npz"}
+    _damage(runs / "final.ckpt")
+    assert treering("verify", runs).code == 1
+
+
+def test_what_lies_deeper_is_named(runs: pathlib.Path, treering: Any) -> None:
+    _run(runs / "group" / "b")
+    tr.save(runs / "models" / "w.safetensors", {"w": np.ones(4)})
+    _run(runs / "models" / "c")
+    (runs / "logs" / "x").mkdir(parents=True)
+    found = treering("verify", runs, "--json")
+    assert found.json["not_checked"] == [str(runs / "group"), str(runs / "models" / "c")] and found.code == 0
+    text = treering("verify", runs).out
+    assert f"not checked: {runs / 'group'}" in text and "logs" not in text
+
+
+@pytest.mark.parametrize("name", ["best", "eval-00000001"])
+def test_checkpoints_beside_steps_are_read(runs: pathlib.Path, treering: Any, name: str) -> None:
+    tr.save(runs / "a" / name, {"w": np.ones(4)})
+    (runs / "a" / "newest").symlink_to("step-00000002")
+    assert treering("verify", runs / "a", "--json").json["checked"] == 3
+    assert treering("verify", runs / "a", "--prefix", "step-", "--json").json["checked"] == 2
+    _damage(runs / "a" / name)
+    found = treering("verify", runs / "a", "--json")
+    assert found.code == 1 and not tr.verify(runs / "a").ok
+    assert found.json["problems"][0]["file"].startswith(name)
+
+
+def test_a_run_that_has_just_begun_is_no_failure(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "b" / "step-00000001").mkdir(parents=True)
+    (runs / "c").mkdir()
+    (runs / "c" / "finished").touch()
+    found = treering("verify", runs)
+    assert found.code == 0 and f"{runs / 'b'}: 0 B, nothing to check yet\n" in found.out
+    assert str(runs / "c") not in found.out
+    (runs / "finished").touch()
+    assert "2 runs · " in treering("ls", runs).out and treering("verify", runs).out == found.out
+    assert treering("ls", runs / "c").code == 0, "which is a run if it is called one"
+    assert treering("verify", runs / "b").code == 3
+
+
+def test_a_run_without_a_size_ends_no_subset(runs: pathlib.Path, treering: Any) -> None:
+    for name in ("x-00000001", "y-00000001"):
+        tr.save(runs / "m" / name, {"w": np.ones(4)})
+    found = treering("verify", runs, "--subset", "1G", "--json")
+    assert found.code == 3 and _oks(found) == {"a": True, "m": False}
+    assert found.json["part"] == [1, 1] and found.json["runs"][1]["unsupported"]
