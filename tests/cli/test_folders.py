@@ -103,3 +103,13 @@ def test_a_run_without_a_size_ends_no_subset(runs: pathlib.Path, treering: Any) 
     found = treering("verify", runs, "--subset", "1G", "--json")
     assert found.code == 3 and _oks(found) == {"a": True, "m": False}
     assert found.json["part"] == [1, 1] and found.json["runs"][1]["unsupported"]
+
+
+def test_a_bucket_is_such_a_folder(runs: pathlib.Path, treering: Any) -> None:
+    assert treering("cp", runs / "a", "memory://folders/runs/a").code == 0
+    tr.save("memory://folders/runs/final", {"w": np.ones(4)})
+    tr.save("memory://folders/runs/base.safetensors", {"w": np.ones(4)})
+    found = treering("verify", "memory://folders/runs", "--json")
+    assert found.code == 0 and set(_oks(found)) == {"a", "final", "runs"}
+    tr.save("memory://folders/runs/a/best", {"w": np.ones(4)})
+    assert treering("verify", "memory://folders/runs/a", "--json").json["checked"] == 3
