@@ -267,3 +267,169 @@ def test_places_that_steps_are_not_moved_to(run: pathlib.Path, tmp_path: pathlib
             found = treering("prune", run, "last:1", "--to", place, flag)
             assert found.code == 3 and what in found.err, found.err
     assert tr.steps(run) == [1, 2, 3, 4] and not (run / "old").exists()
+
+
+def _in_another_process(run: pathlib.Path, *, rewind: int, save: Sequence[int]) -> None:
+    code = """if True:
+        import sys, numpy as np, treering as tr
+        with tr.Checkpointer(sys.argv[1]) as ckpts:
+            ckpts.rewind(int(sys.argv[2]))
+            for step in map(int, sys.argv[3:]):
+                ckpts.save(step, {"x": np.full(2000, -step)})
+    """
+    command = [sys.executable, "-c", code, str(run), str(rewind), *map(str, save)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-verify"]])
+def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
+    run: pathlib.Path, treering: Any, monkeypatch: Any, flags: list[str]
+) -> None:
+    def meanwhile(self: Any, *args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        _in_another_process(run, rewind=1, save=[2, 3, 4])
+        return remove(self, *args, **options)
+
+    remove = Directory.delete_listed
+    monkeypatch.setattr(Directory, "delete_listed", meanwhile)
+    found = treering("prune", run, "last:1", *flags, "--yes")
+    assert (found.code, tr.steps(run)) == (3, [1, 2, 3, 4]) and found.out.startswith("0 of 3 deleted, ")
+    assert "step 1 is not deleted: " in found.err and "expected the good step that stays, found it gone" in found.err
+    assert np.all(tr.restore(run, step=2)["x"] == -2)
+
+
+def test_prune_stops_at_a_step_that_was_replaced(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    def meanwhile(self: Any, path: str, **options: Any) -> None:
+        check(self, path, **options)
+        if path.endswith("2"):
+            with tr.Checkpointer(run) as ckpts:
+                ckpts.save(2, {"x": -2}, on_exists="overwrite")
+
+    check = Directory.check_deletable
+    monkeypatch.setattr(Directory, "check_deletable", meanwhile)
+    found = treering("prune", run, "last:1", "--yes", "--json")
+    assert (found.code, found.json["deleted"], tr.steps(run)) == (3, [1], [2, 3, 4])
+    assert "found another in its place" in found.json["failed"]["2"] and tr.restore(run, step=2)["x"] == -2
+
+
+@pytest.mark.parametrize("to", [[], ["--to"]])
+def test_prune_stops_when_the_step_that_stays_has_gone(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any, to: list[str]
+) -> None:
+    from treering._tools import verify
+
+    def rewound(path: str, **options: Any) -> Any:
+        report = read(path, **options)
+        if (run / "step-00000004").exists():
+            _in_another_process(run, rewind=3, save=[])
+        return report
+
+    read = verify.verify
+    monkeypatch.setattr("treering._tools.move.verify" if to else "treering._tools.verify.verify", rewound)
+    found = treering("prune", run, "last:1", *to, *([tmp_path / "archive"] if to else []), "--yes")
+    assert (found.code, tr.steps(run)) == (3, [1, 2, 3]) and "nothing more is deleted" in found.err
+
+
+def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    from treering._tools import verify
+
+    def retained(path: str, **options: Any) -> Any:
+        report = read(path, **options)
+        if path.endswith("4"):
+            with tr.Checkpointer(run) as ckpts:
+                ckpts.save(5, {"x": 5})
+                ckpts.wait()
+                ckpts.delete(4)
+        return report
+
+    read = verify.verify
+    monkeypatch.setattr(verify, "verify", retained)
+    found = treering("prune", run, "last:1", "--yes", "--json")
+    assert (found.code, found.json["deleted"], found.json["verified"], tr.steps(run)) == (0, [1, 2, 3], 5, [5])
+
+
+def test_a_step_comes_back_if_the_one_that_stays_goes_at_the_same_moment(
+    run: pathlib.Path, treering: Any, monkeypatch: Any
+) -> None:
+    def both(store: Any, path: str, check: Any) -> Any:
+        finish = unpublish(store, path, check)
+        monkeypatch.undo()
+        removal.delete(store, str(run / "step-00000004"))
+        return finish
+
+    unpublish = removal.unpublish
+    tr.record(run, 1, {"late": 1.0})
+    monkeypatch.setattr(removal, "unpublish", both)
+    found = treering("prune", run, "last:1", "--yes")
+    assert (found.code, tr.steps(run)) == (3, [1, 2, 3]) and tr.verify(run).ok
+    assert tr.open(run, step=1).metrics["late"] == 1
+
+
+def test_a_second_mount_of_the_run_is_no_other_place(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
+) -> None:
+    os.symlink(run, tmp_path / "mount")  # that the names of folders do not show
+    monkeypatch.setattr(stores.Filesystem, "real_path", lambda self, path: path)
+    for flag in ("--dry-run", "--yes"):
+        found = treering("prune", run, "last:1", "--to", tmp_path / "mount", flag)
+        assert found.code == 3 and "which is mounted twice" in found.err and tr.steps(run) == [1, 2, 3, 4]
+
+
+def test_a_step_comes_back_if_its_copy_goes_with_it(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
+) -> None:
+    def the_same(store: Any, path: str, check: Any) -> Any:
+        finish = unpublish(store, path, check)
+        (tmp_path / "archive" / "step-00000001" / "treering.json").unlink()
+        monkeypatch.undo()
+        return finish
+
+    unpublish = removal.unpublish
+    monkeypatch.setattr(removal, "unpublish", the_same)
+    found = treering("prune", run, "last:3", "--to", tmp_path / "archive", "--yes")
+    assert found.code == 3 and "found it gone or replaced; the step stays" in found.err
+    assert tr.steps(run) == [1, 2, 3, 4] and tr.verify(run).ok
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_metrics_that_are_recorded_during_a_move_are_not_lost(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any, late: bool
+) -> None:
+    from treering._tools import move
+
+    def read(path: str, **options: Any) -> Any:
+        report = verify(path, **options)
+        tr.record(run, 1, {"late": 1.0})
+        return report
+
+    def complete(self: Any) -> None:
+        add(self)
+        tr.record(run, 1, {"later": 1.0})
+
+    verify, add = move.verify, move.OneCopy.complete
+    if late:
+        monkeypatch.setattr(move.OneCopy, "complete", complete)
+    else:
+        monkeypatch.setattr(move, "verify", read)
+    found = treering("prune", run, "last:3", "--to", tmp_path / "archive", "--yes")
+    if late:
+        assert found.code == 3 and "metrics were recorded while it was moved" in found.err and tr.steps(run)[0] == 1
+    else:
+        assert found.code == 0 and tr.open(tmp_path / "archive", step=1).metrics["late"] == 1
+
+
+def test_a_step_that_goes_during_its_move_is_no_error(
+    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
+) -> None:
+    from treering._tools import move
+
+    def read(path: str, **options: Any) -> Any:
+        report = verify(path, **options)
+        if path.endswith("2"):
+            removal.delete(stores.of(str(run)), str(run / "step-00000002"))
+        return report
+
+    verify = move.verify
+    monkeypatch.setattr(move, "verify", read)
+    found = treering("prune", run, "last:1", "--to", tmp_path / "archive", "--yes", "--json")
+    assert (found.code, found.json["deleted"], found.json["gone"]) == (0, [1, 3], [2])

@@ -138,9 +138,9 @@ class _Deletion:
 
     def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
         """Deletes what is chosen, and returns the exit code."""
-        from .._tools.deletion import Removed
+        from .._tools.deletion import Removed, identities
 
-        rows = choose()
+        known, rows = identities(self._directory), choose()
         if self._dry_run:
             self._report(rows, Removed(rows))
             return 0
@@ -153,21 +153,23 @@ class _Deletion:
                 say(f"nothing was {self._verb}")
                 return 1
             # Meanwhile a job may have saved, deleted or gone back.
-            still = {(row.path, row.created) for row in choose()}
-            rows = [row for row in rows if (row.path, row.created) in still]
+            now, still = identities(self._directory), {(row.path, row.created) for row in choose()}
+            rows = [
+                row for row in rows if (row.path, row.created) in still and now.get(row.path) == known.get(row.path)
+            ]
         done = Removed()
         try:
             if self.alone and rows:
                 self._directory.claim()
             try:
-                self._remove(rows, done)
+                self._remove(rows, known, done)
             finally:
                 self._report(rows, done)
         finally:
             self._directory.release()
         return FAILED if done.failed else 0
 
-    def _remove(self, rows: "list[Row]", done: "Removed") -> None:
+    def _remove(self, rows: "list[Row]", known: "dict[str, str | None]", done: "Removed") -> None:
         from .._tools.deletion import remove
 
         with contextlib.ExitStack() as stack:
@@ -175,7 +177,8 @@ class _Deletion:
             if rows and sys.stderr.isatty() and not self._json:
                 bar = stack.enter_context(click.progressbar(length=len(rows), file=sys.stderr))
                 each = lambda: bar.update(1)  # noqa: E731
-            remove(self._directory, rows, done, to=self._to, pinned=self._pinned, each=each)
+            directory, inspection, pinned = self._directory, self._inspection, self._pinned
+            remove(directory, rows, known, inspection, done, to=self._to, pinned=pinned, each=each)
 
     def _report(self, rows: "list[Row]", done: "Removed") -> None:
         for step, why in done.failed.items():

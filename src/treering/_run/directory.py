@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .._core.entries import step_number
 from .._processes.calls import Call
-from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats import StepPath
-from ..formats.treering import pins, removal
+from ..formats.treering import pins, removal, summary
 from ..keep import Saved
+from ..stores.whole_files import read_file
 from . import links, new_run, origin, run
 from .latest_good import Place
 from .steps import Steps
@@ -135,12 +136,31 @@ class Directory:
         self.check_may_go(path)
         self.delete_listed(path)
 
-    def delete_listed(self, path: str, *, pinned: bool = False) -> bool:
-        """Deletes the step at a path that was just listed, where no link leads to it.
+    def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] = lambda: None) -> bool:
+        """Deletes the step at a path that was listed, where no link leads to it.
 
-        Returns False if another process has deleted it at the same time. With `pinned` a pin does not count.
+        Returns False if another process has deleted it at the same time. With `pinned` a pin does not count. `check` is
+        called right before its manifest goes, and right after: what it raises keeps the step, or brings it back.
         """
-        return removal.unpublish(self._store, path, lambda: self.check_deletable(path, pinned=pinned))()
+
+        def check_before() -> None:
+            self.check_deletable(path, pinned=pinned)
+            check()
+
+        manifest = summary.file(path)
+        names = removal.consists_of(self._store, path)
+        data = None
+        with contextlib.suppress(FileNotFoundError, CorruptError):
+            data = read_file(self._store, manifest)
+        remove_files = removal.unpublish(self._store, path, check_before)
+        try:
+            check()  # two that delete, each trusting the other's step, do not both miss that it went
+        except BaseException:
+            if data is not None and all(self._store.stat(posixpath.join(path, name)) for name in names):
+                with contextlib.suppress(ExistsError), self._store.new_file(manifest, overwrite=False) as file:
+                    file.write(data)
+            raise
+        return remove_files()
 
     def check_may_go(self, path: str, *, pinned: bool = False) -> None:
         """Raises `MismatchError` for a step that is pinned, is a link, or that a link in the run leads to."""

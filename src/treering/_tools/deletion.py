@@ -2,14 +2,22 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from .. import formats, stores
 from .._run.directory import Directory
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import removal, summary
-from .listing import Row, State
+from ..stores.store import Store
+from .listing import Row, State, list_run
+from .one_copy import identity
 
 _log = logging.getLogger("treering")
+_STOPPED = "the run was changed meanwhile, so nothing more is deleted; look at the run, then start again"
+
+
+class ChangedError(MismatchError):
+    """The run is no longer what was listed, so nothing more may go."""
 
 
 class Inspection:
@@ -23,19 +31,45 @@ class Inspection:
         self.good: int | None = None  # the newest step that was read and is good
         self.damaged: list[int] = []
         self._begins = begins
-        self._known: dict[tuple[str, float | None, int | None], State] = {}
+        self._known: dict[tuple[str, float | None, int | None, str | None], State] = {}
+        self._newest: tuple[Row, str | None] | None = None  # the good step that stays, and its identity
 
     def judge(self, row: Row) -> State:
         """Returns the state of a step. Raises `OSError` where it cannot be known."""
-        if not self.wanted:
-            return row.state
-        key = row.path, row.created, row.nbytes
-        if key not in self._known:
+        # Before it is read; other libraries' steps have none.
+        known = identity(stores.of(row.path), row.path) if row.format == "treering" else None
+        key = row.path, row.created, row.nbytes, known
+        if self.wanted and key not in self._known:
             self._begins(row)
             self._known[key] = self._read(row)
-        if self._known[key] == "good":
-            self.good = row.step
-        return self._known[key]
+        state = self._known[key] if self.wanted else row.state
+        if state == "good":
+            self.good = row.step if self.wanted else None
+            self._newest = row, known
+        return state
+
+    def check_stays(self) -> None:
+        """Raises `ChangedError` if the step that shall stay is not there any more. No step need stay for damaged ones."""
+        if self._newest is None:
+            return
+        (row, known), store = self._newest, stores.of(self._newest[0].path)
+        stays = identity(store, row.path) == known if row.format == "treering" else formats.is_known(store, row.path)
+        if not stays:
+            raise ChangedError(f"{row.path}: expected the good step that stays, found it gone or replaced; {_STOPPED}")
+
+    def find_newer(self, directory: Directory) -> None:
+        """Has the newest step stay if the one that should has gone: its job may have saved that and deleted this.
+
+        Raises `ChangedError` if there is no good step that is newer.
+        """
+        try:
+            self.check_stays()
+        except ChangedError:
+            assert self._newest is not None
+            step = self._newest[0].step
+            rows = reversed(list_run(directory.root, prefix=directory.steps.prefix).rows)
+            if not any(self.judge(row) == "good" for row in rows if row.step > step and row.state == "good"):
+                raise
 
     def _read(self, row: Row) -> State:
         from .verify import verify  # with NumPy, which is not needed where nothing would go
@@ -99,9 +133,19 @@ class Removed:
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
+def identities(directory: Directory) -> dict[str, str | None]:
+    """What tells the steps of a run from those that others put in their places, by their paths.
+
+    It is to be asked before the run is listed: then a step that is replaced meanwhile does not pass for the listed one.
+    """
+    return {path: identity(directory.steps.store, path) for path in directory.steps.committed().values()}
+
+
 def remove(
     directory: Directory,
     rows: Sequence[Row],
+    known: Mapping[str, str | None],
+    inspection: Inspection,
     done: Removed,
     *,
     to: str | None = None,
@@ -110,26 +154,50 @@ def remove(
 ) -> None:
     """Deletes steps one by one, and notes in `done` what became of each; `each` is called after each.
 
+    It stops where a step is not the one that was listed any more, or the good step that stays has gone.
+
+    known: the `identities` of the steps that were listed.
+    inspection: knows the step that stays.
     to: where a verified copy of each is put before.
     pinned: whether pins do not count.
     """
     store = directory.steps.store
     for row in rows:
+        check_copy: Callable[[], None] = lambda: None  # noqa: E731
+
+        def check(row: Row = row) -> None:
+            _check_listed(store, row, known.get(row.path))
+            check_copy()
+            inspection.check_stays()
+
         try:
+            _check_listed(store, row, known.get(row.path))
+            inspection.find_newer(directory)
             if to is not None:
                 from .move import copy_verified
 
-                copy_verified(row.path, to)
-            if directory.delete_listed(row.path, pinned=pinned):
+                check_copy = copy_verified(row.path, to)
+                inspection.find_newer(directory)
+            if directory.delete_listed(row.path, pinned=pinned, check=check):
                 done.deleted.append(row)
             else:
                 done.gone.append(row.step)
-        except NotFoundError:
-            done.gone.append(row.step)
-        except (TreeringError, OSError) as error:
+        except ChangedError as error:
             done.failed[row.step] = str(error)
+            return
+        except (TreeringError, OSError) as error:
+            if isinstance(error, FileNotFoundError) and summary.look(store, row.path) is None:
+                done.gone.append(row.step)
+            else:
+                done.failed[row.step] = str(error)
         except BaseException:
             if summary.look(store, row.path) is None:  # the interrupt came when only files were left to remove
                 done.deleted.append(row)
             raise
         each()
+
+
+def _check_listed(store: Store, row: Row, known: str | None) -> None:
+    """Raises `ChangedError` if another step is in the place of one that was listed; none may be."""
+    if identity(store, row.path) != known and summary.look(store, row.path):
+        raise ChangedError(f"{row.path}: expected the step that was listed, found another in its place; {_STOPPED}")

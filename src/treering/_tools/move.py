@@ -1,17 +1,18 @@
 """Moving steps of a run to another place: a copy there that was read back, and only then deletion."""
 
+import os
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .. import stores
 from .._run import incoming
 from .._run import run as _run
 from .._run.directory import Directory
 from ..errors import CorruptError, ExistsError, MismatchError
-from ..formats.treering import summary
+from ..formats.treering import metrics, summary
 from ..stores.store import Store
 from .copy import check_target, copy_all
-from .one_copy import identity
+from .one_copy import OneCopy, identity
 from .verify import verify
 
 
@@ -36,10 +37,15 @@ def check_place(run: Directory, paths: Iterable[str], to: str) -> None:
         if found and not (found == name and _is_same(here, path, there, posixpath.join(to, found))):
             other = posixpath.join(to, found)
             raise ExistsError(f"{other}: another checkpoint is there, or a damaged one; choose another place")
+        if found:
+            _check_apart(here, path, there, posixpath.join(to, found))
 
 
-def copy_verified(path: str, to: str) -> None:
+def copy_verified(path: str, to: str) -> Callable[[], None]:
     """Puts a copy of a step into another run, and reads it back.
+
+    Returns a function that adds to the copy what the step was given since. It raises `MismatchError` if the copy is the
+    step itself, has gone, or lacks metrics of the step.
 
     Raises `CorruptError` if the step or its copy is damaged, `ExistsError` for another step in its place, and
     `MismatchError` if the step was replaced meanwhile.
@@ -51,6 +57,24 @@ def copy_verified(path: str, to: str) -> None:
         raise CorruptError(f"{target}: expected a copy of {path}, found it damaged: {report.problems[0]}")
     if not _is_same(here, path, there, target):
         raise MismatchError(f"{path}: it was replaced while it was copied to {target}")
+    known = identity(there, target)
+
+    def check() -> None:
+        OneCopy(here, path, there, target).complete()
+        _check_apart(here, path, there, target)
+        if known is None or identity(there, target) != known:
+            raise MismatchError(f"{target}: expected the copy of {path}, found it gone or replaced; the step stays")
+        if {*metrics.names(here, path, known)} - {*metrics.names(there, target, known)}:
+            raise MismatchError(f"{path}: metrics were recorded while it was moved to {target}; start again")
+
+    return check
+
+
+def _check_apart(here: Store, path: str, there: Store, other: str) -> None:
+    """Raises `MismatchError` for one folder that is seen at two paths, as with two mounts of it, and is no copy."""
+    on_disks = isinstance(here, stores.Filesystem) and isinstance(there, stores.Filesystem)
+    if on_disks and os.path.samestat(os.stat(path), os.stat(other)):
+        raise MismatchError(f"{other}: expected a copy of {path}, found that very folder, which is mounted twice")
 
 
 def _is_same(here: Store, path: str, there: Store, other: str) -> bool:
