@@ -285,7 +285,7 @@ def _in_another_process(run: pathlib.Path, *, rewind: int, save: Sequence[int]) 
 def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
     run: pathlib.Path, treering: Any, monkeypatch: Any, flags: list[str]
 ) -> None:
-    def meanwhile(self: Any, *args: Any, **options: Any) -> None:
+    def meanwhile(self: Any, *args: Any, **options: Any) -> bool:
         monkeypatch.undo()
         _in_another_process(run, rewind=1, save=[2, 3, 4])
         return remove(self, *args, **options)

@@ -49,7 +49,10 @@ class Inspection:
         return state
 
     def check_stays(self) -> None:
-        """Raises `ChangedError` if the step that shall stay is not there any more. No step need stay for damaged ones."""
+        """Raises `ChangedError` if the step that shall stay is not there any more.
+
+        Where only damaged steps go, none need stay.
+        """
         if self._newest is None:
             return
         (row, known), store = self._newest, stores.of(self._newest[0].path)
@@ -163,22 +166,8 @@ def remove(
     """
     store = directory.steps.store
     for row in rows:
-        check_copy: Callable[[], None] = lambda: None  # noqa: E731
-
-        def check(row: Row = row) -> None:
-            _check_listed(store, row, known.get(row.path))
-            check_copy()
-            inspection.check_stays()
-
         try:
-            _check_listed(store, row, known.get(row.path))
-            inspection.find_newer(directory)
-            if to is not None:
-                from .move import copy_verified
-
-                check_copy = copy_verified(row.path, to)
-                inspection.find_newer(directory)
-            if directory.delete_listed(row.path, pinned=pinned, check=check):
+            if _remove_one(directory, row, known.get(row.path), inspection, to, pinned):
                 done.deleted.append(row)
             else:
                 done.gone.append(row.step)
@@ -195,6 +184,27 @@ def remove(
                 done.deleted.append(row)
             raise
         each()
+
+
+def _remove_one(
+    directory: Directory, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
+) -> bool:
+    """Deletes a step; returns False if another process has done so at the same time."""
+    check_copy: Callable[[], None] = lambda: None  # noqa: E731
+
+    def check() -> None:
+        _check_listed(directory.steps.store, row, known)
+        check_copy()
+        inspection.check_stays()
+
+    _check_listed(directory.steps.store, row, known)
+    inspection.find_newer(directory)
+    if to is not None:
+        from .move import copy_verified
+
+        check_copy = copy_verified(row.path, to)
+        inspection.find_newer(directory)
+    return directory.delete_listed(row.path, pinned=pinned, check=check)
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:
