@@ -328,6 +328,7 @@ def test_prune_stops_when_the_step_that_stays_has_gone(
     monkeypatch.setattr("treering._tools.move.verify" if to else "treering._tools.verify.verify", rewound)
     found = treering("prune", run, "last:1", *to, *([tmp_path / "archive"] if to else []), "--yes")
     assert (found.code, tr.steps(run)) == (3, [1, 2, 3]) and "nothing more is deleted" in found.err
+    assert "which stays" not in found.out
 
 
 def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:

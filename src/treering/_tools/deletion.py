@@ -58,6 +58,7 @@ class Inspection:
         (row, known), store = self._newest, stores.of(self._newest[0].path)
         stays = identity(store, row.path) == known if row.format == "treering" else formats.is_known(store, row.path)
         if not stays:
+            self.good = None
             raise ChangedError(f"{row.path}: expected the good step that stays, found it gone or replaced; {_STOPPED}")
 
     def find_newer(self, directory: Directory) -> None:
