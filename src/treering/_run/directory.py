@@ -136,7 +136,7 @@ class Directory:
         self.check_may_go(path)
         self.delete_listed(path)
 
-    def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] = lambda: None) -> bool:
+    def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] | None = None) -> bool:
         """Deletes the step at a path that was listed, where no link leads to it.
 
         Returns False if another process has deleted it at the same time. With `pinned` a pin does not count. `check` is
@@ -145,22 +145,33 @@ class Directory:
 
         def check_before() -> None:
             self.check_deletable(path, pinned=pinned)
-            check()
+            if check is not None:
+                check()
 
-        manifest = summary.file(path)
-        names = removal.consists_of(self._store, path)
+        if check is None:
+            return removal.unpublish(self._store, path, check_before)()
+        put_back = self._putting_back(path)
+        remove_files = removal.unpublish(self._store, path, check_before)
+        try:
+            check()  # Two processes that each rely on the step that the other deletes do not both miss its deletion.
+        except BaseException:
+            put_back()
+            raise
+        return remove_files()
+
+    def _putting_back(self, path: str) -> Callable[[], None]:
+        """Reads a step's manifest; returns a function that publishes it again while all files of the step exist."""
+        manifest, names = summary.file(path), removal.consists_of(self._store, path)
         data = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
             data = read_file(self._store, manifest)
-        remove_files = removal.unpublish(self._store, path, check_before)
-        try:
-            check()  # two that delete, each trusting the other's step, do not both miss that it went
-        except BaseException:
+
+        def put_back() -> None:
             if data is not None and all(self._store.stat(posixpath.join(path, name)) for name in names):
                 with contextlib.suppress(ExistsError), self._store.new_file(manifest, overwrite=False) as file:
                     file.write(data)
-            raise
-        return remove_files()
+
+        return put_back
 
     def check_may_go(self, path: str, *, pinned: bool = False) -> None:
         """Raises `MismatchError` for a step that is pinned, is a link, or that a link in the run leads to."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .. import formats, stores
 from .._run.directory import Directory
-from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
+from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import removal, summary
 from ..stores.store import Store
 from .listing import Row, State, list_run
@@ -36,7 +36,7 @@ class Inspection:
     def judge(self, row: Row) -> State:
         """Returns the state of a step. Raises `OSError` where it cannot be known."""
         # Before it is read; other libraries' steps have none.
-        known = _identity(stores.of(row.path), row.path) if row.format == "treering" else None
+        known = summary.known_identity(stores.of(row.path), row.path) if row.format == "treering" else None
         key = row.path, row.created, row.nbytes, known
         if self.wanted and key not in self._known:
             self._begins(row)
@@ -55,7 +55,11 @@ class Inspection:
         if self._newest is None:
             return
         (row, known), store = self._newest, stores.of(self._newest[0].path)
-        stays = _identity(store, row.path) == known if row.format == "treering" else formats.is_known(store, row.path)
+        stays = (
+            summary.known_identity(store, row.path) == known
+            if row.format == "treering"
+            else formats.is_known(store, row.path)
+        )
         if not stays:
             self.good = None
             raise ChangedError(f"{row.path}: expected the good step that stays, found it gone or replaced; {_STOPPED}")
@@ -121,7 +125,7 @@ def named(
     is_good = (judge(row) == "good" for row in rest if row.state == "good")
     if any(row.state == "good" for row in chosen) and not any(is_good):
         raise MismatchError(
-            f"{directory.root}: expected a good step that stays, found none beside those to delete; to begin anew use "
+            f"{directory.root}: expected a good step that stays, found none beside those to delete; to start over use "
             "rewind --all, and to remove the whole run delete its folder"
         )
     return chosen
@@ -136,20 +140,12 @@ class Removed:
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-def _identity(store: Store, path: str) -> str | None:
-    """As that of `one_copy`, which imports NumPy, for what lists a run only."""
-    try:
-        return summary.identity(store, path)
-    except (CorruptError, FileNotFoundError):
-        return None
-
-
 def identities(directory: Directory) -> dict[str, str | None]:
     """What tells the steps of a run from those that others put in their places, by their paths.
 
     It is to be asked before the run is listed: then a step that is replaced meanwhile does not pass for the listed one.
     """
-    return {path: _identity(directory.steps.store, path) for path in directory.steps.committed().values()}
+    return {path: summary.known_identity(directory.steps.store, path) for path in directory.steps.committed().values()}
 
 
 def remove(
@@ -217,5 +213,5 @@ def _remove_one(
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:
     """Raises `ChangedError` if another step is in the place of one that was listed; none may be."""
-    if _identity(store, row.path) != known and summary.look(store, row.path):
+    if summary.known_identity(store, row.path) != known and summary.look(store, row.path):
         raise ChangedError(f"{row.path}: expected the step that was listed, found another in its place; {_STOPPED}")

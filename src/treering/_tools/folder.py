@@ -1,4 +1,4 @@
-"""What lies in a directory of runs: the runs, the checkpoints beside them, and what lies deeper."""
+"""Lists a directory of runs: the runs, the checkpoints beside them, and folders that hold others further below."""
 
 import posixpath
 from typing import NamedTuple

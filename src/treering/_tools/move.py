@@ -12,7 +12,7 @@ from ..errors import CorruptError, ExistsError, MismatchError
 from ..formats.treering import metrics, summary
 from ..stores.store import Store
 from .copy import check_target, copy_all
-from .one_copy import OneCopy, identity
+from .one_copy import OneCopy
 from .verify import verify
 
 
@@ -57,12 +57,12 @@ def copy_verified(path: str, to: str) -> Callable[[], None]:
         raise CorruptError(f"{target}: expected a copy of {path}, found it damaged: {report.problems[0]}")
     if not _is_same(here, path, there, target):
         raise MismatchError(f"{path}: it was replaced while it was copied to {target}")
-    known = identity(there, target)
+    known = summary.known_identity(there, target)
 
     def check() -> None:
         OneCopy(here, path, there, target).complete()
         _check_apart(here, path, there, target)
-        if known is None or identity(there, target) != known:
+        if known is None or summary.known_identity(there, target) != known:
             raise MismatchError(f"{target}: expected the copy of {path}, found it gone or replaced; the step stays")
         if {*metrics.names(here, path, known)} - {*metrics.names(there, target, known)}:
             raise MismatchError(f"{path}: metrics were recorded while it was moved to {target}; start again")
@@ -78,4 +78,4 @@ def _check_apart(here: Store, path: str, there: Store, other: str) -> None:
 
 
 def _is_same(here: Store, path: str, there: Store, other: str) -> bool:
-    return summary.identity(here, path) == identity(there, other)
+    return summary.identity(here, path) == summary.known_identity(there, other)

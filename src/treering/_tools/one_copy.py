@@ -44,7 +44,7 @@ class OneCopy(NamedTuple):
 
     def differs(self) -> bool:
         """Whether what is there is another checkpoint, rather than a damaged copy of this one."""
-        return identity(self.there, self.to) != identity(self.here, self.path)
+        return summary.known_identity(self.there, self.to) != summary.known_identity(self.here, self.path)
 
     def check_unpinned(self) -> None:
         """Raises `ExistsError` if what is there is another checkpoint and pinned."""
@@ -87,11 +87,3 @@ class OneCopy(NamedTuple):
         is_there = summary.look(self.there, self.to) is not None
         bad = copy.damaged(self.there, self.to) if is_there and not self.differs() else None
         moved(sum(file.size for file in reader.files if bad is None or file.name in bad))
-
-
-def identity(store: Store, path: str) -> str | None:
-    """What tells a checkpoint from others, or None where there is none that can be read."""
-    try:
-        return summary.identity(store, path)
-    except (CorruptError, FileNotFoundError):
-        return None

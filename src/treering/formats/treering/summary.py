@@ -39,6 +39,14 @@ def identity(store: Store, path: str) -> str:
     return manifest.xxh3(read_file(store, file(path)))
 
 
+def known_identity(store: Store, path: str) -> str | None:
+    """Returns the `identity`, or None without a manifest that can be read."""
+    try:
+        return identity(store, path)
+    except (CorruptError, FileNotFoundError):
+        return None
+
+
 def read(store: Store, path: str, *, partial: bool = False) -> Glance:
     """Reads the manifest, and looks for the files that it names; with `partial` some may be on other hosts' disks.
 
