@@ -62,7 +62,7 @@ def convert(
     from .._run.open import open_prefixed
     from .._save.options import SaveOptions
     from .._tools.convert import convert as write
-    from .._tools.convert import plan
+    from .._tools.convert import open_source, plan
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
     if prefix is not None:
@@ -72,15 +72,7 @@ def convert(
         options["composite"] = True
     if dry_run:
         what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, False, options)
-        found = plan(
-            source,
-            target,
-            step=step,
-            source_format=source_format,
-            at=at,
-            max_expansion=max_expansion,
-            options=what,
-        )
+        found = plan(open_source(source, target, step, source_format, at, max_expansion), target, what)
         if json_:
             say_json({**found._asdict(), "dry_run": True})
         else:
@@ -116,7 +108,9 @@ def convert(
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--steps", type=Steps(), metavar="N,N..N", help="Only these steps of a run, such as 100,200..300.")
-@click.option("--overwrite", is_flag=True, help="Read what is there, and replace what differs or is damaged.")
+@click.option(
+    "--overwrite", is_flag=True, help="Read the copies that exist, and replace those that differ or are damaged."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
 @PREFIX
 @as_json

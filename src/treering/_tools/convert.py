@@ -47,7 +47,7 @@ def convert(
     `MismatchError` for a `local=` directory. That is looked at once, before, and takes no lock: a job that begins
     meanwhile is not noticed, nor, in a bucket, a job of another machine. The command `treering convert` takes the lock.
     """
-    ckpt = _opened(src, dst, step, source_format, at, max_expansion)
+    ckpt = open_source(src, dst, step, source_format, at, max_expansion)
     return save(
         dst,
         ckpt,
@@ -72,25 +72,15 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-def plan(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    step: int | None,
-    source_format: str | None,
-    at: str,
-    max_expansion: float,
-    options: SaveOptions,
-) -> Plan:
-    """Returns what `convert` would write, and writes nothing. Raises what it raises before it reads any array."""
-    ckpt = _opened(src, dst, step, source_format, at, max_expansion)
+def plan(ckpt: Checkpoint, dst: str | os.PathLike[str], options: SaveOptions) -> Plan:
+    """Returns what `convert` would write, and writes nothing. Raises what `convert` raises before it reads arrays."""
     target, view = preview(dst, ckpt, options)
     entries = view.entries.values()
     nbytes = sum(entry.nbytes for entry in entries if isinstance(entry, ArrayEntry))
     return Plan(target.path, target.format.name, ckpt.step, len(entries), nbytes)
 
 
-def _opened(
+def open_source(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     step: int | None,
@@ -98,7 +88,7 @@ def _opened(
     at: str,
     max_expansion: float,
 ) -> Checkpoint:
-    """Opens what is converted, and checks that nobody else writes the run that it would come into."""
+    """Opens the source of `convert`. Raises `ExistsError` if another process writes the run that `dst` belongs to."""
     ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
     expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
     place = stores.absolute(dst)
