@@ -164,7 +164,7 @@ def test_what_an_interrupt_leaves_is_said(run: pathlib.Path, treering: Any, monk
 
 
 def test_delete_deletes_the_steps_that_are_named(run: pathlib.Path, treering: Any) -> None:
-    assert treering("delete", run, 1).code == 2 and tr.steps(run) == [1, 2, 3, 4], "nobody is there to be asked"
+    assert treering("delete", run, 1).code == 2 and tr.steps(run) == [1, 2, 3, 4], "it cannot ask"
     dry = treering("delete", run, 1, 3, "--dry-run")
     assert dry.out.startswith("2 steps would be deleted, ") and tr.steps(run) == [1, 2, 3, 4]
     found = treering("delete", run, 3, 1, "--yes", "--json").json

@@ -63,7 +63,7 @@ browse           2     2        2       2      2         2        2       2     
 """
 SILENT = {"pin", "unpin", "rewind"}  # without --json
 NO_JSON = {"browse", "completion"}
-ASKS = {"prune": "prune {run} last:1", "delete": "delete {run} 1"}  # and where nobody is there to be asked, ends with 2
+ASKS = {"prune": "prune {run} last:1", "delete": "delete {run} 1"}  # Without a terminal to ask, the exit code is 2.
 
 
 class Place(NamedTuple):
@@ -207,7 +207,7 @@ def test_with_stdin_closed_nobody_is_asked(
     found = treering(*words(ASKS.get(name, CALLS[name]), place, tmp_path))
     sys.stdin.close()  # /dev/null
     if name in ASKS:
-        assert found.code == 2 and "nobody is there to be asked" in found.err and tr.steps(place.path) == [1, 2, 3]
+        assert found.code == 2 and "cannot ask" in found.err and tr.steps(place.path) == [1, 2, 3]
     else:
         assert found.code == (2 if name == "browse" else 0), found.err
 

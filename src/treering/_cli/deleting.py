@@ -147,7 +147,7 @@ class _Deletion:
         if rows and not yes:
             if self._json or not sys.stdin.isatty():
                 what = "pass --yes, or --dry-run to see what would be deleted"
-                raise click.UsageError(f"nobody is there to be asked: {what}")
+                raise click.UsageError(f"it cannot ask where stdin is no terminal, or with --json: {what}")
             self._say(rows, f"{count(len(rows), 'step')} would be")
             if not click.confirm("Delete them?" if self._to is None else "Move them?"):
                 say(f"nothing was {self._verb}")
