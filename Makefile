@@ -46,6 +46,7 @@ torture: $(VENV)/test
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) tests/prose.py
 	$(RUN) -m pyright
 
 # The documentation as a site that opens without a network: site/html/index.html. A link that leads nowhere is an error.
