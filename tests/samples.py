@@ -1,10 +1,12 @@
-"""How much is tried of what takes minutes; `make thorough` tries all of it.
+"""Chooses the part of the slow tests that one run tries; `make thorough` tries all of them.
 
-`make test` tries one of seven points, such as the requests at which a job is killed; one of four cases of a test that
-is marked as `long` or `slow`, unless it is `whole`; and one of four of the tests that are marked as `rare`. Which ones
-depends on the commit, so that they are others after each change: after twenty changes one point of twenty is still to
-come, and one of three hundred cases. `TEST_SEED` chooses instead; what the tests print at their end says which seed
-they had. A test that is called by its name (`FILE::TEST`) is run with all of its cases.
+`make test` tries one of seven points, such as the requests at which a job is killed. Of a test that is marked `long` or
+`slow` it tries one case of four; with fewer than four cases, it sometimes tries none: a test of one case runs every
+second time. A test marked `whole` always runs with all cases. One of four tests marked `rare` runs.
+
+The commit decides which ones, so every change tries others. After twenty commits one point of twenty has not run yet,
+and one case of three hundred. `TEST_SEED` overrides the commit; the summary of the tests prints the seed. A test that
+is called by its name (`FILE::TEST`) runs with all of its cases.
 """
 
 import os
@@ -18,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def _commit() -> str:
-    """The beginning of the hash of the commit, or "release" where the tests lie in no repository of their own."""
+    """Returns the beginning of the commit's hash, or "release" if the tests are not in the project's own repository."""
     command = ["git", "rev-parse", "HEAD:tests/samples.py", "HEAD"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -34,23 +36,23 @@ TRIED = "all" if EVERY == 1 else f"1 of {EVERY} points, 1 of {_ONE_OF} long case
 
 
 def some(points: Iterable[_T], first: int = 0) -> list[_T]:
-    """Every seventh of them, and at least one.
+    """Returns every seventh point, and at least one.
 
-    Tests that only differ in what happens at the points pass numbers of their own as `first`: they begin at other
-    points, so that together they take all.
+    Tests that differ only in what happens at the points pass different numbers as `first`, so that together they try
+    all points.
     """
     known = list(points)
     return known[(first + _number(SEED)) % (min(EVERY, len(known)) or 1) :: EVERY]
 
 
 def long_cases(test: str, count: int) -> range:
-    """The numbers of those of so many cases of a long test that are tried. Each test begins at another one."""
-    step = min(_ONE_OF, count)
+    """Returns the numbers of the cases of a long test that are tried. Each test begins at another case."""
+    step = min(_ONE_OF, count + 1)
     return range(_number(test + SEED) % step, count, step)
 
 
 def is_tried(test: str) -> bool:
-    """Whether a rare test is tried."""
+    """Returns True if a rare test is tried."""
     return _number(SEED + test) % _ONE_OF == 0
 
 
