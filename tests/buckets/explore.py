@@ -120,7 +120,7 @@ class _Late:
     """Whether a job whose lease has run out removes the manifest of another.
 
     It has looked, and then stood still before it asked, and no store deletes what it saw and nothing else: the limit
-    that `docs/object-stores.md` names.
+    that `docs/reference/limits.md` names.
     """
 
     def __init__(self) -> None:

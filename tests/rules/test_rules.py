@@ -847,14 +847,6 @@ def test_the_module_shows_its_rules_and_nothing_else() -> None:
         assert inspect.signature(rule).parameters["optional"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_the_guide_lists_every_rule() -> None:
-    guide = (pathlib.Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    for name in dir(rules):
-        given = [p for p in inspect.signature(getattr(rules, name)).parameters.values() if p.name != "optional"]
-        shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given)
-        assert f"\n| `{name}({shown})` | " in guide
-
-
 def test_keys_that_become_text_beside_new_names_are_logged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
