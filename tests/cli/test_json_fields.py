@@ -1,4 +1,4 @@
-"""The field names of every command's `--json`, which scripts rely on; docs/command-line.md lists the same."""
+"""The field names of every command's `--json`, which scripts rely on; docs/reference/command-line.md lists the same."""
 
 import os
 import pathlib
@@ -96,7 +96,7 @@ def test_the_fields_are_those_that_are_documented(tmp_path: pathlib.Path, treeri
 
 
 def test_the_page_lists_them() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text()
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     assert [line for name, text in FIELDS.items() if (line := f"| `{name}` | `{text}` |") not in page] == []
     assert {name.split()[0] for name in FIELDS} == set(CALLS_OF_CLI := cli.commands) - NO_JSON, CALLS_OF_CLI
     for name in set(cli.commands) - NO_JSON:
