@@ -41,7 +41,7 @@ quick: $(VENV)/test
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 torture: $(VENV)/test
-	PYTHONPATH=tests $(RUN) -m crashes.torture --write docs/evidence.md
+	PYTHONPATH=tests $(RUN) -m crashes.torture --write benchmarks/results/crashes.md
 
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .
@@ -51,11 +51,12 @@ lint: $(VENV)/lint
 
 # The documentation as a site that opens without a network: site/html/index.html. A link that leads nowhere is an error.
 docs: $(VENV)/docs
-	rm -rf site && mkdir -p site/source && cp -r docs examples *.md LICENSE site/source
+	rm -rf site && mkdir -p site/source/benchmarks && cp -r docs examples *.md LICENSE site/source
+	cp -r benchmarks/results site/source/benchmarks
 	$(RUN) -m sphinx -q -W --keep-going -c docs/site -d site/doctrees site/source site/html
 
 bench: $(VENV)/bench
-	$(RUN) -m benchmarks --write docs/benchmarks.md
+	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
 
 # On a machine with a GPU and a JAX that uses it, as CUDA images have; takes less than ten minutes. What it needs beside JAX it
 # takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.
@@ -63,14 +64,14 @@ bench: $(VENV)/bench
 gpu:
 	$(PYTHON) $(INSTALL) --upgrade --no-deps --target .venv-gpu \
 	  $(if $(wildcard wheels/*.whl),--no-index --find-links wheels) $(BESIDE_JAX)
-	JAX_PLATFORMS= PYTHONPATH=src:.venv-gpu $(PYTHON) -m benchmarks.gpu --write docs/benchmarks.md
+	JAX_PLATFORMS= PYTHONPATH=src:.venv-gpu $(PYTHON) -m benchmarks.gpu --write benchmarks/results/benchmarks.md
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary :all: --no-deps --dest wheels $(BESIDE_JAX)
 
 # Every attack and a few thousand flipped bits, counted.
 damage: $(VENV)/test
-	PYTHONPATH=tests $(RUN) -m attacks --write docs/evidence.md
+	PYTHONPATH=tests $(RUN) -m attacks --write benchmarks/results/damage.md
 
 # Readers under a coverage-guided fuzzer, one after another. What it finds lies in .fuzz; crashes end it.
 fuzz: $(VENV)/test $(VENV)/fuzz
@@ -97,12 +98,12 @@ endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
 torture-buckets: $(VENV)/test
-	PYTHONPATH=tests $(RUN) -m buckets --write docs/evidence.md
+	PYTHONPATH=tests $(RUN) -m buckets --write benchmarks/results/buckets.md
 
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.
 torture-kills: $(VENV)/test
-	$(RUN) -m tests.torture.kills --write docs/evidence.md
+	$(RUN) -m tests.torture.kills --write benchmarks/results/kills.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz wheels

@@ -27,14 +27,14 @@ from . import (
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _NOTE = (
-    "The floor moves the same bytes with neither names nor checksums: direct I/O of 4 MiB buffers in huge pages from "
-    "4 threads, or for `small` one write per leaf, and an fsync. safetensors does not make its file "
-    "durable, so its saves are followed by an fsync; it restores NumPy arrays, Treering and Orbax JAX arrays. "
-    "`sharded` is 1 GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process; `processes` the "
-    "same over 4 processes with 2 devices each, timed from the first to begin to the last to end, with one file per "
-    "process as the floor. Of the loop, the floor is one thread that writes the same bytes plainly and syncs them, and "
-    "Orbax v0 its CheckpointManager. Of the bucket, a server in Python on this machine, the floor is obstore with the "
-    "same objects and as many in flight, into new arrays; Orbax writes to no bucket but Google's."
+    "The floor moves the same bytes without names and checksums: 4 threads write 4 MiB buffers in huge pages by direct "
+    "I/O, or one write for each leaf of `small`, and an fsync. safetensors does not sync its file, so an fsync follows "
+    "its saves. safetensors restores NumPy arrays; Treering and Orbax restore JAX arrays. `sharded` is 1 GiB in 16 "
+    "leaves, each cut along its first axis over 8 CPU devices of one process. `processes` is the same over 4 processes "
+    "with 2 devices each, timed from the first start to the last end; its floor writes one file per process. The floor "
+    "of the loop is one thread that writes the same bytes by ordinary writes and syncs them; Orbax v0 is its "
+    "CheckpointManager there. The bucket is a Python server on this machine; its floor is obstore with the same "
+    "objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's."
 )
 _APART = [
     "memory",

@@ -1,11 +1,14 @@
-"""The main rows of docs/benchmarks.md as bars, drawn by `make bench`, or alone by `python -m benchmarks.picture`."""
+"""Draws the main rows of benchmarks/results/benchmarks.md as bars. `make bench` calls it after it has written them.
+
+Run it alone as `python -m benchmarks.picture`.
+"""
 
 import html
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks.md"
-PICTURE = PAGE.parent / "pictures" / "benchmarks.svg"
+PAGE = pathlib.Path(__file__).parent / "results" / "benchmarks.md"
+PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "pictures" / "benchmarks.svg"
 
 _ROWS = [  # of the table, and their titles
     ("durable save", "large", "durable save, 16 × 64 MiB"),

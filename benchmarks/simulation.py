@@ -2,7 +2,7 @@
 
 Every process is a greenlet that runs the real code of a call; what it would wait for (the store's answers, its own
 heartbeat) passes in simulated time, which one event loop keeps. The store answers so many requests a second, one after
-the other, and the way there takes a random time. `python -m benchmarks.simulation --write docs/scale.md`.
+the other, and the way there takes a random time. `python -m benchmarks.simulation --write benchmarks/results/scale.md`.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Restoring in several processes from a disk that all share, each for itself and once for all.
+"""Restores by several processes from one shared disk, with `read="each"` and with `read="once"`.
 
-The disk is a double of 200 MB/s for all processes together, or of 50, which forgets what it has read: a network file
-system whose clients are different hosts. `python -m benchmarks.together --write docs/scale.md`; a process of the job is
-the same with what it needs to know as arguments.
+The disk is a double that gives 200 or 50 MB/s to all processes together and caches nothing, like a network file system
+with clients on different hosts. Run it as `python -m benchmarks.together --write benchmarks/results/scale.md`. Each
+process of the job runs the same module, with `--child`.
 """
 
 import argparse

@@ -14,15 +14,24 @@ from treering._cli import main as command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+PAGES = [*FRONT, *DOCS, *RESULTS]
+POINTERS = [ROOT / "docs" / "design.md"]  # pages that only say where their contents have gone
 
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
 MARKS = {  # pages that show the newest releases of other libraries, whose own warnings are theirs
-    "coming-from.md": [pytest.mark.peers],
-    "integrations.md": [pytest.mark.peers, pytest.mark.slow, pytest.mark.rare, pytest.mark.filterwarnings("default")],
+    "migrate": [pytest.mark.peers],
+    "integrations": [pytest.mark.peers, pytest.mark.slow, pytest.mark.rare, pytest.mark.filterwarnings("default")],
 }
-RUN = [pytest.param(page, marks=MARKS.get(page.name, [])) for page in PAGES]
+RUN = [pytest.param(page, marks=MARKS.get(page.stem, MARKS.get(page.parent.name, []))) for page in PAGES]
+
+
+def named(page: pathlib.Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 QUIET = {  # other libraries ask for nothing outside of this machine
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -43,7 +52,7 @@ def handlers_of_signals() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.whole
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN, ids=named)
 def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in QUIET.items():
@@ -57,7 +66,7 @@ def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
 
 @pytest.mark.long
 @pytest.mark.whole
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=named)
 def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     blocks = re.findall(r"^```(python|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -73,37 +82,23 @@ def test_commands_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: p
 
 
 def test_the_page_of_the_command_names_every_command_and_option() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text()
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     names = [*command_line.cli.commands, *(name for option in command_line.cli.params for name in option.opts)]
     for command in command_line.cli.commands.values():
         names += [name for option in command.params for name in option.opts if name.startswith("--")]
     assert [name for name in dict.fromkeys(names) if not re.search(rf"(?<![\w-]){name}\b", page)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_the_tests_that_are_named_are_there(page: pathlib.Path) -> None:
     for file, name in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text()):
         assert re.search(rf"^ *def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
-
-
-def test_the_guide_names_everything_public() -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text()
-    errors = [
-        name for name, value in vars(tr.errors).items() if inspect.isclass(value) and issubclass(value, Exception)
-    ]
-    names = [*tr.__all__, *errors, *(f"tr.keep.{name}" for name in ("best", "every", "last", "steps"))]
-    names += [name for name in vars(tr.Checkpointer) if not name.startswith("_")]
-    for call in (tr.save, tr.restore, tr.Checkpointer, tr.Checkpointer.save, tr.follow, tr.convert):
-        options = inspect.signature(call).parameters.values()
-        names += [option.name for option in options if option.kind is option.KEYWORD_ONLY]
-    unnamed = [name for name in dict.fromkeys(names) if not re.search(rf"\b{name}\b", guide)]
-    assert unnamed == ["__version__"]
 
 
 def test_every_error_names_its_section_of_the_troubleshooting() -> None:
@@ -131,19 +126,27 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
 
 def test_every_page_is_in_the_site_and_in_the_list_for_language_models() -> None:
     site, listed = (ROOT / "docs" / "index.md").read_text(), (ROOT / "docs" / "llms.txt").read_text()
-    for page in PAGES:
+    assert "\n../benchmarks/results/*\n" in site
+    for page in {*FRONT, *DOCS} - {ROOT / "README.md", ROOT / "docs" / "index.md", *POINTERS}:
         place = page.relative_to(ROOT).with_suffix("")
-        if place.name not in ("index", "README"):
-            assert re.search(rf"^(\.\./)?{place.name}$", site, re.MULTILINE), place
-            assert f"({place}.html)" in listed, place
+        entry = place.relative_to("docs") if page in DOCS else pathlib.Path("..", place)
+        assert re.search(rf"^{entry.as_posix()}$", site, re.MULTILINE), place
+        assert f"({place.as_posix()}.html)" in listed, place
+
+
+def test_the_pages_stay_short() -> None:
+    """A page that gains a section loses another: the budget is for all of them together."""
+    words = {named(page): len(re.findall(r"\S*\w\S*", page.read_text())) for page in DOCS}
+    assert sum(words.values()) <= 27_000, words
 
 
 def test_the_api_page_has_everything_public() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    whole = {name for name in tr.__all__ if inspect.ismodule(getattr(tr, name))}
-    assert [name for name in whole if f"automodule:: treering.{name}\n" not in page] == []
-    names = [name for name in [*tr.__all__, "open"] if name not in whole and not name.startswith("__")]
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    modules = {name for name in tr.__all__ if inspect.ismodule(getattr(tr, name))} | {"errors"}
+    assert [name for name in sorted(modules) if f"automodule:: treering.{name}\n" not in page] == []
+    names = [name for name in [*tr.__all__, "open"] if name not in modules and not name.startswith("__")]
     assert [name for name in names if not re.search(rf":: treering\.{name}(\(\))?$", page, re.MULTILINE)] == []
+    assert re.search(r"automodule:: treering\.errors\n   :members:\n", page)  # all of them
     for module in (tr.formats, tr.rules):
         members = re.search(rf"automodule:: {module.__name__}\n   :members:(.*)", page)
         assert members and (

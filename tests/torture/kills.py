@@ -1,4 +1,4 @@
-"""`python -m tests.torture.kills --write docs/evidence.md`: kills and errors at every point, and what they left.
+"""`python -m tests.torture.kills --write benchmarks/results/kills.md` kills at every point and checks what was left.
 
 It takes `strace`, and permission to use it; the tests do the same on the disk's operations without. It takes
 some twenty minutes.
@@ -156,48 +156,49 @@ def _made(places: Iterator[Path]) -> Path:
     return place
 
 
-_NOTE = """A process is killed (SIGKILL) at every operation on the disk (before it, after it, half way through a
-write) and, with `strace`, at every system call that changes something; and each such call is made to fail. Every line
-of the table counts processes of their own. After each, the old state or the new one must be there (a step that is
-saved while an older one is deleted has states between), every byte of it verified and compared; opening the run
-works; the next save works and nothing of the one that was killed is left. `wrong` counts where any of that did not
-hold. An error may also be one that only keeps from tidying up, or one after which the system call is made again
-(EINTR); then the save goes through."""
+_NOTE = """A process is killed (SIGKILL) at every operation on the disk: before it, after it, and half way through a
+write. `strace` also kills it at every system call that changes something, and makes each such call fail.
+Each point is a process of its own. Afterwards the old state or the new one must be in place. A step that
+is saved while an older step is deleted has states between. Every byte is verified and compared; opening
+the run works; the next save works and removes what the killed process left. `wrong` counts the points
+where any of that did not hold. An error may also only prevent a clean-up, or repeat the system call
+(EINTR); the save then succeeds."""
 
 _SEVERAL = """### One process of several killed
 
-Jobs of 2, 3 and 4 processes under `jax.distributed`, of which each process in turn is killed: before its file is made,
-while it is written, before and after its sync, before and after its word that all is written; when process 0 is about
-to commit and when it has, and before, while and after it removes the old. The others must end by themselves, with one
-error that says which process is gone, or go through, and what process 0 says of it must be so (JAX ends the others when
-process 0 is gone); old or new is there as above; and the next job, of all processes, saves, and tidies up."""
+Jobs of 2, 3 and 4 processes under `jax.distributed`. Each process in turn is killed: before it creates its file,
+during the write, before and after the sync, and before and after it reports its files as written. Process 0 is also
+killed before and after it commits, and before, during and after it removes the old checkpoint. Its peers must end
+by themselves, with one error that names the missing process, or succeed; what process 0 reports must be true. (JAX
+ends the peers when process 0 is gone.) The old or the new state is in place as above. The next job saves and cleans
+up."""
 
 _INTERRUPTED = """### Ctrl-C and SIGTERM at random times
 
-The times are drawn evenly from the time that it takes. After every second ctrl-C of a save the same process saves
-again, else another one does. The loop makes 13 steps, of which it saves every third and the last, and keeps two; with
-`save_on_preemption` it is left after SIGTERM, and the step that it is left at is the latest."""
+The times are drawn evenly from the time that the operation takes. After every second ctrl-C of a save the same
+process saves again; otherwise a new process does. The loop makes 13 steps, saves every third and the last, and
+keeps two. With `save_on_preemption` it ends after SIGTERM, and its last step must be the latest saved one."""
 
 _EVERY_INTERRUPT = """### Ctrl-C wherever Python notices it
 
-Python looks for signals when a function begins and when one of C returns. Each line counts the places of that kind in
-the thread that calls, with a ctrl-C at each in turn, all in one process, which goes on after it as in a notebook: what
-comes out is `KeyboardInterrupt` and nothing else, every thread ends, the old state or the new one is there, and the
-next save works."""
+Python looks for signals when a function begins and when a C function returns. Each row counts the places of that
+kind in the calling thread. One process gets a ctrl-C at each place in turn and goes on, as a notebook does. Each
+time the call raises `KeyboardInterrupt` and nothing else, every thread ends, the old or the new state is in place,
+and the next save works."""
 
 _OVERWRITES = f"""### Overwriting, by library
 
-{overwrites.LEAVES} arrays of {overwrites.LEAF >> 10} KiB, overwritten by the process that saved them. The same script
-kills it at times that are drawn evenly from the time that an overwrite takes, and at the system calls that change
-something (at {overwrites.MOST_CALLS} of a kind, where there are more). Then the library itself restores what is there:
-the old or the new, a mixture of both without an error, or nothing. `{overwrites.STUCK}`: the library cannot save there
-any more; `{overwrites.LEFT}`: what was killed still takes room on the disk after the next save."""
+A process saves {overwrites.LEAVES} arrays of {overwrites.LEAF >> 10} KiB and overwrites them. One script
+kills it at times drawn evenly from the time of an overwrite, and at the system calls that change something
+(at most {overwrites.MOST_CALLS} of a kind). Then the library itself restores: the old state, the new one, a
+mixture of both without an error, or nothing. `{overwrites.STUCK}`: the library can no longer save there.
+`{overwrites.LEFT}`: files of the killed process still take room on the disk after the next save."""
 
 _SOAK = """### Thousands of saves in one process
 
-A round is an asynchronous save of a run that keeps two steps, and its restore; every tenth also overwrites, verifies,
-converts, reads damage, and fails to save on a broken disk. The last line may have 8 MiB of memory and 1 MiB on the disk
-more than the first (a state is 0.5 MB), and no more descriptors."""
+A round saves a step of a run that keeps two steps, in the background, and restores it. Every tenth round also
+overwrites, verifies, converts, reads damage, and fails to save on a broken disk. Against the first row, the last
+row may have 8 MiB more memory, 1 MiB more on the disk (one state has 0.5 MB), and no more descriptors."""
 
 CAMPAIGNS: dict[str, tuple[str, Callable[[Path, argparse.Namespace, Report], None]]] = {
     "everywhere": (_NOTE, everywhere),
