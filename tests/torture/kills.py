@@ -164,7 +164,7 @@ the run works; the next save works and removes what the killed process left. `wr
 where any of that did not hold. An error may also only prevent a clean-up, or repeat the system call
 (EINTR); the save then succeeds."""
 
-_SEVERAL = """### One process of several killed
+_SEVERAL = """## One process of several killed
 
 Jobs of 2, 3 and 4 processes under `jax.distributed`. Each process in turn is killed: before it creates its file,
 during the write, before and after the sync, and before and after it reports its files as written. Process 0 is also
@@ -173,20 +173,20 @@ by themselves, with one error that names the missing process, or succeed; what p
 ends the peers when process 0 is gone.) The old or the new state is in place as above. The next job saves and cleans
 up."""
 
-_INTERRUPTED = """### Ctrl-C and SIGTERM at random times
+_INTERRUPTED = """## Ctrl-C and SIGTERM at random times
 
 The times are drawn evenly from the time that the operation takes. After every second ctrl-C of a save the same
 process saves again; otherwise a new process does. The loop makes 13 steps, saves every third and the last, and
 keeps two. With `save_on_preemption` it ends after SIGTERM, and its last step must be the latest saved one."""
 
-_EVERY_INTERRUPT = """### Ctrl-C wherever Python notices it
+_EVERY_INTERRUPT = """## Ctrl-C wherever Python notices it
 
 Python looks for signals when a function begins and when a C function returns. Each row counts the places of that
 kind in the calling thread. One process gets a ctrl-C at each place in turn and goes on, as a notebook does. Each
 time the call raises `KeyboardInterrupt` and nothing else, every thread ends, the old or the new state is in place,
 and the next save works."""
 
-_OVERWRITES = f"""### Overwriting, by library
+_OVERWRITES = f"""## Overwriting, by library
 
 A process saves {overwrites.LEAVES} arrays of {overwrites.LEAF >> 10} KiB and overwrites them. One script
 kills it at times drawn evenly from the time of an overwrite, and at the system calls that change something
@@ -194,7 +194,7 @@ kills it at times drawn evenly from the time of an overwrite, and at the system 
 mixture of both without an error, or nothing. `{overwrites.STUCK}`: the library can no longer save there.
 `{overwrites.LEFT}`: files of the killed process still take room on the disk after the next save."""
 
-_SOAK = """### Thousands of saves in one process
+_SOAK = """## Thousands of saves in one process
 
 A round saves a step of a run that keeps two steps, in the background, and restores it. Every tenth round also
 overwrites, verifies, converts, reads damage, and fails to save on a broken disk. Against the first row, the last
