@@ -122,7 +122,7 @@ def _child(kind: str, processes: int) -> None:
     named = zip(walked.paths, walked.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
     shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
-    catalogue = Catalogue(entries, {}, shardings, set(shardings))
+    catalogue = Catalogue(entries, {}, shardings, set(shardings), [None] * len(entries))
     before = _forget_peak()
     begun = time.perf_counter()
     with gc_paused():  # as in a save

@@ -1,7 +1,11 @@
 """Who writes which piece: every element once, about as much each, and the same answer in every process."""
 
 import itertools
+import json
 import math
+import pathlib
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -725,3 +729,12 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
             assert within(box, _sharding.box_of(indices[sharding.mesh.devices.flat[writer]], shape))
         if isinstance(row.where, tuple):
             assert Cells(again.layouts[row.where[0]].cuts).shape == shape
+
+
+@pytest.mark.long
+def test_the_benchmark_of_plans_runs() -> None:
+    command = [sys.executable, "-m", "benchmarks.planning", "transformer", "4096"]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).keys() == {"plan of a save", "memory of the plan", "size of the manifest"}
