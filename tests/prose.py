@@ -109,7 +109,7 @@ def findings_of_name(path: str, line: int, name: str) -> Iterator[Finding]:
 
 
 def findings_of_page(path: str, text: str) -> Iterator[Finding]:
-    """Finds phrases and long lines in a page; code blocks, tables, headings and lines with a link are as long as they must be."""
+    """Finds phrases and long lines in a page, but no long lines in code, tables, headings or lines with a link."""
     text = re.sub(r"^```.*?^```", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     yield from findings_of_text(path, 1, text)
     for number, line in enumerate(text.splitlines(), 1):

@@ -110,6 +110,16 @@ def answer(message: str, call: str) -> str:
     return f"{message}; in Treering: {call}"
 
 
+def attribute(owner: object, name: str, calls: Mapping[str, str]) -> Any:
+    """Raises the `AttributeError` of a `__getattr__`, with our call if the attribute is another library's."""
+    try:
+        return object.__getattribute__(owner, name)  # Python's own error, and that within a property
+    except AttributeError as error:
+        if error.name != name or name not in calls:
+            raise
+        raise AttributeError(answer(str(error), calls[name]), name=name, obj=owner) from None
+
+
 def of_leaf(leaf_type: type) -> str:
     """Advice for a leaf that is an argument of Orbax's; "" for others."""
     if not _is_of_orbax(leaf_type):

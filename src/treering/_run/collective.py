@@ -4,15 +4,27 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from .._processes import coordinator
-from ..errors import SaveError, TreeringError
+from ..errors import MismatchError, SaveError, TreeringError
+from .saves_under_way import UnderWay, Verdict
 
 
 class Collective:
-    """Begins the calls of one run; an error in one process ends a call in all processes. The first calls `meet`."""
+    """Begins the calls of one run; an error in one process ends a call in all processes. The first calls `meet`.
 
-    def __init__(self, root: str, timeout: float, meet: Callable[[coordinator.Call], None]):
-        self._root, self._timeout = root, timeout
+    `closed`: the Checkpointer writes nothing any more.
+    """
+
+    def __init__(
+        self, root: str, timeout: float, meet: Callable[[coordinator.Call], None], under_way: UnderWay
+    ) -> None:
+        self._root, self._timeout, self._under_way = root, timeout, under_way
         self._meet: Callable[[coordinator.Call], None] | None = meet
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raises `MismatchError` when the Checkpointer is closed."""
+        if self.closed:
+            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[coordinator.Call]:
@@ -24,6 +36,10 @@ class Collective:
                 self._meet(call)
                 self._meet = None
             yield call
+
+    def settle(self, call: coordinator.Call) -> None:
+        """Returns when every save is over; all processes raise a failure that process 0 has not raised yet."""
+        self._under_way.settle(Verdict(*call.broadcast(self._under_way.after_all)))
 
     def once(
         self, what: str, do: Callable[[], object], *, first: Callable[[coordinator.Call], None] = lambda call: None
@@ -42,3 +58,15 @@ class Collective:
             first(call)
             call.broadcast(attempt)
             call.close()
+
+    def once_settled(self, what: str, do: Callable[[], object]) -> None:
+        """Calls `do` in process 0 when every save is over and all processes make this call.
+
+        So whatever another process reads before its call is still in place.
+        """
+
+        def gather_and_settle(call: coordinator.Call) -> None:
+            call.gather_and_decide(None, lambda _: None)
+            self.settle(call)
+
+        self.once(what, do, first=gather_and_settle)

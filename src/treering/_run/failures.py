@@ -1,10 +1,11 @@
 """Saves that fail: whether they end the loop, and who is told."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from ..errors import MismatchError
+from ..errors import MismatchError, TreeringError
 
 OnError = Literal["raise", "log"] | Callable[[BaseException], object]
 _log = logging.getLogger("treering")
@@ -42,3 +43,12 @@ class Failures:
                 self._tell(error)
             except Exception:
                 _log.exception("on_error failed")
+
+
+@contextlib.contextmanager
+def log_failure() -> Iterator[None]:
+    """Logs the failure of a save in the background, so that it does not hide the error that is being raised."""
+    try:
+        yield
+    except TreeringError:
+        _log.exception("a save in the background failed, too")

@@ -1,7 +1,8 @@
 """The newest state that a loop passed to `save`, for a last save when the loop raises."""
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,6 +15,9 @@ from .._save.metrics import encoded
 from .._save.pending import PendingSave
 from ..errors import UnsupportedError
 from ..rules import Rule
+from .failures import log_failure
+
+_log = logging.getLogger("treering")
 
 
 class StepOptions(NamedTuple):
@@ -91,6 +95,41 @@ class LastState:
             )
         metrics = options.metrics and _numbers(options.metrics, left_out, wait=True)
         return build(leaves), options._replace(metrics=metrics), left_out
+
+    def save(
+        self,
+        root: str,
+        reason: str,
+        under_way: Sized,
+        save: Callable[..., PendingSave | None],
+        wait: Callable[[], None],
+    ) -> None:
+        """Saves the tree of the noted call when all saves under way are over, unless that call saved it.
+
+        Logs every failure. `save` and `wait` are those of the Checkpointer of the run at `root`. `reason` names the
+        error that ended the loop.
+        """
+        if self.step is None:
+            return
+        while len(under_way):
+            with log_failure():
+                wait()
+        if self.saved:
+            return
+        about = f"{root}: step {self.step}"
+        try:
+            tree, options, left_out = self.get()
+            saved = save(self.step, tree, force=True, **options._asdict())
+            wait()
+        except Exception as error:
+            _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
+            return
+        if saved is None:
+            _log.warning("%s is not saved, though %s ended the loop: there is one, and on_exists='skip'", about, reason)
+            return
+        for problem in left_out:
+            _log.warning("%s: %s", about, problem)
+        _log.warning("%s is saved, for %s ended the loop", about, reason)
 
 
 def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> dict[str, Any]:

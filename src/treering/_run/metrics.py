@@ -1,15 +1,18 @@
 """Metrics: named real numbers that say how good a checkpoint is."""
 
+import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from .. import formats, stores
 from .._core.entries import step_number
+from .._core.leaf_paths import few
 from .._core.tracebacks import at_the_caller
 from .._save.metrics import encoded
-from ..errors import NotFoundError, SaveError, UnsupportedError
+from ..errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import summary
+from ..keep import Saved, rank
 from ..stores.read_errors import reading
 from ..stores.store import Store
 from . import late_metrics, new_run
@@ -49,3 +52,15 @@ def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str
         raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
     except OSError as error:
         raise SaveError(f"{path}: the metrics cannot be added: {error}") from error
+
+
+def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """Returns the step that is best by a metric, or None if no step has metrics. NaN is never best.
+
+    Raises `MismatchError` for a metric that no step has, where steps have others.
+    """
+    known = sorted({name for one in saved for name in one.metrics})
+    if known and metric not in known:
+        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
+    numbers = [one for one in saved if not math.isnan(one.metrics.get(metric, math.nan))]
+    return next(iter(rank(numbers, metric, mode)), None)

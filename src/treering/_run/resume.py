@@ -1,17 +1,24 @@
 """The step that a run goes on from: the latest good one, or the one asked for; the same in all processes."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._core import expansion
 from .._processes import consistency
 from .._processes.calls import Call
+from .._restore.checkpoint import Checkpoint
 from .._restore.match import Policy
+from .._save.pending import wait_for_all_in
 from ..formats.treering import summary
 from ..stores.nfs import look_anew
+from .collective import Collective
 from .directory import Directory
 from .latest_good import latest_good, listed_again
+from .run import BEFORE_ALL
 from .two_places import TwoPlaces
+
+_log = logging.getLogger("treering")
 
 
 def has_begun(directory: Directory | TwoPlaces) -> bool:
@@ -26,14 +33,71 @@ def has_begun(directory: Directory | TwoPlaces) -> bool:
     return False
 
 
-def check(options: Mapping[str, Any]) -> None:
+def has_begun_for_all(collective: Collective, directory: Directory | TwoPlaces) -> bool:
+    """Returns the same in all processes, when every save is over."""
+    wait_for_all_in(directory.steps.root)
+    with collective.call("restore_or_init()") as call:
+        collective.settle(call)
+        found = call.broadcast(lambda: has_begun(directory))
+        call.close()
+    return found
+
+
+def begin(root: str, init: Callable[[], Any], sharding: Any, options: Mapping[str, Any]) -> Any:
+    """Returns what `init` makes for a run without steps. See `Checkpointer.restore_or_init`."""
+    from .._restore import initial
+
+    _log.info("%s: there is no step, so the run begins with init()", root)
+    _check(options)  # in the first job, not only when there is something to restore
+    if isinstance(sharding, str) and sharding == "saved":  # nothing is saved yet
+        sharding = None
+    return initial.first(init, sharding)
+
+
+def _check(options: Mapping[str, Any]) -> None:
     """Raises `MismatchError` for options of `treering.restore` that a restore would refuse, whatever it finds."""
     allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
     Policy(**allowed)
     expansion.check_bound(options.get("max_expansion", expansion.MOST))
 
 
+def open_step(directory: Directory | TwoPlaces, step: int | None) -> Checkpoint:
+    """Opens a step, by default the latest good one. See `Checkpointer.open`."""
+    wait_for_all_in(directory.steps.root)
+
+    def attempt() -> Checkpoint:
+        return latest_good(directory.root, directory.to_read(step), lambda ckpt: ckpt, fallback=step is None)[1]
+
+    return attempt() if step is not None else listed_again(attempt)
+
+
 def restore(
+    what: str,
+    collective: Collective,
+    directory: Directory | TwoPlaces,
+    like: Any,
+    step: int | None,
+    fallback: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """Restores a step when every save is over, and notes it in the directory. `what` names the call.
+
+    Returns the tree. See `Checkpointer.restore`.
+    """
+    wait_for_all_in(directory.steps.root)
+    with collective.call(what) as call:
+        collective.settle(call)
+        call.doing("restoring")
+        if together := directory.together:
+            together.copy_before(call, step)
+        number, tree = _restore(call, directory, like, step, fallback, options)
+        call.close()
+    directory.restored = number
+    directory.back_to = None if step is None else number
+    return tree
+
+
+def _restore(
     call: Call,
     directory: Directory | TwoPlaces,
     like: Any,
@@ -41,7 +105,6 @@ def restore(
     fallback: bool,
     options: Mapping[str, Any],
 ) -> tuple[int, Any]:
-    """Restores a step; returns its number and its tree. See `Checkpointer.restore`."""
 
     def choose() -> list[tuple[int, str, str | None]]:
         return [(place.step, place.path, place.format) for place in directory.to_read(step)]
@@ -61,3 +124,13 @@ def restore(
 
     number, (_, tree) = attempt() if step is not None else listed_again(attempt)
     return number, tree
+
+
+def rewind(what: str, collective: Collective, directory: Directory | TwoPlaces, step: int | None) -> None:
+    """Goes back to a step, or to before the first, when every save is over. See `Checkpointer.rewind`."""
+    number = BEFORE_ALL if step is None else step
+    collective.check_open()
+    collective.once_settled(what, lambda: directory.rewind(number))
+    if together := directory.together:
+        together.rewound(number)
+    directory.back_to = None

@@ -1,0 +1,39 @@
+"""Checks the arguments of a Checkpointer before anything is touched."""
+
+import os
+from collections.abc import Callable
+
+from .._processes import coordinator
+from .._save.pending import SaveReport
+from ..errors import MismatchError
+from ..keep import Policy, last
+
+KEEP_LOCAL = last(1)  # the default, by whose identity an argument that was not given is known
+
+
+def check(
+    *,
+    keep: Policy | None,
+    prefix: str,
+    when_busy: str,
+    timeout: float,
+    on_save: Callable[[SaveReport], object] | None,
+    local: str | os.PathLike[str] | None,
+    keep_local: Policy | None,
+    upload_limit: float | None,
+) -> None:
+    """Raises `MismatchError` for an argument that does not say what it should, or that needs another."""
+    if local is None and keep_local is not KEEP_LOCAL:
+        raise MismatchError(f"keep_local={keep_local!r}: expected local=, whose steps it is about")
+    for name, policy in (("keep", keep), ("keep_local", keep_local)):
+        if policy is not None and not isinstance(policy, Policy):
+            raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
+    if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
+        raise MismatchError(f"prefix={prefix!r}: expected printable text without '/' that does not end in a digit")
+    if when_busy not in ("wait", "skip"):
+        raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")
+    if on_save is not None and not callable(on_save):
+        raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
+    if local is None and upload_limit is not None:
+        raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are copied")
+    coordinator.check_timeout(timeout)
