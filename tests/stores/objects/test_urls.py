@@ -453,7 +453,7 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     report = tr.save(bucket, {"w": np.zeros((1000, 9000))})
     ckpt = tr.open(report.path)
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
-    files = ckpt._source._files.values()
+    files = ckpt._source._files.opened.values()
     assert len(files) > 1 and not any(file._blob._came for file in files)
 
 
@@ -487,7 +487,9 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
         right["second"] = np.array_equal(ckpt["w"][...], saved)
 
     monkeypatch.setattr(ArrayFile, "memory", in_turns)
-    monkeypatch.setattr("treering.formats.treering.read._OBJECTS", 1)  # in the very threads that are begun here
+    monkeypatch.setattr(
+        "treering.formats.treering.object_reads._MAX_READS", 1
+    )  # in the very threads that are begun here
     first, second = threading.Thread(target=read_and_write), threading.Thread(target=read)
     for one in (first, second):
         one.start()

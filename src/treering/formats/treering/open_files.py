@@ -1,0 +1,107 @@
+"""The array files of an open checkpoint, each opened when it is first needed."""
+
+import contextlib
+import posixpath
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from ...errors import CorruptError
+from ...stores import git_lfs
+from ...stores.read_errors import ReplacedError
+from ...stores.store import Store
+from ...stores.whole_files import opened, read_file
+from . import manifest
+from .files import ArrayFile
+from .schema import MANIFEST
+
+
+class OpenFiles:
+    """Array files by their number in the manifest. One that is open outlives a delete.
+
+    `identity` is the checksum of the manifest, which has `manifest_bytes` bytes. `opened` has the open files.
+    """
+
+    def __init__(self, store: Store, path: str, listed: Sequence[manifest.File], identity: str, manifest_bytes: int):
+        self.listed = listed
+        self.opened: dict[int, ArrayFile] = {}
+        self._store, self._path = store, path
+        self._identity, self._manifest_bytes = identity, manifest_bytes
+        self._opening = threading.RLock()  # a signal handler may read while its thread holds it
+        self._is_checked = False  # whether all array files are known to be present
+
+    def get(self, number: int) -> ArrayFile:
+        """Returns an array file, opened when it is asked for first."""
+        if found := self.opened.get(number):
+            return found
+        if self._store.object_bytes is not None:
+            return self.opened.setdefault(number, self.open(number))
+        with self._opening:
+            if number not in self.opened:
+                self.opened[number] = self.open(number)
+            return self.opened[number]
+
+    def open(self, number: int, expected: int = 0, into: memoryview | None = None) -> ArrayFile:
+        """Opens an array file and does not add it to `opened`; for `expected` and `into` see `Store.open`."""
+        listed = self.listed[number]
+        if listed.requires:
+            raise manifest.requiring(posixpath.join(self._path, listed.name), listed.requires)
+        try:
+            return ArrayFile(self._store, self._path, listed, expected, into)
+        except ReplacedError:
+            raise
+        except FileNotFoundError:
+            self._raise_missing(listed.name)
+
+    def hold(self, numbers: Iterable[int] | None = None) -> None:
+        """Opens array files, by default all, to be read when the checkpoint has been deleted; objects never can."""
+        if self._store.object_bytes is not None:
+            return
+        for number in range(len(self.listed)) if numbers is None else numbers:
+            if not self.listed[number].requires:
+                self.get(number)
+
+    def can_mmap(self, requested: bool | None) -> bool:
+        """Returns True if arrays come as views of the mapped files, which take no memory."""
+        if self._store.object_bytes is not None:
+            return False  # and no object is asked for that alone
+        known = next((n for n, file in enumerate(self.listed) if not file.requires), None)
+        return known is None or self.get(known).can_mmap(requested)  # all lie in one directory
+
+    def check_present(self) -> None:
+        """Raises `CorruptError` unless every array file is present in its full size: those that are open are."""
+        if self._is_checked:
+            return
+        unopened = [file for number, file in enumerate(self.listed) if number not in self.opened]
+        with self._store.glance(self._path) if len(unopened) > 1 else contextlib.nullcontext():
+            for file in unopened:
+                self._check_present(file)
+        self._is_checked = True
+
+    def _check_present(self, file: manifest.File) -> None:
+        path = posixpath.join(self._path, file.name)
+        found = self._store.stat(path)
+        if found is not None and found.nbytes == file.size:
+            return
+        size = self._size_now(file.name)  # what was listed may be older than the manifest
+        if size != file.size:
+            git_lfs.check_all(self._store, path)
+            raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
+
+    def _size_now(self, name: str) -> int:
+        try:
+            with opened(self._store, posixpath.join(self._path, name), expected=1) as blob:
+                return blob.size
+        except FileNotFoundError:
+            self._raise_missing(name)
+
+    def _raise_missing(self, name: str) -> NoReturn:
+        """Raises `ReplacedError` if the checkpoint was deleted or replaced, else `CorruptError`."""
+        try:
+            path = posixpath.join(self._path, MANIFEST)
+            now = manifest.xxh3(read_file(self._store, path, expected=self._manifest_bytes))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ReplacedError(f"{self._path}: the checkpoint was deleted while it was open") from None
+        if now != self._identity:
+            raise ReplacedError(f"{self._path}: the checkpoint was replaced while it was open; open it again") from None
+        raise CorruptError(f"{posixpath.join(self._path, name)}: expected an array file, found nothing") from None

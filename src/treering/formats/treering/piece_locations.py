@@ -1,0 +1,107 @@
+"""Finds where the bytes of an array are: its pieces, and the parts of a wanted box that they hold."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from ..._core import dtypes
+from ..._core.boxes import Box, Cells, box_shape, intersect, whole
+from ..._core.entries import ArrayEntry, Entry
+from . import manifest
+from .files import ArrayFile
+from .manifest import ArrayRow, Manifest, piece_key
+from .open_files import OpenFiles
+from .parts import Part, joined, parts_of
+from .whole_leaves import stored_as
+
+
+class PieceLocations:
+    """The pieces of a checkpoint's arrays. `stored` has the states of iterators, as arrays, by path."""
+
+    def __init__(
+        self,
+        path: str,
+        read: Manifest,
+        entries: Mapping[str, Entry],
+        stored: Mapping[str, ArrayRow],
+        files: OpenFiles,
+    ):
+        self._path, self._manifest, self._entries, self._stored, self._files = path, read, entries, stored, files
+        self._cells = [Cells(layout.cuts) for layout in read.layouts]
+
+    def target(self, row: ArrayEntry) -> ArrayRow:
+        """Returns the row that says where the bytes are."""
+        row = self._stored.get(row.path, row)
+        assert isinstance(row, ArrayRow)
+        found = self._entries[row.where] if isinstance(row.where, str) else row
+        found = self._stored.get(found.path, found)
+        assert isinstance(found, ArrayRow)
+        return found
+
+    def resolve(self, row: ArrayEntry) -> ArrayRow:
+        """Does the same. Raises `UnsupportedError` when only a later release can read the bytes."""
+        found = self.target(row)
+        if not isinstance(found.where, int | tuple | str):
+            raise manifest.requiring(f"{self._path}: {found.path}", found.where.requires)
+        return found
+
+    def overlapping(self, row: ArrayRow, box: Box) -> Iterable[tuple[int, Box, str]]:
+        """Yields the pieces with a part of a box, or all of an array without elements: file, box, name in the file."""
+        if isinstance(row.where, int):
+            yield row.where, whole(row.shape), piece_key(row.path, None)
+        elif isinstance(row.where, tuple):
+            number, turn = row.where
+            cells = self._cells[number]
+            holders = self._manifest.holders[self._manifest.layouts[number].holders]
+            for n in cells.overlapping(box) if math.prod(row.shape) else range(len(cells)):
+                files = holders[n]
+                yield files[turn % len(files)], cells[n], piece_key(row.path, None if len(cells) == 1 else cells[n])
+
+    def files_of(self, row: ArrayRow) -> set[int]:
+        """Returns the numbers of the files that have bytes of a leaf."""
+        row = self.target(row)
+        return {number for number, _, _ in self.overlapping(row, whole(row.shape))}
+
+    def tensor(self, file: ArrayFile, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns where a piece's tensor begins and ends in a file's buffer.
+
+        Raises `UnsupportedError` if the header has another tensor.
+        """
+        tensor = file.header.tensor(key)
+        begin, end = tensor.data_offsets if tensor else (0, 0)
+        found = tensor and (tensor.dtype, tensor.shape, end - begin, file.header.dtypes.get(key))
+        if found != stored_as(dtype, shape):
+            about = file.header.dtypes.get(key) or "no other dtype"
+            found = tensor and f"{tensor.dtype} {list(tensor.shape)} in {end - begin} bytes, of {about}"
+            code, stored, *_ = stored_as(dtype, shape)
+            expected = f"expected a tensor {key!r:.100} of {code} {list(stored)} for {dtype}"
+            raise manifest.invalid(f"{file.path}: {expected}, found {found}", self._manifest.software)
+        return begin, end
+
+    def begin(self, number: int, row: ArrayRow) -> int:
+        """Returns where an array that is whole in a file begins in its buffer. Raises as `tensor` does."""
+        return self.tensor(self._files.get(number), piece_key(row.path, None), row.dtype, row.shape)[0]
+
+    def parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
+        """Returns the parts of a box, each in one run of `ArrayFile.memory`.
+
+        Raises `UnsupportedError` when header and manifest disagree about them, for both are as they were written.
+        """
+        row = self.resolve(entry)
+        if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
+            begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
+            return [Part(row.where, begin, end, row.shape)] if begin < end else []
+        parts: list[Part] = []
+        for number, piece, key in self.overlapping(row, box):
+            parts += self.parts_in(self._files.get(number), number, row, box, piece, key, mmap)
+        return joined(parts, box_shape(box))
+
+    def parts_in(
+        self, file: ArrayFile, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None
+    ) -> list[Part]:
+        """Returns the parts of a box in one piece, which the file with a number has under a key."""
+        begin, _ = self.tensor(file, key, row.dtype, box_shape(piece))
+        inner = intersect(piece, box)
+        if inner is None:
+            return []
+        apart = not file.can_mmap(mmap)  # a mapped file holds the rows as one array with strides
+        return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)
