@@ -16,8 +16,8 @@ from treering._cli.wording import in_shell
 _SOURCE = pathlib.Path(tr.__file__).parent
 # What no command prints: jobs, their processes, and what they restore into; rules that no command has; help.
 _NOT_PRINTED = (
-    *("testing", "keras", "_processes", "_pytree", "_restore", "_threads", "_run/collective.py", "_core/habits.py"),
-    *("_rules/groups.py", "rules.py", "_cli"),
+    *("testing", "keras", "_processes", "_pytree", "_restore", "_threads", "_core/habits.py"),
+    *("_run/checkpointer.py", "_run/collective.py", "_rules/groups.py", "rules.py", "_cli"),
 )
 _PYTHON = re.compile(r"pass [a-z_]+=|\bCheckpointer\b|treering\.(rules|open|save|follow)|=(True|False)\b|math\.inf")
 _OF_PROGRAMS = (  # messages about the caller's program, and one of PyTorch's
