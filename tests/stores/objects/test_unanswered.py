@@ -19,7 +19,8 @@ from treering import formats, stores
 from treering.errors import ExistsError, NotFoundError, SaveError
 from treering.formats.treering.commit import Transaction
 from treering.stores.objects import heartbeat
-from treering.stores.objects.bucket import Bucket, ChangedError
+from treering.stores.objects.bucket import Bucket
+from treering.stores.objects.request_errors import ChangedError
 from treering.stores.objects.store import ObjectStore
 from treering.stores.objects.upload import IN_FLIGHT
 from treering.stores.read_errors import RequestError, raise_if_momentary

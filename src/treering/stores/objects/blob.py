@@ -10,8 +10,9 @@ from ...errors import CorruptError
 from ..buffers import copy
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
-from .bucket import Bucket, ChangedError, Found
+from .bucket import Bucket, Found
 from .glance import Glance
+from .request_errors import ChangedError
 from .upload import OBJECT_BYTES
 
 _MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well

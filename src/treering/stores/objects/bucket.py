@@ -3,15 +3,14 @@
 import contextlib
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ...errors import RequestError, TreeringError, UnsupportedError
+from ...errors import RequestError, UnsupportedError
 from ..buffers import aligned, copy
 from ..temporary_names import clock_beside
-from .clients import short
+from .request_errors import BROKEN, BUSY, EMPTY, ChangedError, ConflictError, failure, missing, translate_errors
 
 _ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
@@ -19,24 +18,6 @@ _CLOCK_SECONDS = 600  # for which a look at the server's clock counts
 _QUICK_BYTES = 64 << 10
 _SMALL_BYTES = 1 << 20  # bytes of an answer, so many or fewer of which are left where they came
 _NOTHING = memoryview(b"")
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
-_EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
-_STATUS = re.compile(r"status code: (\d{3})")
-_OF_BUCKETS = {  # what a bucket was set up for, and what that means here
-    "RetentionPolicyNotMet": "the bucket keeps its objects for a while, and what is saved and managed here must be "
-    "replaced and deleted; choose a bucket without a retention policy",
-    "ObjectUnderActiveHold": "somebody holds this object, so it can be neither replaced nor deleted",
-    "UserProjectMissing": "who asks this bucket pays; pass a store object of obstore's with the default header "
-    "x-goog-user-project",
-}
-# Addresses within the machine that clients ask for credentials when they are given none.
-_METADATA = re.compile(r"https?://[^/\s]+(/computeMetadata/|/metadata/identity/|/latest/api/token|/latest/meta-data/)")
-_DENIED = (" 403 ", " 401 ", "AccessDenied")
-_EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
-
-# The `_reason` of a `RequestError`: whether it was carried out is not known; likewise, and obstore has not asked again;
-# the server wants fewer requests, and has not done it; bytes of an object that has none were asked for.
-UNANSWERED, BROKEN, BUSY, EMPTY = "unanswered", "broken", "busy", "empty"
 
 T = TypeVar("T")
 Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
@@ -45,14 +26,6 @@ Version = tuple[str | None, str | None]  # ETag, and the version of those stores
 def now() -> float:
     """Seconds that go on while the machine is suspended, where the system can tell."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
-
-
-class ChangedError(FileExistsError):
-    """Something else is at a name than what was expected there."""
-
-
-class ConflictError(ChangedError):
-    """Another request for the same name is under way; the same one may be answered differently in a moment."""
 
 
 class Found(NamedTuple):
@@ -109,7 +82,7 @@ class Bucket:
                 raise
             found = self.head(key)
             if found is None:
-                raise self._missing(key) from None
+                raise missing(self.url, key) from None
             return b"", found
 
     def read_into(self, target: memoryview, key: str, begin: int, expected: Found) -> None:
@@ -133,7 +106,7 @@ class Bucket:
             elsewhere = into if end <= found.nbytes else _NOTHING
             came = memoryview(got.bytes())  # taking it chunk by chunk needs less memory, and a sixth more time
             if len(came) != size:
-                raise _failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
+                raise failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
             if size <= _SMALL_BYTES and not elsewhere:
                 return came, found
             own = size - len(elsewhere)
@@ -297,60 +270,10 @@ class Bucket:
 
         return obstore
 
-    def _missing(self, key: str) -> FileNotFoundError:
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{key}")
-
-    @contextlib.contextmanager
-    def asked(self, key: str) -> Iterator[None]:
+    def asked(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Wraps a request. Raises `FileNotFoundError`, `ChangedError`, and `RequestError` for all that went wrong."""
-        import obstore.exceptions as exceptions
-
         _check_process()
-        path = f"{self.url}/{key}" if key else self.url
-        try:
-            yield
-        except FileNotFoundError as error:
-            if any(word in str(error) for word in _NO_BUCKET):
-                raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
-            raise self._missing(key) from None
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            # obstore takes every 409 for an object that is there; all but Azure mean another request that is under way.
-            found, is_there = _STATUS.search(str(error)), "BlobAlreadyExists" in str(error)
-            kind = ConflictError if found and found[1] == "409" and not is_there else ChangedError
-            raise kind(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        except (exceptions.NotSupportedError, NotImplementedError) as error:
-            raise UnsupportedError(f"{path}: this kind of store cannot do that: {short(error)}") from error
-        except (exceptions.BaseError, OSError) as error:
-            if isinstance(error, TreeringError) or getattr(error, "errno", None) is not None:
-                raise
-            text = str(error)  # an `OSError` without a number is what a writer in parts raises for everything
-            status = found[1] if (found := _STATUS.search(text)) else ""  # names in what follows may have numbers, too
-            if (asked := _METADATA.search(text)) and asked[1] not in f"/{key}":
-                raise RequestError(
-                    f"{self.url}: no credentials were found in the environment, and the metadata service of this "
-                    f"machine gave none ({short(error)}); set those of the provider, or pass a store of obstore's"
-                ) from error
-            if any(word in text for word in _EMPTY):
-                raise _failure(path, EMPTY) from None
-            if any(word in text for word in _NO_BUCKET):
-                raise RequestError(f"{self.url}: there is no such bucket; make it, or look at its name") from None
-            if hint := next((hint for word, hint in _OF_BUCKETS.items() if word in text), None):
-                raise RequestError(f"{path}: {hint} ({short(error)})") from error
-            denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-            if denied or status in ("401", "403") or (not status and any(word in text for word in _DENIED)):
-                raise RequestError(
-                    f"{path}: the store does not allow this ({short(error)}); look at the credentials, whether they "
-                    "may list, get, put and delete there, and whether this machine's clock is right"
-                ) from error
-            if any(word in text for word in _EXPIRED):
-                raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
-            if status == "409":
-                raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-            if status == "429":
-                raise _failure(f"{path}: the store is asked too often: {short(error)}", BUSY) from error
-            hint = "; without a reason, this is often a token that has expired" if status == "400" else ""
-            reason = UNANSWERED if "max_retries" in text else BROKEN  # or obstore has tried again already
-            raise _failure(f"{path}: the store did not answer as it should: {short(error)}{hint}", reason) from error
+        return translate_errors(self.url, key)
 
 
 _process: int | None = None  # that has made the first request
@@ -365,17 +288,6 @@ def _check_process() -> None:
             "buckets cannot be used in a process that was forked from one that has used them: begin it with "
             "multiprocessing's method 'spawn', or read there from a local copy"
         )
-
-
-def _failure(text: str, reason: str) -> RequestError:
-    error = RequestError(text)
-    error._reason = reason
-    return error
-
-
-def is_unknown(error: BaseException) -> bool:
-    """Returns True for an error after which a request may have been carried out, or may still be."""
-    return isinstance(error, RequestError) and error._reason in (UNANSWERED, BROKEN)
 
 
 def _above(key: str) -> Iterator[str]:

@@ -16,7 +16,8 @@ from ..._threads.alive import Alive
 from ..._threads.decoding import learn
 from ..._threads.pool import start
 from ...errors import SaveError
-from .bucket import Bucket, ChangedError, Found, Version, now
+from .bucket import Bucket, Found, Version, now
+from .request_errors import ChangedError
 
 LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
 _RENEWAL_SECONDS = 20.0

@@ -13,9 +13,10 @@ from ...errors import ExistsError, RequestError, UnsupportedError
 from .. import claims
 from ..store import LOCK_NAME
 from . import heartbeat, round_trip
-from .bucket import Bucket, ChangedError, Version
+from .bucket import Bucket, Version
 from .heartbeat import LEASE_SECONDS, About, Heartbeat
 from .keys import joined
+from .request_errors import ChangedError
 
 _POLL_SECONDS = 2.0
 _MOST_CHANGES = 10  # that others may make while the lease is being taken

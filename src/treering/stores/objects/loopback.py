@@ -21,8 +21,9 @@ from ...errors import RequestError
 from ..buffers import aligned
 from ..key_values import as_text
 from ..read_errors import ReplacedError
-from .bucket import Bucket, ChangedError, Found
+from .bucket import Bucket, Found
 from .keys import below
+from .request_errors import ChangedError
 
 _HOST = "127.0.0.1"
 _PIECE_BYTES = 16 << 20  # bytes that are asked for at a time

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ...errors import RequestError, UnsupportedError
 from ..temporary_names import clock_beside
-from .bucket import BROKEN, EMPTY, Bucket, ChangedError
+from .bucket import Bucket
 from .heartbeat import Heartbeat
+from .request_errors import BROKEN, EMPTY, ChangedError
 
 _log = logging.getLogger("treering")
 _LINES = b"".join(b"%07d\n" % n for n in range(512))  # compressible, as some servers do; no two parts are equal

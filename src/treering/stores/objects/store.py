@@ -20,11 +20,12 @@ from ..store import Beside, Owned, Stat, Writer
 from ..whole_files import check_free
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
-from .bucket import Bucket, ChangedError, Found
+from .bucket import Bucket, Found
 from .glance import Glance
 from .heartbeat import Heartbeat
 from .keys import below, joined
 from .lease import ObjectLease
+from .request_errors import ChangedError
 from .sink import ObjectSink
 from .temporary_folder import TemporaryFolder
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads

@@ -10,7 +10,8 @@ from ..._threads.alive import Alive
 from ..._threads.pool import start
 from ...errors import SaveError
 from ..buffers import aligned, round_up
-from .bucket import Bucket, Version, is_unknown
+from .bucket import Bucket, Version
+from .request_errors import is_unknown
 
 OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
 IN_FLIGHT = 10  # objects that are being put at a time
