@@ -28,6 +28,7 @@ from treering._pytree.walk import Walk
 from treering._threads.python_gc import gc_paused
 from treering.formats.treering import layout, manifest
 from treering.formats.treering.layout import ArrayFile
+from treering.formats.treering.manifest_fields import File, Manifest
 
 from .table import Row
 
@@ -165,12 +166,12 @@ def _manifest(
     names = (name for n in range(processes) for name in layout.names("0123456789ab", 1, n, processes))
     rows = layout.rows(catalogue, shares, layout.FileIndex([[0]] * processes, lambda _: ()))
     return manifest.seal(
-        manifest.Manifest(
+        Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
             created="2025-01-01T00:00:00+00:00",
             software={"jax": jax.__version__},
-            files=[manifest.File(name, size, header, checksum) for name in names],
+            files=[File(name, size, header, checksum) for name in names],
             layouts=rows.layouts,
             holders=rows.holders,
             tree=list(walked.skeleton),

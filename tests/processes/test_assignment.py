@@ -28,7 +28,8 @@ from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import layout, manifest
-from treering.formats.treering.manifest import ArrayRow, piece_key
+from treering.formats.treering.manifest import piece_key
+from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 
 P = jax.P
 MIB = 1 << 20
@@ -466,7 +467,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
             assert buffer[begin:end] == value[slices(box, whole(value.shape))].tobytes()
 
 
-def located(row: ArrayRow, listed: manifest.Manifest) -> Iterator[tuple[int, Box, str]]:
+def located(row: ArrayRow, listed: Manifest) -> Iterator[tuple[int, Box, str]]:
     """File, box and name of each piece, as docs/format.md has it."""
     if isinstance(row.where, int):
         yield row.where, whole(row.shape), piece_key(row.path, None)
@@ -484,12 +485,12 @@ def unsorted(at: str, names: list[str]) -> tuple[skeleton.Node, list[str]]:
 
 def encoded(rows: layout.Rows, names: Sequence[str]) -> bytes:
     return manifest.seal(
-        manifest.Manifest(
+        Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
             created="2026-01-01T00:00:00+00:00",
             software={"treering": "1.2.3", "jax": "0.10.2", "numpy": "2.4.6"},
-            files=[manifest.File(name, 1 << 33, 1 << 16, "0123456789abcdef") for name in names],
+            files=[File(name, 1 << 33, 1 << 16, "0123456789abcdef") for name in names],
             layouts=rows.layouts,
             holders=rows.holders,
             tree=skeleton.assemble([row.path for row in rows.leaves], unsorted)[1],

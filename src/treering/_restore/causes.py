@@ -5,7 +5,7 @@ compared with the template again. Of those that fix the differences the one that
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,14 +20,12 @@ from .moves import moved
 from .optimizer_states import States
 from .other_levels import elsewhere
 from .own_parts import own
+from .policy import Policy
 from .suggestion import Cause
-
-if TYPE_CHECKING:
-    from .match import Policy
 
 _ENOUGH = 0.1  # of the differences may be left
 
-Compare = Callable[[Walk, Mapping[str, Entry], Skeleton | None, "Policy"], tuple[Any, bool, Sequence[Difference]]]
+Compare = Callable[[Walk, Mapping[str, Entry], Skeleton | None, Policy], tuple[Any, bool, Sequence[Difference]]]
 
 
 class _Array(NamedTuple):
@@ -50,7 +48,7 @@ def likely(
     walked: Walk,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
-    policy: "Policy",
+    policy: Policy,
     differences: Sequence[Difference],
     compare: Compare,
 ) -> str:
@@ -122,6 +120,6 @@ def _with_values(walked: Walk) -> Walk:
     return walked._replace(leaves=leaves)
 
 
-def _wider(differences: Sequence[Difference], policy: "Policy") -> Iterable[Cause]:
+def _wider(differences: Sequence[Difference], policy: Policy) -> Iterable[Cause]:
     if len(differences) > 1 and policy.dtype is None:
         yield Cause("the checkpoint's floats are wider than the template's", dtype="template")

@@ -263,11 +263,11 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         **options: Any,
     ) -> Any:
         """The tree; with a `call`, every process of the job makes it."""
-        from . import match
         from . import restore as _restore
+        from .policy import Policy
 
         view = self.at(at).apply(rules) if rules else self.at(at)
-        policy = match.Policy(missing, extra, dtype, at, bool(rules))
+        policy = Policy(missing, extra, dtype, at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)
 
     def _repr_html_(self) -> str:

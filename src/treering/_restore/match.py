@@ -1,74 +1,26 @@
 """Matches a template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
 
-import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe, mismatch
-from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, covered, is_absent
-from .._core.leaf_paths import above, all_meant, below, closest, few, matches
+from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, is_absent
+from .._core.leaf_paths import above, below, closest, few, matches
 from .._core.skeleton import Skeleton
 from .._pytree import box_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import Walk
 from ..errors import Difference, MismatchError
 from . import named_tuples
+from .policy import Policy
 from .positions import Elsewhere, with_hints
 from .saved_kinds import saved_target
 from .targets import Differs, Target, check_width, missing_target, target_of
 
 _log = logging.getLogger("treering")
 _ARRAYS = ("numpy", "numpy-scalar", "jax")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Policy:
-    """The differences that are allowed; see `treering.restore`."""
-
-    missing: str | Iterable[str] = "error"
-    extra: str | Iterable[str] = "error"
-    dtype: Any = None
-    at: str = ""  # what the caller gave, for the arguments that an error suggests
-    rules: bool = False  # whether the caller gave some
-    kinds: Literal["template", "saved"] = "template"  # what decides the type and dtype of a leaf
-    cast_leaves: frozenset[str] = frozenset()  # leaves of which the template decides them in any case
-
-    def __post_init__(self) -> None:
-        for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
-            globs = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
-            if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
-                raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
-            if globs is not None:
-                object.__setattr__(self, name, globs)  # it is gone through once for each leaf
-        if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
-            return
-        try:
-            known = dtypes.is_float(np.dtype(self.dtype))
-        except TypeError:
-            known = False
-        if not known:
-            raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
-
-    def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
-        """The policy with the paths that its globs mean."""
-        missing, extra = (
-            value if isinstance(value, str) else all_meant(value, paths)
-            for value, paths in ((self.missing, template), (self.extra, found))
-        )
-        return dataclasses.replace(self, missing=missing, extra=extra)
-
-    def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
-        value = self.missing if which == "missing" else self.extra
-        return value != "error" if isinstance(value, str) else covered(path, entry, value)
-
-    def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype that floats become where there is no template."""
-        asked = self.dtype not in (None, "template") and dtypes.is_float(dtype)
-        return np.dtype(self.dtype) if asked else dtype
 
 
 def match(

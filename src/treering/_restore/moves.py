@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import above, below
@@ -13,11 +12,9 @@ from .._rules.base import Leaves
 from ..errors import TreeringError
 from .origins import Origins, origins, wanted
 from .path_likeness import differing_heads
+from .policy import Policy
 from .prefix_renames import ordered, renames
 from .suggestion import Call, Cause, is_plain, renamed
-
-if TYPE_CHECKING:
-    from .match import Policy
 
 _MAX_CALLS = 16  # rules; nobody would read more
 _MAX_GLOBS = 12
@@ -25,7 +22,7 @@ _T5 = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
 
 
 def moved(
-    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy", *, reordered: bool
+    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, reordered: bool
 ) -> Iterator[Cause]:
     """Yields rules for all leaves that are found elsewhere; `reordered` says that containers are of another class."""
     if not all(is_plain(path, entries) for path in entries):
@@ -45,7 +42,7 @@ def _moved(
     walked: Walk,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
-    policy: "Policy",
+    policy: Policy,
     reordered: bool,
 ) -> Iterator[Cause]:
     """Yields rules that make a checkpoint's leaves those of `there`: the template, with levels for boxes if need be."""

@@ -3,7 +3,7 @@
 import collections
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .._core.entries import Entry, is_absent
 from .._core.skeleton import Skeleton
@@ -24,10 +24,8 @@ from .path_likeness import (
     names_of,
     numberless,
 )
+from .policy import Policy
 from .targets import Differs, target_of
-
-if TYPE_CHECKING:
-    from .match import Policy
 
 _MAX_COMPARED_LEAVES = 20_000
 _MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
@@ -54,7 +52,7 @@ class Origins(NamedTuple):
 
 
 class _Search:
-    def __init__(self, walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy"):
+    def __init__(self, walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy):
         self.leaves = wanted(walked)
         self.entries = {path: entry for path, entry in entries.items() if not is_absent(entry)}
         self.states = States(self.leaves, walked.skeleton, self.entries, skeleton)
@@ -236,7 +234,7 @@ class _Search:
                         self.turned.add(one)
 
 
-def origins(walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: "Policy") -> Origins:
+def origins(walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy) -> Origins:
     """Returns where the checkpoint has each leaf of the template; not those of which it is not clear."""
     search = _Search(walked, entries, skeleton, policy)
     search.in_place()

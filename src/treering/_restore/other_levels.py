@@ -4,15 +4,12 @@ import collections
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from .._core.entries import Entry
 from .._pytree.walk import Walk
 from .path_likeness import is_average, is_renumbered, numberless
+from .policy import Policy
 from .suggestion import Call, Cause, is_plain
-
-if TYPE_CHECKING:
-    from .match import Policy
 
 _SAMPLE = 8  # missing leaves that are compared with all others
 _MAX_COMPARED_LEAVES = 5000  # other leaves that they are compared with
@@ -20,7 +17,7 @@ _TRIED = 6  # suggestions
 _NUMBER = re.compile(r"\d+")
 
 
-def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: "Policy") -> list[Cause]:
+def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: Policy) -> list[Cause]:
     """Levels that only one side has, or that are called otherwise, most likely first."""
     wanted = set(walked.paths)
     missing = [

@@ -24,8 +24,8 @@ from . import match, positional, saved_kinds, saved_places
 from . import place as _place
 from .groups import entry_of
 from .initial import Initial
-from .match import Policy
 from .place import Where
+from .policy import Policy
 from .positions import Elsewhere
 from .targets import Differs, Target, check_width
 

@@ -6,7 +6,7 @@ anew, and no error would tell.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .._core.describe import ABSENT
 from .._core.entries import Entry, is_absent
@@ -16,9 +16,7 @@ from .._core.source import Source, left_out
 from .._pytree import iterators
 from .._pytree.walk import Walk
 from ..errors import Difference
-
-if TYPE_CHECKING:
-    from .match import Policy
+from .policy import Policy
 
 _ALL = re.compile(r"(?:missing='template'|extra='ignore') or ")
 
@@ -111,7 +109,7 @@ def _missing(
     return f"missing='template' or missing=[{path!r}] takes the template's, and {what} over with that"
 
 
-def loses(walked: Walk, entries: Mapping[str, Entry], given: "Policy", proposed: "Policy") -> bool:
+def loses(walked: Walk, entries: Mapping[str, Entry], given: Policy, proposed: Policy) -> bool:
     """Returns True if a policy loses a position: it skips an iterator of one side, and the given policy does not."""
     wanted = _in_template(walked)
     absent = [path for path in wanted if is_absent(entries.get(path))]

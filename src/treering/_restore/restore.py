@@ -24,9 +24,9 @@ from ..errors import MismatchError
 from . import place as _place
 from . import plans, saved_places, shared_reads
 from .groups import Group, entry_of, in_groups, on_host
-from .match import Policy
 from .place import Where
 from .plans import Plan
+from .policy import Policy
 from .targets import Target
 
 _log = logging.getLogger("treering")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import rules
 from .._core import views
@@ -10,9 +10,7 @@ from .._core.entries import Entry
 from .._core.leaf_paths import below
 from .._core.skeleton import Skeleton, subtree
 from .._rules.base import Leaves, Rule, apply
-
-if TYPE_CHECKING:
-    from .match import Policy
+from .policy import Policy
 
 
 class Call(NamedTuple):
@@ -38,7 +36,7 @@ class Cause:
     extra: str | tuple[str, ...] = ()
     dtype: str | None = None
 
-    def arguments(self, policy: "Policy") -> str:
+    def arguments(self, policy: Policy) -> str:
         """The arguments as the user would write them, with those that were given already."""
         given = {}
         if self.at:
@@ -53,7 +51,7 @@ class Cause:
             given["dtype"] = repr(self.dtype)
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
-    def policy(self, policy: "Policy") -> "Policy":
+    def policy(self, policy: Policy) -> Policy:
         return dataclasses.replace(
             policy,
             missing=_joined(policy.missing, self.missing),

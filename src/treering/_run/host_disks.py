@@ -22,8 +22,9 @@ from .._processes import coordinator
 from .._processes.calls import Call, watching
 from ..errors import CorruptError, SaveError, TreeringError
 from ..formats.treering import host_parts as parts
-from ..formats.treering import manifest, removal
+from ..formats.treering import removal
 from ..formats.treering.copy import copy_part
+from ..formats.treering.manifest_fields import File
 from ..formats.treering.new_files import Files
 from . import deleted, run
 from .origin import Origin
@@ -178,7 +179,7 @@ class HostDisks:
         self, call: Call, name: str, to: str, token: str, made: Sequence[str] | None, *, moved: Moved
     ) -> None:
         files: Files | None = None
-        report: list[manifest.File] = []
+        report: list[File] = []
         problem: list[str] = []
         keep = False
         look = watching(call)
@@ -273,12 +274,12 @@ class _Together:
         self,
         token: str,
         files: Files | None,
-        own: Callable[[], list[manifest.File]],
-        commit: Callable[[Sequence[manifest.File]], None],
+        own: Callable[[], list[File]],
+        commit: Callable[[Sequence[File]], None],
     ) -> None:
         made = None if files is None else [os.fsencode(folder).decode("latin-1") for folder in files.made]
         self._call.broadcast(lambda: [self._name, self._to, token, made])
-        copied: list[manifest.File] = []
+        copied: list[File] = []
         problem: BaseException | None = None
         try:
             copied = own()
@@ -292,7 +293,7 @@ class _Together:
                 damaged = all(kind == CorruptError.__name__ for kind, _ in failed)
                 problem = (CorruptError if damaged else SaveError)(few(tuple(text for _, text in failed)))
             if problem is None:
-                found = [msgspec.convert(one, manifest.File) for report, _ in reports for one in report]
+                found = [msgspec.convert(one, File) for report, _ in reports for one in report]
                 try:
                     commit([*copied, *found])
                 except (TreeringError, OSError) as error:

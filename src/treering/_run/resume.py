@@ -8,7 +8,7 @@ from .._core import expansion
 from .._processes import consistency
 from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
-from .._restore.match import Policy
+from .._restore.policy import Policy
 from .._save.pending import wait_for_all_in
 from ..formats.treering import summary
 from ..stores.nfs import look_anew

@@ -15,6 +15,7 @@ from ...stores.whole_files import opened
 from ..safetensors import header as safetensors
 from . import manifest
 from .manifest import BLOCK
+from .manifest_fields import File
 
 _LARGE = 1 << 20  # bytes of a header that is not parsed for the sake of a few tensors
 _FEW = 4
@@ -88,7 +89,7 @@ class _About(msgspec.Struct):
 learn(_About)
 
 
-def check_version(store: Store, path: str, listed: manifest.File) -> None:
+def check_version(store: Store, path: str, listed: File) -> None:
     """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
     try:
         with reading(path), opened(store, path, expected=listed.header) as blob:

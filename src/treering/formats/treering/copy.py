@@ -16,6 +16,7 @@ from . import manifest, metrics, pins
 from .commit import Transaction
 from .files import ArrayFile
 from .manifest import file_names
+from .manifest_fields import File
 from .new_files import Files
 from .read import Reader
 from .schema import token_of
@@ -28,8 +29,8 @@ class Others(Protocol):
         self,
         token: str,
         files: Files | None,
-        own: Callable[[], list[manifest.File]],
-        commit: Callable[[Sequence[manifest.File]], None],
+        own: Callable[[], list[File]],
+        commit: Callable[[Sequence[File]], None],
     ) -> None:
         """Has them take part in a copy with `files`, calls `own`, and `commit` with the files that all have copied.
 
@@ -69,12 +70,12 @@ def copy(
     token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
 
-    def copy_own() -> list[manifest.File]:
+    def copy_own() -> list[File]:
         for number in here:
             _copy_file(files, listed[number], reader.contents(number), moved)
         return [listed[number] for number in here]
 
-    def commit(found: Sequence[manifest.File]) -> None:
+    def commit(found: Sequence[File]) -> None:
         _check_complete(path, listed, found)
         files.commit(reader.manifest_bytes)
 
@@ -138,7 +139,7 @@ def check(source: Store, path: str, others: Others | None = None) -> None:
         return
     here = [one for one in reader.files if source.stat(posixpath.join(path, one.name))]
 
-    def read_own() -> list[manifest.File]:
+    def read_own() -> list[File]:
         for one in here:
             _read(ArrayFile(source, path, one), one)
         return here
@@ -146,15 +147,13 @@ def check(source: Store, path: str, others: Others | None = None) -> None:
     others.copy(_token(reader), None, read_own, lambda found: _check_complete(path, reader.files, found))
 
 
-def copy_part(
-    source: Store, path: str, token: str, files: Files | None, *, moved: Callable[[int], None]
-) -> list[manifest.File]:
+def copy_part(source: Store, path: str, token: str, files: Files | None, *, moved: Callable[[int], None]) -> list[File]:
     """Copies, verified, the array files that this host's disk has of a checkpoint, for a `copy` in process 0.
 
     Without `files`, for its `check`. Process 0 compares what is returned with the manifest, which alone knows the
     checksums of the headers.
     """
-    found: list[manifest.File] = []
+    found: list[File] = []
     for name in source.list(path):
         if token_of(name) == token:
             found.append(listed := _as_listed(source, path, name))
@@ -165,7 +164,7 @@ def copy_part(
     return found
 
 
-def _check_complete(path: str, listed: Sequence[manifest.File], found: Sequence[manifest.File]) -> None:
+def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) -> None:
     there = {one.name: one for one in found}
     if lacking := tuple(one.name for one in listed if there.get(one.name) != one):
         raise CorruptError(
@@ -174,7 +173,7 @@ def _check_complete(path: str, listed: Sequence[manifest.File], found: Sequence[
         )
 
 
-def _read(file: ArrayFile, listed: manifest.File) -> None:
+def _read(file: ArrayFile, listed: File) -> None:
     for _ in file.contents(listed):
         pass
 
@@ -183,16 +182,16 @@ def _token(reader: Reader) -> str:
     return (token_of(reader.files[0].name) if reader.files else None) or ""
 
 
-def _as_listed(store: Store, path: str, name: str) -> manifest.File:
+def _as_listed(store: Store, path: str, name: str) -> File:
     """An array file as a manifest would list it now."""
     file = posixpath.join(path, name)
     with reading(file), opened(store, file) as blob:
         header = blob.read(0, header_size(blob.read(0, min(8, blob.size)), blob.size, file))
-        return manifest.File(name, blob.size, len(header), manifest.xxh3(header))
+        return File(name, blob.size, len(header), manifest.xxh3(header))
 
 
 def _copy_file(
-    files: Files, listed: manifest.File, contents: Iterable[tuple[int, memoryview]], moved: Callable[[int], None]
+    files: Files, listed: File, contents: Iterable[tuple[int, memoryview]], moved: Callable[[int], None]
 ) -> None:
     sink = files.create(listed.name, expected=listed.size)
     for offset, buffer in contents:

@@ -18,6 +18,7 @@ from ...stores.whole_files import open_fetched
 from . import manifest
 from .array_header import ArrayHeader
 from .manifest import BLOCK
+from .manifest_fields import File
 from .parts import Memory, Part
 
 _log = logging.getLogger("treering")
@@ -26,9 +27,7 @@ _log = logging.getLogger("treering")
 class ArrayFile:
     """An open array file whose size and header have been checked; for `expected` and `into` see `Store.open`."""
 
-    def __init__(
-        self, store: Store, directory: str, listed: manifest.File, expected: int = 0, into: memoryview | None = None
-    ):
+    def __init__(self, store: Store, directory: str, listed: File, expected: int = 0, into: memoryview | None = None):
         self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected, into)
         self.path, self.size = blob.path, blob.size
         size = self.size
@@ -39,7 +38,7 @@ class ArrayFile:
         self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
         self._remembers = store.object_bytes is None  # or there may be thousands of files
 
-    def _read_header(self, listed: manifest.File) -> bytearray:
+    def _read_header(self, listed: File) -> bytearray:
         data = bytearray(listed.header)
         self._blob.read_into(memoryview(data), 0)
         if manifest.xxh3(data) != listed.xxh3:
@@ -50,7 +49,7 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         return data
 
-    def contents(self, listed: manifest.File) -> Iterator[tuple[int, memoryview]]:
+    def contents(self, listed: File) -> Iterator[tuple[int, memoryview]]:
         """The file from one end to the other, each block checked: offsets and aligned buffers, the last padded.
 
         Raises `CorruptError` for damage.

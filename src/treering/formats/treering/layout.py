@@ -13,7 +13,8 @@ from ..._processes.assignment import Piece, Share
 from ..._pytree.leaves import Catalogue
 from ...stores.buffers import PAGE
 from ..safetensors.header import MAX_HEADER, Tensor, encode_header
-from .manifest import BLOCK, ArrayRow, Layout, Placement, piece_key, states_row
+from .manifest import BLOCK, piece_key
+from .manifest_fields import ArrayRow, Layout, Placement, states_row
 
 _DIGITS = 16
 _PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')

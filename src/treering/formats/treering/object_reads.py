@@ -12,8 +12,7 @@ from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
 from ...stores.buffers import adoptable
 from ...stores.ranges import merge
-from . import manifest
-from .manifest import ArrayRow
+from .manifest_fields import ArrayRow, File
 from .open_files import OpenFiles
 from .parts import Memory, Part, assemble
 from .piece_locations import PieceLocations
@@ -90,7 +89,7 @@ def read_objects(
     return [own[n] if n in own else next(others) for n in range(len(wanted))], memory
 
 
-def _all_of(listed: manifest.File, inside: Sequence[_Piece], own: Mapping[int, np.ndarray]) -> memoryview | None:
+def _all_of(listed: File, inside: Sequence[_Piece], own: Mapping[int, np.ndarray]) -> memoryview | None:
     """Returns memory for all that an array file holds, if that is one piece which is one run of bytes of an array."""
     n, _, box, piece, _ = inside[0]
     if len(inside) > 1 or n not in own or intersect(piece, box) != piece:

@@ -11,8 +11,8 @@ from ...stores import git_lfs
 from ...stores.read_errors import ReplacedError
 from ...stores.store import Store
 from ...stores.whole_files import opened, read_file
-from . import manifest
 from .files import ArrayFile
+from .manifest_fields import File
 from .schema import MANIFEST
 
 
@@ -22,7 +22,7 @@ class OpenFiles:
     `identity` is the checksum of the manifest, which has `manifest_bytes` bytes. `opened` has the open files.
     """
 
-    def __init__(self, store: Store, path: str, listed: Sequence[manifest.File], identity: str, manifest_bytes: int):
+    def __init__(self, store: Store, path: str, listed: Sequence[File], identity: str, manifest_bytes: int):
         self.listed = listed
         self.opened: dict[int, ArrayFile] = {}
         self._store, self._path = store, path
@@ -78,7 +78,7 @@ class OpenFiles:
                 self._check_present(file)
         self._is_checked = True
 
-    def _check_present(self, file: manifest.File) -> None:
+    def _check_present(self, file: File) -> None:
         path = posixpath.join(self._path, file.name)
         found = self._store.stat(path)
         if found is not None and found.nbytes == file.size:

@@ -8,7 +8,8 @@ from ..._core.boxes import Box, Cells, box_shape, intersect, whole
 from ..._core.entries import ArrayEntry, Entry
 from . import manifest
 from .files import ArrayFile
-from .manifest import ArrayRow, Manifest, piece_key
+from .manifest import Manifest, piece_key
+from .manifest_fields import ArrayRow
 from .open_files import OpenFiles
 from .parts import Part, joined, parts_of
 from .whole_leaves import stored_as

@@ -26,7 +26,8 @@ from ...stores.store import Store
 from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, metrics, validity
-from .manifest import BLOCK, ArrayRow
+from .manifest import BLOCK
+from .manifest_fields import STATES, ArrayRow, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
 from .parts import Memory, as_bools, assemble, ranges_of
@@ -62,7 +63,7 @@ class Reader:
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         self._stored: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
-        if manifest.STATES.encode() in self._manifest_bytes:
+        if STATES.encode() in self._manifest_bytes:
             self._find_states()
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
@@ -116,7 +117,7 @@ class Reader:
     @property
     def created(self) -> datetime.datetime:
         """The time of the commit, in UTC."""
-        return manifest.as_utc(self._manifest.created)
+        return as_utc(self._manifest.created)
 
     def check_present(self) -> None:
         """Raises `CorruptError` unless every array file is there in its full size: those that are open are."""
@@ -132,7 +133,7 @@ class Reader:
         return self._manifest_bytes
 
     @property
-    def files(self) -> Sequence[manifest.File]:
+    def files(self) -> Sequence[File]:
         """The array files."""
         return self._manifest.files
 

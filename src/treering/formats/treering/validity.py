@@ -8,7 +8,7 @@ import datetime
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,10 +21,8 @@ from ..._core.values import EXACT, decode, is_shape
 from ..._threads.decoding import learn
 from ...errors import CorruptError
 from ..safetensors.header import MAX_HEADER
+from .manifest_fields import ArrayRow, File, Layout, Manifest, Placement, Summary
 from .schema import MANIFEST
-
-if TYPE_CHECKING:
-    from .manifest import ArrayRow, File, Layout, Manifest, Placement, Summary
 
 _MOST_NAME = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
@@ -63,7 +61,7 @@ class _Place(msgspec.Struct, frozen=True):
 learn(_Sharding, _Place)
 
 
-def check(manifest: "Manifest", top: dict[str, Any]) -> None:
+def check(manifest: Manifest, top: dict[str, Any]) -> None:
     """Checks all that can be known without the array files. `top` are its fields, and those it does not know."""
     optional = [("step", top), ("placement", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
     if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
@@ -90,7 +88,7 @@ def check(manifest: "Manifest", top: dict[str, Any]) -> None:
     _check_depth("the static values", manifest.static, integers=True)
 
 
-def _check_placement(placement: "Placement", leaves: int) -> None:
+def _check_placement(placement: Placement, leaves: int) -> None:
     for number, place in enumerate(placement.places):
         found = msgspec.convert(place, _Place)
         if (found.mesh is msgspec.UNSET) != (found.spec is msgspec.UNSET):
@@ -109,7 +107,7 @@ def _check_placement(placement: "Placement", leaves: int) -> None:
         raise ValueError(f"the placement is not that of the {leaves} leaves")
 
 
-def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> None:
+def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> None:
     """Checks each row. `layouts` are the shapes that the layouts cut."""
     arrays: list[Any] = manifest.leaves
     if any(issubclass(kind, ValueEntry) for kind in set(map(type, arrays))):
@@ -140,7 +138,7 @@ def _check_leaves(manifest: "Manifest", layouts: Sequence[tuple[int, ...]]) -> N
             raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
 
 
-def _check_place(row: "ArrayRow", layouts: Sequence[tuple[int, ...]]) -> None:
+def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
     """Checks the place of a row that is not whole in one file."""
     where = row.where
     if isinstance(where, tuple):
@@ -150,7 +148,7 @@ def _check_place(row: "ArrayRow", layouts: Sequence[tuple[int, ...]]) -> None:
         raise ValueError(f"{row.path!r:.100} requires nothing")
 
 
-def check_summary(summary: "Manifest | Summary") -> None:
+def check_summary(summary: Manifest | Summary) -> None:
     """Checks the parts of a manifest that managing a run needs."""
     if summary.step is not None and not 0 <= summary.step <= EXACT:
         raise ValueError(f"the step is {summary.step}")
@@ -173,7 +171,7 @@ def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
         raise ValueError(f"a metric: {error}") from None
 
 
-def _check_file(file: "File") -> None:
+def _check_file(file: File) -> None:
     name = file.name
     if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MOST_NAME:
         raise ValueError(f"{file.name!r:.100} is not the name of a file beside the manifest")
@@ -183,7 +181,7 @@ def _check_file(file: "File") -> None:
         raise ValueError(f"the file {file.name!r:.100} has {about}")
 
 
-def _check_layout(layout: "Layout", number: int, holders: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+def _check_layout(layout: Layout, number: int, holders: Sequence[Sequence[Any]]) -> tuple[int, ...]:
     """The shape that a layout cuts."""
     cells = Cells(layout.cuts)
     if not is_shape(cells.shape, 1):

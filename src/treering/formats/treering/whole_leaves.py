@@ -12,7 +12,7 @@ from ..._core import dtypes
 from ..._core.boxes import Box, whole
 from ..._core.entries import ArrayEntry
 from .array_header import ArrayHeader
-from .manifest import ArrayRow
+from .manifest_fields import ArrayRow
 from .parts import Memory
 
 _FEW = 8  # arrays; fewer are as quickly handled one by one, and of a large header only what is asked for is parsed

@@ -33,6 +33,7 @@ from . import host_parts, layout, manifest
 from .commit import Transaction
 from .layout import ArrayFile
 from .manifest import BLOCK
+from .manifest_fields import File, Layout, Manifest, Placement
 from .new_files import Files
 from .removal import logged
 
@@ -83,7 +84,7 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
 
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable
-        listed = [[msgspec.convert(one, manifest.File) for one, _ in report] for report in reports]
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report in reports]
         firsts = [[first for _, first in report] for report in reports]
         data = _manifest(job, pieces, spread, listed, firsts)
         try:
@@ -193,7 +194,7 @@ def _manifest(
     job: Job,
     pieces: Sequence[Piece],
     spread: Collection[int],
-    listed: Sequence[Sequence[manifest.File]],
+    listed: Sequence[Sequence[File]],
     firsts: Sequence[Sequence[int]],
 ) -> bytes:
     entries, everyone = job.catalogue.entries, job.shares
@@ -208,7 +209,7 @@ def _manifest(
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
         placement = layout.placement(job.catalogue)
     data = manifest.seal(
-        manifest.Manifest(
+        Manifest(
             format=manifest.FORMAT,
             version=manifest.VERSION,
             created=datetime.datetime.now(datetime.UTC).isoformat(),
@@ -243,9 +244,7 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
 _read_back: tuple[Any, ...] = ()  # all but the values of the last manifest that was read
 
 
-def _check_readable(
-    data: bytes, job: Job, layouts: Sequence[manifest.Layout], placement: manifest.Placement | None
-) -> None:
+def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:
     """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
 
     A loop that saves one structure again and again pays for it once: only values differ from step to step.
@@ -264,11 +263,11 @@ def _check_readable(
     _read_back = structure
 
 
-def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.File]], timeout: float) -> None:
+def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], timeout: float) -> None:
     """Waits until process 0 sees the files of the others; over a network that may take a while. Raises `SaveError`."""
     found: dict[str, int | None] = {}
 
-    def is_there(file: manifest.File) -> bool:
+    def is_there(file: File) -> bool:
         there = store.stat(posixpath.join(path, file.name))
         found[file.name] = there and there.nbytes
         return found[file.name] == file.size
@@ -285,7 +284,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[manifest.F
 
 def _write_file(
     files: Files, name: str, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
-) -> manifest.File:
+) -> File:
     sink = files.create(name)
     size = len(file.header) + file.nbytes
     room = sink.preallocate(round_up(size))
@@ -297,7 +296,7 @@ def _write_file(
     watch.lap("write")
     sink.finish(size, read_only=True)
     watch.lap("sync")
-    return manifest.File(name, size, len(header), manifest.xxh3(header))
+    return File(name, size, len(header), manifest.xxh3(header))
 
 
 def _write_buffer(
