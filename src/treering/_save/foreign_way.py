@@ -1,0 +1,71 @@
+"""The way to save in the format of another library, by one process or by several together."""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .._core.entries import ArrayEntry
+from .._core.source import Written
+from .._core.views import View
+from .._processes import progress_bar
+from .._processes.calls import watching
+from .._processes.consistency import check_consistent
+from .._pytree.leaves import SLICE_BYTES, Described
+from .._pytree.on_demand import OnDemand
+from .._threads.pool import ThreadPool
+from .._threads.reentry import alone
+from ..formats import JointFormat
+from . import inputs, joint
+from .contents import Changed
+from .memory import staged_if_it_fits
+from .prepared import Prepared, releasing
+from .target import Target, check_no_iterators, check_replaceable, requested
+
+
+def foreign(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
+    """Plans the save of a view, which the format's writer reads box by box.
+
+    A live tree is staged first, unless its copies take too much memory. `check` raises when nothing more is to be read.
+    """
+    view, live, _ = contents
+    staging = staged_if_it_fits(target, live) if live else None
+    compared = joint.compared(inputs.described(view, live, SLICE_BYTES)) if target.call.count > 1 else None
+    hold = live is not None and staging is None
+    reading = OnDemand(view, compared.shards if compared else [], hold=hold, check=check)
+    supply = staging or reading
+    write = functools.partial(_write, target, view, compared, reading, supply.check)
+    return Prepared(supply, releasing(reading, write))
+
+
+@alone  # a function of a rule that saved in the middle of it would wait for this save
+def _write(
+    target: Target,
+    view: View,
+    compared: Described | None,
+    reading: OnDemand,
+    check: Callable[[], None],
+    pool: ThreadPool,
+) -> Written:
+    call, format, place, options = target.call, target.format, target.path, target.options
+    call.broadcast(lambda: check_replaceable(target))
+    check_no_iterators(place, view)
+    write: Callable[..., int] = format.write
+    if compared:
+        assert view.skeleton is not None and isinstance(format, JointFormat)
+        catalogue, single = check_consistent(call, view.skeleton, compared.catalogue, reading, requested(target))
+        call.doing("writing")
+        write = functools.partial(format.write_together, call=call, layouts=joint.layouts(catalogue, single))
+    begun = time.perf_counter()
+    arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
+    check_others = watching(call)
+
+    def check_all() -> None:
+        check()
+        check_others()
+
+    with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
+        watched: Any = progress_bar.Watched(view, moved, check_all)
+        nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
+    return Written(nbytes, time.perf_counter() - begun)

@@ -1,0 +1,96 @@
+"""The ways in which every process writes its part in the native format: staged, or read while it is written."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .._core.skeleton import Skeleton
+from .._core.source import Written
+from .._processes import assignment, progress_bar
+from .._processes.consistency import check_consistent
+from .._pytree.leaves import SLICE_BYTES, Catalogue, Described
+from .._pytree.on_demand import OnDemand, Supply
+from .._pytree.staging import Staging
+from .._threads.pool import ThreadPool
+from .._threads.python_gc import gc_paused
+from ..formats.treering import write as native
+from . import inputs
+from .contents import Changed, Unchanged
+from .memory import staged_if_it_fits
+from .prepared import Prepared, releasing
+from .target import Target, requested
+
+_AHEAD = 2  # slices, beside those that writers hold: four in all, which are what the limit allows
+_PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
+_OF_ONE_PROCESS = {"unrecorded": "the devices of one process of several"}
+_MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
+
+
+class Parts(NamedTuple):
+    """The leaves of a save, the process that writes each part of them, and the supply of the parts of this process.
+
+    Without `shares` this process writes all of them.
+    """
+
+    skeleton: Skeleton
+    catalogue: Catalogue
+    shares: Mapping[int, assignment.Share] | None
+    supply: Supply
+
+
+def staged(target: Target, contents: Unchanged) -> Prepared:
+    """Plans the save of a tree whose arrays are staged as they are."""
+    parts = stage_parts(target, *contents)
+    return Prepared(parts.supply, functools.partial(write, target, parts))
+
+
+def stage_parts(target: Target, skeleton: Skeleton, described: Described) -> Parts:
+    """Assigns the arrays of a live tree to the processes, and returns the staging of this process as the supply."""
+    call, catalogue = target.call, described.catalogue
+    with gc_paused():
+        shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
+        shards = assignment.to_stage(described, shares, call.index)
+        staging = Staging(*shards, target.options.memory_limit, target.has_room)
+    return Parts(skeleton, catalogue, shares, staging)
+
+
+def read_while_written(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
+    """Plans the save of a view, which the writers read box by box.
+
+    A live tree is staged first, unless its copies take too much memory. `check` raises when nothing more is to be read.
+    """
+    call, limit, (view, live, _) = target.call, target.options.memory_limit, contents
+    staging = staged_if_it_fits(target, live) if live else None
+    assert view.skeleton is not None
+    slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _MIN_SLICE_BYTES), SLICE_BYTES)
+    as_it_lies = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())  # reading takes no more
+    parallel = limit is None or limit >= _PARALLEL_BYTES or as_it_lies
+    alone = call.count == 1
+    described = inputs.described(
+        view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None
+    )
+    shares = None if alone else assignment.plan(described.catalogue, call.count)
+    shards, _ = assignment.to_stage(described, shares, call.index)
+    ahead = _AHEAD if as_it_lies and not view.can_mmap(None) else 0  # what can be mapped is on a local disk
+    hold = live is not None and staging is None
+    reading = OnDemand(view, shards, slice_bytes, parallel=parallel, ahead=ahead, hold=hold, check=check)
+    parts = Parts(view.skeleton, described.catalogue, shares, reading)
+    return Prepared(staging or reading, releasing(reading, functools.partial(write, target, parts)))
+
+
+def write(target: Target, parts: Parts, pool: ThreadPool) -> Written:
+    """Compares the trees of all processes, writes the part of this process, and commits."""
+    call, options, (skeleton, catalogue, shares, supply) = target.call, target.options, parts
+    catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
+    if single:
+        shares = assignment.plan(catalogue, call.count, single)
+    if shares is not None:
+        shares = {**shares, **assignment.of_states(catalogue.entries, call.count)}
+    if single:
+        # To process 0, which writes the record, its own part of them looks like an array of every process.
+        places = [_OF_ONE_PROCESS if n in single else place for n, place in enumerate(catalogue.places)]
+        catalogue = catalogue._replace(places=places)
+    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.own_disks)
+    with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
+        return native.write(target.store, job, supply, pool, call)

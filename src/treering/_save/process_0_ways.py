@@ -1,0 +1,82 @@
+"""The ways to save by several processes in which process 0 writes the checkpoint that was asked for.
+
+Its source is a checkpoint that all processes have opened, or one in the native format that all save first.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+from .. import formats
+from .._core.source import Written
+from .._core.views import View
+from .._processes import coordinator
+from .._pytree.on_demand import OnDemand
+from .._restore.checkpoint import Checkpoint
+from .._threads.pool import ThreadPool
+from . import native_ways
+from .contents import Changed
+from .foreign_way import foreign
+from .prepared import Prepared
+from .target import Target, check_free_for_all, check_no_iterators
+
+
+def copied_by_process_0(target: Target, contents: Changed) -> Prepared:
+    """Plans the save of a checkpoint that all processes have opened: process 0 copies it, and its peers wait."""
+    call = target.call
+    if call.index == 0:
+        own = _copying(target, contents.view)
+    else:
+        own = Prepared(OnDemand(contents.view, []), lambda pool: Written(0, 0))
+
+    def write(pool: ThreadPool) -> Written:
+        call.doing("copying in process 0")
+        return Written(*call.broadcast(lambda: list(own.write(pool))))
+
+    return Prepared(own.supply, write)
+
+
+def via_native(target: Target, contents: Changed) -> Prepared:
+    """Plans a save that one process has to write, of a tree that lies in several.
+
+    All processes save the tree next to the path, in the native format. Process 0 makes the requested checkpoint of
+    that, in bounded memory.
+    """
+    assert contents.live and contents.change
+    if target.format.name != "treering":
+        check_no_iterators(target.path, contents.view)
+    parts = native_ways.stage_parts(target, contents.live.skeleton, contents.live.described)
+    # The function refers to the change alone: the live tree and its arrays may go when they are staged.
+    return Prepared(parts.supply, functools.partial(_write_via_native, target, parts, contents.change))
+
+
+def _write_via_native(
+    target: Target, parts: native_ways.Parts, change: Callable[[Checkpoint], View], pool: ThreadPool
+) -> Written:
+    call = target.call
+    with contextlib.ExitStack() as scratch:
+
+        def begin() -> str:
+            check_free_for_all(target)
+            return scratch.enter_context(target.store.scratch_folder(target.path))
+
+        def copy() -> list[float]:
+            saved = Checkpoint(formats.get("treering").open(target.store, folder))
+            return list(_copying(target, change(saved), parts.supply.check).write(pool))
+
+        folder = call.broadcast(begin)
+        try:
+            native_ways.write(target._replace(path=folder), parts, pool)
+        except BaseException:
+            if call.index:  # its files may have been the last in it, after process 0 has removed its own
+                with contextlib.suppress(OSError):
+                    target.store.remove_folder(folder)
+            raise
+        call.doing("writing in process 0")
+        return Written(*call.broadcast(copy))
+
+
+def _copying(target: Target, view: View, check: Callable[[], None] = lambda: None) -> Prepared:
+    """Plans the save of a view of a checkpoint by this process alone."""
+    write_alone = native_ways.read_while_written if target.format.name == "treering" else foreign
+    return write_alone(target._replace(call=coordinator.begin("copy", processes="this")), Changed(view), check)
