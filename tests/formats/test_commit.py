@@ -1,5 +1,7 @@
 """Commit, deletion and leftovers."""
 
+import contextlib
+import errno
 import os
 import pathlib
 import subprocess
@@ -11,7 +13,10 @@ import pytest
 
 import treering as tr
 from treering import stores
+from treering.errors import SaveError
 from treering.formats.treering import removal
+from treering.formats.treering.commit import Transaction
+from treering.formats.treering.new_files import Outcome
 from treering.stores.posix import Disk
 
 
@@ -199,3 +204,35 @@ def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
     assert len(list(path.iterdir())) == 2
     tr.save(path, {"x": np.ones(3)}, overwrite=True)
     assert tr.verify(path).ok and len(list(path.iterdir())) == 2
+
+
+class Unanswered(Disk):
+    """Fails as a network's file system does: at the link of a manifest, done or not, and perhaps at looking there."""
+
+    def __init__(self, linked: bool, answers: bool):
+        self.linked, self.answers = linked, answers
+
+    def link(self, old: str, new: str) -> None:
+        if self.linked:
+            super().link(old, new)
+        raise OSError(errno.EIO, "no answer")
+
+    def same_file(self, fd: int, path: str) -> bool:
+        if str(path).endswith("/treering.json") and not self.answers:
+            raise OSError(errno.EIO, "no answer")
+        return super().same_file(fd, path)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_outcome_of_a_commit_whose_reply_is_lost(tmp_path: pathlib.Path, linked: bool, answers: bool) -> None:
+    """The files go if the manifest is not in place; if that is not known they stay, and the save fails."""
+    files = Transaction(stores.Filesystem(Unanswered(linked, answers)), f"{tmp_path}/c", overwrite=False)
+    files.create("arrays-0.safetensors")
+    with contextlib.nullcontext() if linked and answers else pytest.raises((OSError, SaveError)):
+        files.commit(b"{}")
+    outcome = Outcome.IN_DOUBT if not answers else Outcome.COMMITTED if linked else Outcome.ABORTED
+    files.abort()
+    assert files.outcome is outcome and files.must_stay == (outcome is not Outcome.ABORTED)
+    found = os.listdir(tmp_path / "c") if os.path.exists(tmp_path / "c") else []
+    assert ("arrays-0.safetensors" in found) == files.must_stay and ("treering.json" in found) == linked

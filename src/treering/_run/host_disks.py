@@ -298,12 +298,12 @@ class _Together:
                     commit([*copied, *found])
                 except (TreeringError, OSError) as error:
                     problem = error
-            return problem is None or (files is not None and files.committed)
+            return problem is None or (files is not None and files.must_stay)
 
         try:
             self._call.gather_and_decide([[], []], decide)
         except BaseException:
-            if files is not None and files.committed:
+            if files is not None and files.must_stay:
                 self._call.close()  # without the error, or the others would remove their files of what is committed
             raise
         if problem:

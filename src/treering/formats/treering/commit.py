@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ...errors import ExistsError, SaveError
 from ...stores.claims import TakenOverError
 from ...stores.store import ABSENT, Store
-from .new_files import CREATE_ATTEMPTS, Files, write_whole
+from .new_files import CREATE_ATTEMPTS, Files, Outcome, write_whole
 from .removal import check_removable, consists_of, disown, logged, remove_leftovers
 from .schema import MANIFEST, OWN_FILES
 
@@ -64,7 +64,6 @@ class Transaction(Files):
         super().__init__(store, path, token or os.urandom(3).hex())
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
-        self._published = False  # or about to be
         self._disowned: list[str] = []
         if any(OWN_FILES.fullmatch(name) for name in names):
             self._make_room()
@@ -95,7 +94,7 @@ class Transaction(Files):
         check()
         found = self.store.stat(self._manifest) if self._overwrite else None
         replaced = consists_of(self.store, self.path) if found else []
-        self._published = True
+        self.outcome = None
         try:
             self._open[self._temporary].publish(
                 self._manifest,
@@ -104,18 +103,19 @@ class Transaction(Files):
                 retract=self.retracts,
             )
         except TakenOverError:
-            self.committed = self._in_place() is not False
+            if (found := self._look()) is not Outcome.ABORTED:
+                self.outcome = found
             raise
         except OSError as error:
-            there = self._in_place()  # it may be, in spite of the error, over a network
-            if there is None:
-                self.committed = True  # as far as anybody knows: the files of both are kept
+            found = self._look()  # the manifest may be in place in spite of the error, over a network
+            if found is Outcome.IN_DOUBT:  # the files of both checkpoints are kept
+                self.outcome = found
                 raise SaveError(
                     f"{self.path}: it cannot be known whether the new checkpoint is in place, for neither putting it "
                     f"there nor looking was answered ({error}); "
                     + ("the old one or the new one is, whole" if self._overwrite else "it is, whole, or nothing is")
                 ) from error
-            if not there:
+            if found is Outcome.ABORTED:
                 if not isinstance(error, FileExistsError):
                     raise
                 raise ExistsError(
@@ -124,14 +124,14 @@ class Transaction(Files):
         try:
             self.store.settle(self.path)
         except OSError as error:
-            if not self._overwrite and self._gone():
+            if not self._overwrite and self._roll_back() is Outcome.ABORTED:
                 raise
-            self.committed = True
+            self.outcome = Outcome.COMMITTED
             raise SaveError(
                 f"{self.path}: the new checkpoint is in place, but the disk failed to make that durable ({error}); "
                 f"after a power cut it may be {'the old one again' if self._overwrite else 'gone'}"
             ) from error
-        self.committed = True
+        self.outcome = Outcome.COMMITTED
         with logged(self.path):
             if not self._overwrite:
                 with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
@@ -147,32 +147,31 @@ class Transaction(Files):
 
     def abort(self) -> None:
         """Removes everything this save wrote, unless it is committed, or in place and cannot be taken back."""
-        self.committed = self.committed or not self._gone()
-        if self.committed:
-            self.close()
-        else:
+        if self.outcome is None:
+            self.outcome = self._roll_back()
+        if self.outcome is Outcome.ABORTED:
             super().abort()
+        else:
+            self.close()
 
-    def _gone(self) -> bool:
-        """Whether the manifest of this save is not in place; one that replaced none is removed first."""
-        there = self._published and self._in_place()
-        if there is False:
-            return True
-        if there is None or self._overwrite:  # it may be another's, or has replaced one
-            return False
+    def _roll_back(self) -> Outcome:
+        """Removes the manifest of this save if it is in place and has replaced none. Returns the outcome."""
+        found = self._look()
+        if found is not Outcome.COMMITTED or self._overwrite:
+            return found
         try:
             self.store.delete(self._manifest)  # it is not durable yet
             self.store.settle(self.path)
         except OSError:
-            return self._in_place() is False
-        return True
+            return self._look()
+        return Outcome.ABORTED
 
-    def _in_place(self) -> bool | None:
-        """Whether the manifest of this save is in place; None when that cannot be known."""
+    def _look(self) -> Outcome:
+        """Returns the outcome by what is in place: the manifest of this save or not, or the store does not say."""
         sink = self._open.get(self._temporary)
         with contextlib.suppress(OSError):
-            return sink is not None and sink.is_at(self._manifest)
-        return None
+            return Outcome.COMMITTED if sink is not None and sink.is_at(self._manifest) else Outcome.ABORTED
+        return Outcome.IN_DOUBT
 
     def _make_room(self) -> None:
         """Removes what killed saves have left.

@@ -17,7 +17,7 @@ from .commit import Transaction
 from .files import ArrayFile
 from .manifest import file_names
 from .manifest_fields import File
-from .new_files import Files
+from .new_files import Files, Outcome
 from .read import Reader
 from .schema import token_of
 
@@ -226,17 +226,17 @@ class _Copy(Transaction):
         except TakenOverError:
             with contextlib.suppress(OSError):
                 arrays = [path for path in self._open if self._is_own(posixpath.basename(path))]
-                if self._in_place() and any(self.store.stat(path) is None for path in arrays):
+                if self._look() is Outcome.COMMITTED and any(self.store.stat(path) is None for path in arrays):
                     self.store.delete(self._manifest)
             raise
 
     def abort(self) -> None:
         """Ends it. Without locks what it wrote stays for the next copy or save to remove: it may be another's."""
-        if not self.store.has_locks and not self.committed:
+        if not self.store.has_locks and not self.must_stay:
             if self._temporary in self._open:
                 with contextlib.suppress(OSError):
                     self.store.delete(self._temporary)
-            self.committed = True  # as far as anybody knows
+            self.outcome = Outcome.IN_DOUBT
         super().abort()
 
     def _remove_own(self) -> None:

@@ -1,6 +1,7 @@
 """The files that a process writes for a save, locked while it lives."""
 
 import contextlib
+import enum
 import os
 import posixpath
 import time
@@ -19,13 +20,25 @@ CREATE_ATTEMPTS = 50  # at making a file, while other processes remove leftovers
 _alive: "Alive[Files]" = Alive()
 
 
+class Outcome(enum.Enum):
+    """The outcome of a save: its manifest is not in place, is in place, or may be in place (a reply was lost)."""
+
+    ABORTED = "aborted"
+    COMMITTED = "committed"
+    IN_DOUBT = "in doubt"
+
+
 class Files:
-    """The files that one process writes for a save into one directory, locked until they are closed."""
+    """The files that one process writes for a save into one directory, locked until they are closed.
+
+    `outcome` is `ABORTED` until the save puts its manifest in place. It is None from then on until the store has
+    answered; `abort` then finds out.
+    """
 
     def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = ()):
         self.store, self.path, self.token = store, path, token
         self.made = list(made)  # directories that `abort` removes
-        self.committed = False
+        self.outcome: Outcome | None = Outcome.ABORTED
         self._apart = False
         self._open: dict[str, Sink] = {}
         _alive.add(self)
@@ -56,6 +69,11 @@ class Files:
         files._apart = True
         store.make_folders(path, files.made)
         return files
+
+    @property
+    def must_stay(self) -> bool:
+        """Returns True if the files belong to a checkpoint, or may: then no process removes them."""
+        return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
         """A new file of this save, protected. Closed by `close` and `abort`."""

@@ -91,7 +91,7 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
             others = [] if job.own_disks else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
         except SaveError as error:
-            if not files.committed:
+            if not files.must_stay:
                 raise
             undurable = error  # the files are part of the checkpoint now, and no process may remove them
         nbytes = len(data) + sum(file.size for report in listed for file in report)
@@ -138,7 +138,7 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
             files.close()
         elif files:
             files.abort()
-            if files.committed:
+            if files.must_stay:
                 call.close()  # without the error, or the other processes would remove their files of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):
             call.check()  # if process 0 has failed and removed the directory, its error is the cause
