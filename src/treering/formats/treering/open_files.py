@@ -11,8 +11,8 @@ from ...stores import git_lfs
 from ...stores.read_errors import ReplacedError
 from ...stores.store import Store
 from ...stores.whole_files import opened, read_file
-from .files import ArrayFile
 from . import manifest
+from .files import ArrayFile
 from .manifest_fields import File
 from .schema import MANIFEST
 
