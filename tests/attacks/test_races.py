@@ -233,7 +233,7 @@ def test_what_another_user_owns_is_no_leftover_where_others_may_write(
         _retention(shared, n)  # which deletes the step
     assert [path.exists() for path in planted] == [mode != 0o755] * len(planted)
     for path in planted:
-        assert caplog.text.count(f"{path}: it looks like what a killed save has left") == (mode != 0o755)
+        assert caplog.text.count(f"{path}: it looks like a file that a killed save left") == (mode != 0o755)
 
 
 @as_root
@@ -267,7 +267,7 @@ def test_a_link_that_another_user_has_put_at_the_path_is_not_followed(name: str,
     save(1)
     np.testing.assert_array_equal(tr.restore(outside)["a"], tree(1)["a"])
     os.lchown(shared / name, NOBODY, NOBODY)
-    with pytest.raises(tr.errors.ExistsError, match=f"found a link of user {NOBODY} in a directory of others"):
+    with pytest.raises(tr.errors.ExistsError, match=f"found a link that user {NOBODY} owns, in a directory that"):
         save(2)
     np.testing.assert_array_equal(tr.restore(outside)["a"], tree(1)["a"])
 

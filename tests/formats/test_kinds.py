@@ -35,7 +35,7 @@ def assert_pointer(path: Path, file: Path) -> None:
     """Asserts that reading everything says which file is a pointer, and what to do."""
     with pytest.raises(CorruptError) as caught:
         tr.open(path).restore()
-    assert str(caught.value) == f"{file}: found a git-lfs pointer in the place of the file; run `git lfs pull` there"
+    assert str(caught.value) == f"{file}: found a git-lfs pointer instead of the file; run `git lfs pull` there"
 
 
 @pytest.mark.parametrize("suffix", ["", ".safetensors", ".eqx", ".msgpack", ".bin", ".index"])

@@ -408,7 +408,7 @@ def test_pointers_of_git_lfs(tmp_path: Path, save: Callable[[Path], Files]) -> N
     files = save(tmp_path / "x")
     for file in files:
         file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    pointers = [f"{file}: found a git-lfs pointer in the place of the file; run `git lfs pull` there" for file in files]
+    pointers = [f"{file}: found a git-lfs pointer instead of the file; run `git lfs pull` there" for file in files]
     assert sorted(problem.what for problem in tr.verify(tmp_path / "x").problems) == sorted(pointers)
     with pytest.raises(CorruptError) as caught:
         tr.restore(tmp_path / "x")

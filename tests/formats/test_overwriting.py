@@ -77,7 +77,7 @@ def test_a_folder_with_a_run_or_other_folders_in_it_is_refused(tmp_path: pathlib
         ckpts.save(2, NEW)
     for folder in ("logs", "best"):
         before = listing(path)
-        with pytest.raises(ExistsError, match=r"folders in it that are no part of it: .*step-00000001"):
+        with pytest.raises(ExistsError, match=r"folders in it that are not part of it: .*step-00000001"):
             tr.save(path, NEW, format=format, overwrite=True, **FOLDERS[format])
         assert listing(path) == before and tr.steps(path) == [1, 2]
         (path / folder).mkdir()
@@ -251,7 +251,7 @@ def test_a_checkpoint_within_a_checkpoint_stays(tmp_path: pathlib.Path, format: 
         else:
             tr.save(place, PARAMS, format=inner, **FOLDERS.get(inner, {}))
         before = listing(tmp_path)
-        with pytest.raises(ExistsError, match="no part of it"):
+        with pytest.raises(ExistsError, match="not part of it"):
             tr.save(path, PARAMS, format=format, overwrite=True, **FOLDERS[format])
         assert listing(tmp_path) == before
         shutil.rmtree(path / place.relative_to(path).parts[0])

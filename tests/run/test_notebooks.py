@@ -64,11 +64,11 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
     notebook.names["broken"] = None
     assert notebook.run(TRAIN) is None
     assert tr.restore(tmp_path / "run")["n"] == sum(range(6)) and tr.steps(tmp_path / "run") == [2, 3, 4, 5]
-    assert "taken over from another Checkpointer of this process, which was not closed" in caplog.text
-    with pytest.raises(MismatchError, match="another Checkpointer of this process has taken this run over; save with"):
+    assert "acquired from another Checkpointer of this process, which was not closed" in caplog.text
+    with pytest.raises(MismatchError, match="another Checkpointer of this process writes this run by now; save with"):
         failed.save(6, {"n": 0})
     for use in (failed.finish, lambda: failed.rewind(4)):
-        with pytest.raises(MismatchError, match="taken this run over"):
+        with pytest.raises(MismatchError, match="writes this run by now"):
             use()
     assert failed.steps == [2, 3, 4, 5] and failed.restore()["n"] == 15, "reading goes on working"
     assert repr(failed) == f"<Checkpointer {tmp_path}/run: restored step 5, taken over by another>"
@@ -134,7 +134,7 @@ def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) ->
     first.wait()
     second.save(2, {"x": 2})
     second.close()
-    with pytest.raises(MismatchError, match="taken this run over"):
+    with pytest.raises(MismatchError, match="writes this run by now"):
         first.save(3, {"x": 3})
     with tr.Checkpointer(tmp_path / "other") as other:  # and another run is another
         other.save(1, {"x": 1})

@@ -1260,7 +1260,7 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
         reports, steps, rewound, branched, refused, finished, taken, slow = result.report
         assert reports == ([1, 2, 3, 4, 5, 4] if index == 0 else [])
         assert (steps, rewound, branched) == ([3, 4, 5], [3, 4], [3, 4])
-        assert refused[0] == "MismatchError" and "another Checkpointer of this process has taken this run" in refused[1]
+        assert refused[0] == "MismatchError" and "another Checkpointer of this process writes this run" in refused[1]
         assert finished == [3, 4, 5, 6] and taken == [True, False] and slow == [1]
     assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]
 

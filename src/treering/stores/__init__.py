@@ -1,6 +1,6 @@
-"""The stores of bytes. A store knows files and how they become durable; it knows nothing of arrays.
+"""The stores of bytes: the file system, memory and buckets. A store knows files and durability, but not arrays.
 
-A function that the user calls asks `of` once for the store of a path, and passes it on.
+A public function calls `of` once for the store of its path, and passes that store on.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from .store import Store
 if TYPE_CHECKING:
     from .objects.store import ObjectStore
 
-_stores: dict[str, Store] = {"": Filesystem(Disk())}  # by the scheme of URLs; those of paths have none
+_stores: dict[str, Store] = {"": Filesystem(Disk())}  # by URL scheme; a path has the scheme ""
 
 
 def register(store: Store, scheme: str = "") -> None:
-    """Makes `store` the one for paths with this scheme."""
+    """Makes `store` the store of all paths with this scheme."""
     _stores[scheme] = store
 
 
 @contextlib.contextmanager
 def using(store: Store, scheme: str = "") -> Iterator[None]:
-    """Puts a store in the place of the one for paths with this scheme within a `with` block, for tests."""
+    """Replaces the store of a scheme within a `with` block, for tests."""
     before = _stores.get(scheme)
     register(store, scheme)
     try:
@@ -43,9 +43,10 @@ def using(store: Store, scheme: str = "") -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A path as absolute text, a URL as it is but for slashes at its end; see `treering._core.leaf_paths.absolute`.
+    """Returns a path as absolute text; see `treering._core.leaf_paths.absolute`.
 
-    A store object of obstore's stands for the URL of its bucket, and is used from then on for all that lies in it.
+    A URL only loses the slashes at its end. A store object of obstore stands for the URL of its bucket. From then on,
+    all paths in that bucket use the object.
     """
     if type(path).__module__.startswith("obstore") and not isinstance(path, str | os.PathLike):
         return _adopted(path)
@@ -55,18 +56,18 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def absolute_run(path: str | os.PathLike[str]) -> str:
-    """The same for a run. Raises `UnsupportedError` for one on a web server, which cannot say what there is."""
+    """Returns the absolute path of a run. Raises `UnsupportedError` for a web server, which cannot list its files."""
     found = absolute(path)
     if found.startswith(clients.WEB):
         raise UnsupportedError(
             f"{found}: expected a path or the URL of a bucket, found that of a web server, where a run can neither be "
-            "listed nor written; open a checkpoint there by its own URL"
+            "listed nor written; open one checkpoint by its own URL"
         )
     return found
 
 
 def of(path: str) -> Store:
-    """The store that a path is in."""
+    """Returns the store that holds a path."""
     scheme, separator, _ = path.partition("://")
     scheme = scheme if separator else ""
     return _stores[scheme] if scheme in _stores else _buckets()
@@ -80,7 +81,7 @@ def _adopted(client: Any) -> str:
 
 @functools.cache
 def _buckets() -> "ObjectStore":
-    """The object stores; only who uses one imports what it needs."""
+    """Returns the store of all buckets. It is made on first use, so that other users do not import obstore's part."""
     from .objects.store import ObjectStore
 
     return ObjectStore()

@@ -1,11 +1,11 @@
-"""Files and directories of other formats, which appear under their name as a whole or not at all.
+"""Writes files and directories of other formats so that each appears complete under its name, or not at all.
 
-They are written beside their path under a temporary name, ``.name.7f3a9c.tmp``, synced, and put in place in one
-step. An old one is never removed before the new one is durable. A temporary file or directory is locked while its
-writer lives; the next writer removes the leftovers of killed ones, when its own file or directory is durable.
+A new file or directory is written next to its path under a temporary name such as ``.name.7f3a9c.tmp``. It is synced,
+and then put in place in one step. The old one is removed only when the new one is durable. A writer locks its temporary
+file or directory while it lives. The next writer removes what killed writers left, once its own data is durable.
 
-The directory may be one that others write to, such as ``/tmp``, and replace a name by a link at any moment: names are
-looked up in the open directory, and no link is followed.
+Other users may write to the parent directory, as in ``/tmp``, and may replace a name by a link at any moment. So names
+are looked up in the open directory, and links are not followed.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from .sequential import SequentialWriter
 from .temporary_names import place_of, temporary_beside
 from .trees import remove_tree, sync_tree
 
-_CREATE_ATTEMPTS = 50  # at making a file or directory, while others tidy up
+_CREATE_ATTEMPTS = 50  # to make a file or directory while other processes remove temporary names
 _log = logging.getLogger("treering")
 
 
 @contextlib.contextmanager
 def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWriter]:
-    """Yields a file to write within a `with` block; at its end it is in place, after an error it never was.
+    """Yields a file to write within a `with` block. It is in place at the end; after an error, it never was.
 
-    A file that replaces another has its mode and group. Where the path is a link, its target is replaced. Raises
-    `ExistsError` for a link that another user may have put there.
+    A file that replaces another gets that file's mode and group. If the path is a link, its target is replaced. Raises
+    `ExistsError` for a link that another user may have made.
     """
     if overwrite:
         path = _target(path)
@@ -43,8 +43,9 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
         sink = _new_file(disk, place)
         file, temporary = SequentialWriter(sink), parent.entry(os.path.basename(sink.path))
         try:
-            if overwrite and (there := look(place)):  # before anything is in it that others may not read
-                # Not what else a mode can say: another user may have made the old file one that runs as its owner.
+            # The mode is set while the file is empty: other users must not read what the old mode hides.
+            if overwrite and (there := look(place)):
+                # Only the permission bits: another user may have set the old file's set-user-id bit.
                 _keep_access(disk, sink.opened, there, there.st_mode & 0o777)
             yield file
             file.sync()
@@ -61,10 +62,10 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
         except BaseException as error:
             if overwrite and isinstance(error, OSError):
                 raise SaveError(
-                    f"{path}: the new one is in place, but the disk failed to make that durable ({error}); "
-                    "after a power cut it may be the old one again"
+                    f"{path}: the new file is in place, but the disk failed to make its name durable ({error}); "
+                    "after a power cut the old file may be back"
                 ) from error
-            if not overwrite:
+            if not overwrite:  # The caller gets an error, so the file must not be in place.
                 with contextlib.suppress(OSError):
                     disk.unlink(place)
                     disk.sync_dir(parent)
@@ -82,15 +83,19 @@ def new_directory(
     names: Collection[str] = (),
     beside: Beside | None = None,
 ) -> Iterator[str]:
-    """Yields a directory to fill within a `with` block; at its end it is in place, after an error it never was.
+    """Yields a directory to fill within a `with` block. It is in place at the end; after an error, it never was.
 
-    Any code may write its files; they are synced at the end. An old directory is exchanged with the new one in one step
-    where the system can, else in two, between which a crash leaves it beside its path. Where the path is a link to a
-    directory, that directory is replaced, and the link stays.
+    Any code may write its files, because they are synced at the end. An old directory is exchanged with the new one in
+    one step where the system can. Elsewhere it takes two steps, and a crash between them leaves the old directory next
+    to its path. If the path is a link to a directory, that directory is replaced and the link stays.
 
-    owned: the files in the old directory that are part of what is replaced. Other files are kept. Raises `ExistsError`
-    for other directories, which may be anything, for other files whose `names` the new one needs or that must not lie
-    `beside` it, and for a link that another user may have put there.
+    owned: returns the files of the old directory that belong to the checkpoint. They are replaced; other files are
+        kept.
+    names: the names that the new directory needs.
+    beside: checks the files that would be kept next to the new ones.
+
+    Raises `ExistsError` for an old directory with folders of other things, for files that have one of `names`, for
+    files that `beside` refuses, and for a link that another user may have made.
     """
     if os.path.isdir(path):
         path = _target(path)
@@ -99,13 +104,13 @@ def new_directory(
         place = parent.entry(os.path.basename(path))
         new = _new_directory(disk, place)
         temporary = parent.entry(os.path.basename(new))
-        settled = True  # the directory with the temporary name would not be in place after a power cut
+        settled = True  # it is certain which of the two names has which directory, even after a power cut
         old: Replaced | None = None
         try:
             if there := look(place):
                 _keep_access(disk, new, there, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
             yield str(temporary)
-            sync_tree(disk, new)  # this takes time, so the files to keep are listed after it
+            sync_tree(disk, new)  # This takes time, so the files to keep are listed afterwards.
             if overwrite and look(place) is not None:
                 kept = survey(disk, path, owned, names, beside)
                 _put_in_place_of(disk, new, temporary, place, kept)
@@ -116,6 +121,7 @@ def new_directory(
             try:
                 disk.sync_dir(parent)
             except BaseException:
+                # The caller gets an error, so the old directory must be back. If that fails too, nothing is removed.
                 with contextlib.suppress(OSError):
                     _change_places(disk, temporary, place) if old else disk.rename_new(place, temporary)
                     disk.sync_dir(parent)
@@ -133,7 +139,7 @@ def new_directory(
 
 @contextlib.contextmanager
 def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
-    """Yields a directory beside a path, removed after the `with` block, or by the next writer if this one is killed."""
+    """Yields a directory next to a path. It is removed after the `with` block, or by the next writer after a kill."""
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
         _clean(disk, place, parent)
@@ -146,14 +152,14 @@ def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
 
 
 def _target(path: str) -> str:
-    """The path that a link leads to. Raises `ExistsError` for one that another user may have put there."""
+    """Returns the path that a link leads to. Raises `ExistsError` if another user may have made the link."""
     link = look(path)
     if link is None or not stat.S_ISLNK(link.st_mode):
         return path
     if not is_trusted(link, os.stat(os.path.dirname(path))):
         raise ExistsError(
-            f"{path}: expected a checkpoint to replace, found a link of user {link.st_uid} in a directory of others; "
-            "write to another path, or remove the link"
+            f"{path}: expected a checkpoint to replace, found a link that user {link.st_uid} owns, in a directory that "
+            "others may write to; write to another path, or remove the link"
         )
     return os.path.realpath(path)
 
@@ -170,16 +176,16 @@ def _put_in_place_of(disk: Disk, new: Opened, temporary: Entry, place: Entry, re
 
 
 def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> bool:
-    """Gives a new file or directory the group of the old one and a mode. Returns False if it has both.
+    """Gives a new file or directory a mode and the group of the old one. Returns False if it has both already.
 
-    If this user may not give it to that group, another group gets no access.
+    If this user may not assign that group, the file's group gets no access.
     """
     own = os.stat(new) if new.fd is None else os.fstat(new.fd)
     if own.st_gid != old.st_gid:
         try:
             disk.set_group(new, old.st_gid)
         except OSError as error:  # not permitted, or a group that is unknown here, as in containers
-            _log.warning("%s: it cannot be given to group %d (%s); groups have no access", new, old.st_gid, error)
+            _log.warning("%s: the group cannot be set to %d (%s); its group gets no access", new, old.st_gid, error)
             mode &= ~stat.S_IRWXG
     if stat.S_IMODE(own.st_mode) == mode and own.st_gid == old.st_gid:
         return False
@@ -188,17 +194,17 @@ def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> boo
 
 
 def _new_file(disk: Disk, place: Entry) -> FileSink:
-    """A locked file under a temporary name."""
+    """Creates a file under a temporary name and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
         sink = FileSink(disk, place.sibling(os.path.basename(temporary_beside(place))))
         if sink.protect():
             return sink
         sink.close()
-    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", str(place))
+    raise FileNotFoundError(errno.ENOENT, "other processes kept removing it before it was written", str(place))
 
 
 def _new_directory(disk: Disk, place: Entry) -> Opened:
-    """A directory under a temporary name, open and locked."""
+    """Creates a directory under a temporary name, opens it and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
         temporary = place.sibling(os.path.basename(temporary_beside(place)))
         disk.make_dir(temporary)
@@ -212,30 +218,31 @@ def _new_directory(disk: Disk, place: Entry) -> Opened:
         if new.fd is None or (disk.lock(new.fd) is not False and disk.same_file(new.fd, temporary)):
             return new
         close_folder(disk, new)
-    raise FileNotFoundError(errno.ENOENT, "removed again and again before it was written", str(place))
+    raise FileNotFoundError(errno.ENOENT, "other processes kept removing it before it was written", str(place))
 
 
 def _clean(disk: Disk, place: Entry, parent: Opened) -> None:
-    """Removes what killed writers have left beside a path. Called when the contents of the path are durable.
+    """Removes what killed writers left next to a path. Called when the contents of the path are durable.
 
-    A leftover may be all that there was of the checkpoint, where two directories are not exchanged in one step.
+    Not earlier: where two directories cannot be exchanged in one step, a leftover may be the only copy of the
+    checkpoint.
     """
     try:
         for left in (one for one in disk.list(parent) if place_of(one) == os.path.basename(place)):
             try:
                 remove_unlocked(disk, parent.entry(left), parent)
-            except (FileNotFoundError, CorruptError):  # another writer has removed it, or put something else there
+            except (FileNotFoundError, CorruptError):  # another writer has removed or replaced it
                 pass
             except OSError as error:
-                _log.warning("%s: removing %s, which a killed writer has left, failed: %s", place, left, error)
+                _log.warning("%s: removing %s, which a killed writer left, failed: %s", place, left, error)
     except OSError as error:
-        _log.warning("%s: tidying up failed: %s", place, error)
+        _log.warning("%s: removing what killed writers left failed: %s", place, error)
 
 
 def remove_unlocked(disk: Disk, path: Entry, parent: Opened) -> None:
-    """Removes a file or directory unless its writer lives, or that cannot be known. A link is none of ours.
+    """Removes a file or directory, unless its writer lives or that cannot be known. Leaves links alone.
 
-    Nor is what another user may have put there, which is logged: it may be no leftover at all.
+    What another user may have made is left alone too, and logged, because it may not be a leftover.
     """
     found = look(path)
     if found is None or not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
@@ -245,9 +252,10 @@ def remove_unlocked(disk: Disk, path: Entry, parent: Opened) -> None:
         return
     left = open_folder(disk, path) if stat.S_ISDIR(found.st_mode) else Opened(path, disk.open(path))
     try:
-        # It may have been replaced since it was looked at.
+        # Another process may have replaced it after the `look` above.
         if left.fd is None or not os.path.samestat(found, os.fstat(left.fd)):
             return
+        # NFS grants an exclusive lock only on a file that is open for writing.
         locked = (disk.lock if stat.S_ISDIR(found.st_mode) else disk.lock_shared)(left.fd)
         if locked is True and disk.same_file(left.fd, path):
             _remove(disk, path, left)
@@ -268,12 +276,15 @@ def _publish(path: str, put: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
             raise
-        raise ExistsError(f"{path}: another writer put something there first; it is untouched") from None
+        raise ExistsError(f"{path}: another writer made it first; it is untouched") from None
 
 
 def _change_places(disk: Disk, new: Entry, old: Entry) -> None:
+    """Exchanges two directories, in one step where the system can."""
     if disk.exchange(new, old):
         return
+    # After a crash between these renames, the old directory has the temporary name. `_clean` runs only once a complete
+    # checkpoint is in place, so it is not removed before.
     aside = old.sibling(os.path.basename(temporary_beside(old)))
     disk.rename(old, aside)
     try:
@@ -286,7 +297,7 @@ def _change_places(disk: Disk, new: Entry, old: Entry) -> None:
 
 @contextlib.contextmanager
 def _parents(disk: Disk, path: str) -> Iterator[Opened]:
-    """Makes the parents of a path that are missing, and removes them after an error; yields the last one, open."""
+    """Creates the missing parents of a path and yields the last one, open. After an error it removes what it made."""
     made: list[str] = []
     try:
         parent = os.path.dirname(path)

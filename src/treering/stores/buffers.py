@@ -1,4 +1,4 @@
-"""Aligned memory: to pages, for direct I/O, and to cache lines, for JAX."""
+"""Memory that is aligned to pages for direct I/O, and to cache lines for JAX."""
 
 import contextlib
 import math
@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-PAGE = 4096  # bytes, at multiples of which direct I/O begins and ends
-_HUGE = 2 << 20
-_LINE = 64  # bytes
-_MOST_AXES = 32  # that an array has in every release of NumPy
-_SMALL = 64 << 10  # bytes that are copied sooner than another thread would begin
+PAGE = 4096  # bytes; direct I/O begins and ends at multiples of it
+_HUGE = 2 << 20  # bytes of a huge page
+_LINE = 64  # bytes of a cache line
+_MOST_AXES = 32  # axes that an array may have in every release of NumPy
+_SMALL = 64 << 10  # bytes; copying fewer takes less time than switching to another thread
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
-    """The next multiple of `unit`."""
+    """Returns `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
 def aligned(size: int) -> memoryview:
-    """A zeroed buffer of `size` bytes, rounded up to whole pages; freed with its last reference.
+    """Returns a zeroed buffer of `size` bytes, rounded up to full pages. It is freed with its last reference.
 
-    Large ones ask for huge pages: a direct write from scattered small pages is split into many requests and
-    takes half as long again.
+    Large buffers ask for huge pages. The kernel splits a direct write from scattered small pages into many requests,
+    which takes half as long again.
     """
     size = max(round_up(size), PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -37,24 +37,27 @@ def aligned(size: int) -> memoryview:
 
 
 def copy(target: memoryview, source: "memoryview | bytes") -> None:
-    """Copies as many bytes, and lets other threads of Python run meanwhile, which assigning a slice does not."""
+    """Copies bytes between buffers of equal size.
+
+    Unlike a slice assignment, it lets other Python threads run meanwhile.
+    """
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes for {len(target)}")
     if len(target) < _SMALL:
         target[:] = source
         return
-    import numpy as np  # what only looks at files needs none
+    import numpy as np  # Imported late: commands that only list files start faster without it.
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
-    """An uninitialised array that begins on a cache line: JAX's CPU backend adopts it, and copies any other.
+    """Returns an uninitialised array that begins on a cache line.
 
-    It is NumPy's own memory rather than a mapping: pages that were in use before come back several times as
-    fast as new ones.
+    JAX's CPU backend adopts such an array without a copy. The memory comes from NumPy instead of a mapping: NumPy
+    reuses pages, which are several times as fast as new ones.
     """
-    import numpy as np  # what only looks at files needs none
+    import numpy as np  # Imported late: commands that only list files start faster without it.
 
     nbytes = dtype.itemsize * math.prod(shape)
     memory = np.empty(nbytes + _LINE, np.uint8)
@@ -65,10 +68,10 @@ def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
 def in_a_row(
     memory: Any, begin: int, count: int, shape: tuple[int, ...], dtype: "np.dtype[Any]", stride: int
 ) -> "list[np.ndarray]":
-    """So many arrays of one shape, `stride` bytes apart, in some memory from a byte on; they share it."""
-    import numpy as np  # what only looks at files needs none
+    """Returns `count` arrays of one shape that share `memory`. They start at byte `begin`, `stride` bytes apart."""
+    import numpy as np  # Imported late: commands that only list files start faster without it.
 
     if count == 1 or not 0 < len(shape) < _MOST_AXES:
         return [np.ndarray(shape, dtype, memory, begin + n * stride) for n in range(count)]
     inner = np.ndarray(shape, dtype, memory, begin).strides
-    return list(np.ndarray((count, *shape), dtype, memory, begin, (stride, *inner)))  # takes a third of the time
+    return list(np.ndarray((count, *shape), dtype, memory, begin, (stride, *inner)))  # a third of the loop's time

@@ -1,4 +1,4 @@
-"""Those who claim one run: their errors, and leases that run out without their owner's knowing."""
+"""The leases of this process, which may expire unnoticed, and the errors of processes that compete for a run."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from ..errors import ExistsError, MismatchError, SaveError
 
 
 class _Expiring(Protocol):
-    """A lease that counts no longer when it was not renewed. `check` raises `TakenOverError` then."""
+    """A lease that expires unless it is renewed. `check` raises `TakenOverError` when it may have expired."""
 
     run: str
 
@@ -18,18 +18,18 @@ _expiring: "Alive[_Expiring]" = Alive()
 
 
 class TakenOverError(SaveError):
-    """Another job may write here by now. What is in place stays as it is."""
+    """Another job may have acquired the lease of this run. The files in place stay as they are."""
 
 
 def add(lease: _Expiring) -> None:
-    """Has `check` ask a lease, until it is collected."""
+    """Registers a lease for `check`, until the lease is garbage collected."""
     _expiring.add(lease)
 
 
 def check(path: str) -> None:
-    """Raises `TakenOverError` for a path in a run whose lease this process had, and another may have by now.
+    """Raises `TakenOverError` if this process had a lease on the run of a path and another process may have it by now.
 
-    To be called right before what would harm that one and cannot be tied to a condition.
+    Call it right before an operation that would harm the new holder and cannot be made conditional.
     """
     for lease in _expiring.all():
         if path.startswith(lease.run + "/"):
@@ -37,12 +37,12 @@ def check(path: str) -> None:
 
 
 def lost(run: str) -> MismatchError:
-    """The error for one who had the right to write a run."""
-    return MismatchError(f"{run}: another Checkpointer of this process has taken this run over; save with that one")
+    """Returns the error for a Checkpointer whose run another one of this process has acquired."""
+    return MismatchError(f"{run}: another Checkpointer of this process writes this run by now; save with that one")
 
 
 def held(run: str, holder: str, more: str = "") -> ExistsError:
-    """The error for one who finds that another process writes a run."""
+    """Returns the error for a process that finds another process writing the run."""
     return ExistsError(
         f"{run}: {holder} writes this run; wait for it to end, or stop it, or choose another run (reading needs no "
         f"Checkpointer: treering.open, treering.follow){more}"
@@ -50,7 +50,7 @@ def held(run: str, holder: str, more: str = "") -> ExistsError:
 
 
 def busy(run: str) -> ExistsError:
-    """The error for one who wants it while another saves."""
+    """Returns the error for a Checkpointer that wants the run while another one of this process saves."""
     return ExistsError(
         f"{run}: another Checkpointer of this process is saving; call its wait() or close(), or try again when the "
         "save is over"

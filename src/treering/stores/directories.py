@@ -1,4 +1,4 @@
-"""Directories that are made with their parents, durably, and what is open within a block."""
+"""Opens directories for a `with` block, and makes them durably together with their parents."""
 
 import contextlib
 import errno
@@ -10,17 +10,17 @@ from .posix import UNSUPPORTED, Disk, Opened
 
 
 def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
-    """Makes a directory and those above it where they are missing, durably; `made` gets the ones that it made.
+    """Makes a directory and its missing parents, durably. Appends those that it made to `made`.
 
-    The name of the one that is there already is made durable, too: its maker may have been killed before that.
+    The name of the lowest existing directory is made durable too: its maker may have been killed before that.
     """
     parent = os.path.dirname(path)
     if there := disk.stat(path):
         above = disk.stat(parent)
-        if above and above.st_dev == there.st_dev:  # or else something is mounted here, and needs no sync
+        if above and above.st_dev == there.st_dev:  # else it is a mount point, which needs no sync
             try:
                 disk.sync_dir(parent)
-            except OSError as error:  # where names cannot be synced, or not by this user, this user has made none
+            except OSError as error:  # Where this user may not sync names, this user did not make them either.
                 if error.errno not in {*UNSUPPORTED, errno.EACCES, errno.EPERM}:
                     raise
         return
@@ -42,13 +42,13 @@ def opened(disk: Disk, path: str) -> Iterator[int]:
 
 
 def open_folder(disk: Disk, path: str) -> Opened:
-    """Opens a directory. Raises `NotADirectoryError` for a link to one."""
+    """Opens a directory. Raises `NotADirectoryError` for a link to a directory."""
     try:
         return Opened(path, disk.open_dir(path))
     except PermissionError:
         if posix.RELATIVE or not posix.is_dir(path):
             raise
-        return Opened(path, None)  # Windows opens no directories
+        return Opened(path, None)  # Windows cannot open directories
 
 
 def close_folder(disk: Disk, opened: Opened) -> None:
@@ -58,7 +58,7 @@ def close_folder(disk: Disk, opened: Opened) -> None:
 
 @contextlib.contextmanager
 def folder(disk: Disk, path: str) -> Iterator[Opened]:
-    """Opens a directory within a `with` block. Raises `NotADirectoryError` for a link to one."""
+    """Opens a directory within a `with` block. Raises `NotADirectoryError` for a link to a directory."""
     found = open_folder(disk, path)
     try:
         yield found
@@ -68,7 +68,10 @@ def folder(disk: Disk, path: str) -> Iterator[Opened]:
 
 @contextlib.contextmanager
 def trusted_folder(path: str) -> Iterator[Opened]:
-    """Opens a directory within a `with` block, to remove or move names in it. Raises what `open_trusted` does."""
+    """Opens a directory within a `with` block, to remove or rename entries.
+
+    Raises the errors of `posix.open_trusted`.
+    """
     fd = posix.open_trusted(path)
     try:
         yield Opened(path, fd)

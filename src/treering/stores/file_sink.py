@@ -1,4 +1,4 @@
-"""A new file that is being written: see `Sink` in `stores.store`."""
+"""A new file that is being written; see `Sink` in `stores.store`."""
 
 from collections.abc import Hashable
 
@@ -6,7 +6,7 @@ from .posix import Disk, Opened
 
 
 class FileSink:
-    """A file that is open for writing, and locked once it is protected."""
+    """A file that is open for writing. `protect` locks it."""
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -39,6 +39,6 @@ class FileSink:
         return self._disk.same_file(self._fd, path)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1  # forgotten before it is closed: a child forked in between must not close another
+        fd, self._fd = self._fd, -1  # cleared first: a child forked in between must not close a reused number
         if fd >= 0:
             self._disk.close(fd)

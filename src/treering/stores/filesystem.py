@@ -1,4 +1,4 @@
-"""The file system as a `Store`: the system calls of a `Disk`, and what is built of them."""
+"""The file system as a `Store`, built from the system calls of a `Disk`."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from .whole_files import check_free
 
 
 class Filesystem:
-    """A file system; `disk` has its system calls. See `stores.store.Store` for the methods."""
+    """A file system; `disk` makes its system calls. `stores.store.Store` documents the methods."""
 
     has_folders = True
     has_locks = True
@@ -61,7 +61,7 @@ class Filesystem:
         return os.path.realpath(path)
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
-        if "\\" in path:  # which TensorStore takes for a slash, so it would read and write elsewhere
+        if "\\" in path:  # TensorStore takes it for a slash, so it would read and write in another place.
             raise UnsupportedError(
                 f"{path}: expected a path without backslashes, which TensorStore takes for slashes; choose another, or "
                 "save in the native format"
@@ -75,7 +75,8 @@ class Filesystem:
         return sink
 
     def delete(self, path: str) -> None:
-        if path in self._sinks:  # a name that was drawn in this process: wherever a link leads, nothing else has it
+        # A sink's name has random digits from this process, so even behind a link it names nothing else.
+        if path in self._sinks:
             self.disk.unlink(path)
             return
         with _in_folder(path) as entry:
@@ -104,7 +105,7 @@ class Filesystem:
         with trusted_folder(os.path.dirname(path)) as folder:
             entry = folder.entry(os.path.basename(path))
             if (found := look(entry)) and stat.S_ISLNK(found.st_mode):
-                return True  # whose target is none of ours
+                return True  # Treering makes no links, so the target belongs to someone else.
             if found and is_anothers(found, folder):
                 warn_of_anothers(path, found.st_uid)
                 return True
@@ -114,9 +115,10 @@ class Filesystem:
         disk = self.disk
         with opened(disk, entry) as fd:
             free = disk.lock(fd)
-            if free is None:  # over NFS a file open for reading cannot get it; two cleaners may share the other
+            # NFS grants no exclusive lock on a file open for reading. Two cleaners may share the other lock.
+            if free is None:
                 free = disk.lock_shared(fd)
-            if free and check() and disk.same_file(fd, entry):  # not a new one under its name
+            if free and check() and disk.same_file(fd, entry):  # else a new file has the name
                 disk.unlink(entry)
             return free is not None
 
@@ -173,7 +175,7 @@ class Filesystem:
 
 @contextlib.contextmanager
 def _in_folder(path: str) -> Iterator[Entry]:
-    """What is at a path, to be removed or moved; see `posix.open_trusted` for what is raised."""
+    """Opens the directory of a path, to remove or rename the last name. Raises the errors of `posix.open_trusted`."""
     with trusted_folder(os.path.dirname(path)) as folder:
         yield folder.entry(os.path.basename(path))
 

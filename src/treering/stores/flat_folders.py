@@ -1,4 +1,4 @@
-"""The contents of folders in stores that have none: which of them a new one may replace."""
+"""Decides which files of a folder a new folder may replace, in stores without real folders."""
 
 from collections.abc import Collection
 
@@ -11,15 +11,18 @@ from .whole_files import files_in, is_folder
 def check_replaceable(
     store: Store, path: str, owned: Owned, names: Collection[str], beside: Beside | None
 ) -> Collection[str]:
-    """The files that a new folder replaces. Raises `ExistsError` for others that are in its way; see `new_folder`."""
+    """Returns the files that a new folder replaces; see `new_folder`.
+
+    Raises `ExistsError` for other files in its way.
+    """
     if not is_folder(store, path):
         return ()
     parts = owned(store, path)
     others = [name for name in files_in(store, path) if name not in parts]
     if wrong := [name for name in others if "/" in name or name in names]:
         raise ExistsError(
-            f"{path}: expected a checkpoint to replace, found what is no part of it, or has the name of a part of "
-            f"the new one: {few(tuple(wrong))}; write to another path, or move it"
+            f"{path}: expected a checkpoint to replace, found files that are not part of it, or whose names the "
+            f"new one needs: {few(tuple(wrong))}; write to another path, or move them"
         )
     if beside:
         beside(store, path, others)

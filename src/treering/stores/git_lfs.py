@@ -1,4 +1,4 @@
-"""Pointers of git-lfs: a few lines of text that stand in a repository for a large file until it is fetched."""
+"""Detects pointers of git-lfs: a few lines of text that stand for a large file until git-lfs has fetched it."""
 
 import posixpath
 from collections.abc import Iterator
@@ -9,25 +9,28 @@ from ..errors import CorruptError, TreeringError
 if TYPE_CHECKING:
     from .store import Blob, Store
 
-LARGEST = 1024  # bytes of a pointer, by its specification
+LARGEST = 1024  # bytes; the specification allows no larger pointer
 _BEGIN = b"version https://git-lfs.github.com/spec/"
-_MOST_NAMES = 10_000  # in folders that are looked at
+_MOST_NAMES = 10_000  # names in folders; further ones are not examined
 
 
 def check(path: str, begin: bytes | bytearray) -> None:
-    """Raises `CorruptError` when a file that begins with `begin` is a pointer."""
+    """Raises `CorruptError` if the first bytes of a file are those of a pointer."""
     if begin.startswith(_BEGIN):
-        raise CorruptError(f"{path}: found a git-lfs pointer in the place of the file; run `git lfs pull` there")
+        raise CorruptError(f"{path}: found a git-lfs pointer instead of the file; run `git lfs pull` there")
 
 
 def check_open(blob: "Blob") -> None:
-    """Raises `CorruptError` when an open file is a pointer."""
+    """Raises `CorruptError` if an open file is a pointer."""
     if blob.size <= LARGEST:
         check(blob.path, blob.read_up_to(len(_BEGIN)))
 
 
 def check_all(store: "Store", path: str, *, levels: int = 5) -> None:
-    """Raises `CorruptError` when a file, or one in a folder down to `levels`, is a pointer. Passes unreadable ones."""
+    """Raises `CorruptError` if a file is a pointer, or a folder contains one at most `levels` deep.
+
+    Skips unreadable files.
+    """
     for file in _files(store, path, levels):
         try:
             blob = store.open(file)
@@ -42,7 +45,7 @@ def check_all(store: "Store", path: str, *, levels: int = 5) -> None:
 
 
 def _files(store: "Store", path: str, levels: int) -> Iterator[str]:
-    """The small files at a path and in the folders below it, down to `levels` and up to `_MOST_NAMES` names."""
+    """Yields the small files at a path and below it, down to `levels` folders and up to `_MOST_NAMES` names."""
     left = _MOST_NAMES
     stack = [(path, levels)]
     while stack:

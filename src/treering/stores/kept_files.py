@@ -1,7 +1,7 @@
-"""The files in a directory whose checkpoint is replaced.
+"""Keeps the other files of a directory when its checkpoint is replaced.
 
-Only files that are known to be part of the checkpoint are ever removed. Others get a second name in the new directory;
-files that are added to the old one while the new one is written are moved there.
+Only files that are known to be part of the checkpoint are removed. The others get a second name in the new directory.
+Files that appear in the old directory while the new one is written are moved to the new one.
 """
 
 import contextlib
@@ -19,31 +19,31 @@ from .posix import Disk, Entry, Opened, is_dir, look
 from .sequential import SequentialWriter
 
 _BUFFER_BYTES = 4 << 20
-# The files in a directory, by their paths within it, that are part of a checkpoint of some format.
+# Returns the files of a directory that belong to a checkpoint of some format, as paths within the directory.
 Owned = Callable[[str], Collection[str]]
-Beside = Callable[[str, Sequence[str]], None]  # raises `ExistsError` for files in a directory that are in the way
+Beside = Callable[[str, Sequence[str]], None]  # raises `ExistsError` for files that must not stay in a directory
 _log = logging.getLogger("treering")
 
 
 class _Carried(NamedTuple):
-    """A file as it was when it got its second name or was copied, and as it was then in the new directory."""
+    """A file that was linked or copied: its state in the old directory, and that of its copy in the new one."""
 
     old: os.stat_result
     new: os.stat_result
 
     def is_unchanged(self, now: os.stat_result) -> bool:
-        """Whether the file in the old directory is the one that the new directory has."""
+        """Returns True if the new directory has this file of the old directory, as it is `now`."""
         return os.path.samestat(now, self.new) or _same(now, self.old)
 
     def is_current(self, there: os.stat_result | None) -> bool:
-        """Whether the file in the new directory is still the one that was put there."""
-        if os.path.samestat(self.old, self.new):  # it may have been written to under either name
+        """Returns True if the file in the new directory is still the one that was linked or copied."""
+        if os.path.samestat(self.old, self.new):  # linked: writes under either name reach both
             return there is not None and os.path.samestat(there, self.new)
         return _same(there, self.new)
 
 
 class Replaced:
-    """The contents of a directory that is replaced: the parts of a checkpoint, and other files."""
+    """The contents of a directory that is replaced: the files of a checkpoint, and other files."""
 
     def __init__(self, owned: Owned, parts: Collection[str], others: list[str]):
         self._owned, self._parts, self._others = owned, set(parts), others
@@ -51,7 +51,7 @@ class Replaced:
         self._stuck: list[str] = []
 
     def carry_over(self, disk: Disk, old: Opened, new: Opened) -> bool:
-        """Gives the other files names in the new directory as well; True if there are any names to sync."""
+        """Gives the other files names in the new directory too. Returns True if the new directory has names to sync."""
         for name in self._others:
             here, place = old.entry(name), new.entry(name)
             before = look(here)
@@ -63,12 +63,12 @@ class Replaced:
         return bool(self._carried)
 
     def clear(self, disk: Disk, old: Entry, new: Opened) -> None:
-        """Moves the files that the new directory lacks there, then removes the old one.
+        """Moves the files that the new directory lacks into it, then removes the old directory.
 
-        Where a file cannot be moved, the old directory stays under another name, which is logged. So does what somebody
-        has put in its place that is no directory.
+        If a file cannot be moved, the old directory stays under another name, which is logged. The same holds for
+        anything that another process put in its place and that is not a directory.
         """
-        with contextlib.suppress(TreeringError, OSError):  # this may be the checkpoint of a faster writer
+        with contextlib.suppress(TreeringError, OSError):  # a faster writer may have put its own checkpoint there
             self._parts |= set(self._owned(str(old)))
         folders = {parent for part in self._parts for parent in _parents_of(part)}
         try:
@@ -83,8 +83,8 @@ class Replaced:
             with contextlib.suppress(OSError):
                 disk.rename_new(old, aside)
             _log.warning(
-                "%s: files that came to lie in it while it was replaced could not be moved to the new one; they are "
-                "in %s: %s",
+                "%s: files that appeared in it while it was replaced could not be moved to the new directory; they "
+                "are in %s: %s",
                 new,
                 aside if look(aside) else old,
                 few(tuple(self._stuck)),
@@ -94,7 +94,7 @@ class Replaced:
             disk.remove_dir(old)
 
     def _clear(self, disk: Disk, old: Opened, new: Opened, at: str, folders: Collection[str]) -> None:
-        """Empties the old directory, or one in it, which is open and `at` a path within."""
+        """Empties the old directory or one within it, which is open. `at` is its path within the old directory."""
         moved = False
         for name in disk.list(old):
             within, here = f"{at}{name}", old.entry(name)
@@ -112,7 +112,7 @@ class Replaced:
                     with contextlib.suppress(OSError):
                         disk.unlink(here)
                 elif carried and (carried.is_unchanged(found) or not carried.is_current(look(new.entry(name)))):
-                    with contextlib.suppress(OSError):  # the new directory has this file, or a newer one already
+                    with contextlib.suppress(OSError):  # the new directory has this file or a newer one
                         disk.unlink(here)
                 else:
                     with _folder_in(disk, new, at) as to:
@@ -126,10 +126,10 @@ class Replaced:
 
 
 def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> Replaced:
-    """The contents of a directory, which need not exist.
+    """Lists the contents of a directory, which need not exist.
 
     Raises `ExistsError` for contents that are not part of the checkpoint and cannot be kept: other directories, pipes
-    and devices, files whose `names` the new one needs, and those that must not lie `beside` it.
+    and devices, files that have one of `names`, and files that `beside` refuses.
     """
     if not os.path.isdir(path):
         return Replaced(owned, (), [])
@@ -148,8 +148,8 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
                 folders.append(name if len(foreign) == len(inner) else foreign[0])
         elif not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise ExistsError(
-                f"{place}: expected files to keep beside the new checkpoint, found a pipe, a socket or a device; write "
-                "to another path, or remove it"
+                f"{place}: expected files to keep in the folder of the new checkpoint, found a pipe, a socket or a "
+                "device; write to another path, or remove it"
             )
         elif name not in parts and name in names:
             raise _taken(place)
@@ -157,7 +157,7 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
             others.append(name)
     if folders:
         raise ExistsError(
-            f"{path}: expected a checkpoint to replace, found folders in it that are no part of it: "
+            f"{path}: expected a checkpoint to replace, found folders in it that are not part of it: "
             f"{few(tuple(folders))}; write to another path, or move them out of it"
         )
     if beside:
@@ -166,7 +166,7 @@ def survey(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: 
 
 
 def files_in(disk: Disk, path: str) -> Iterator[str]:
-    """The files below a directory, by their paths within it. Links count as files, wherever they lead."""
+    """Yields the files below a directory, as paths within it. Links count as files and are not followed."""
     for name in disk.list(path):
         inner = os.path.join(path, name)
         if is_dir(inner):
@@ -176,7 +176,7 @@ def files_in(disk: Disk, path: str) -> Iterator[str]:
 
 
 def _same(found: os.stat_result | None, known: os.stat_result) -> bool:
-    """Whether a file is one that was seen before, and was not written to since."""
+    """Returns True if a file is the known one and was not written to since."""
     return (
         found is not None
         and os.path.samestat(found, known)
@@ -186,13 +186,16 @@ def _same(found: os.stat_result | None, known: os.stat_result) -> bool:
 
 def _taken(path: str) -> ExistsError:
     return ExistsError(
-        f"{path}: expected a part of the checkpoint that is replaced, found a file that is none and whose name the "
-        "new one needs; write to another path, or move the file"
+        f"{path}: expected a file of the checkpoint that is replaced, found another file, whose name the new "
+        "checkpoint needs; write to another path, or move the file"
     )
 
 
 def _keep(disk: Disk, old: Entry, new: Entry, found: os.stat_result) -> None:
-    """Gives a file a second name, or copies it where there are no hard links. Raises `ExistsError` for a taken name."""
+    """Gives a file a second name, or copies it where there are no hard links.
+
+    Raises `ExistsError` if the name is taken.
+    """
     try:
         if disk.hard_link(old, new):
             if stat.S_ISREG(found.st_mode):
@@ -207,8 +210,8 @@ def _keep(disk: Disk, old: Entry, new: Entry, found: os.stat_result) -> None:
     file = SequentialWriter(sink)
     try:
         with opened(disk, old) as fd:
-            mode = os.fstat(fd).st_mode & 0o777  # and not to run as its owner, who may be another now
-            disk.set_mode(sink.opened, mode | stat.S_IWUSR)  # before anything is in it that others may not read
+            mode = os.fstat(fd).st_mode & 0o777  # without set-user-id: the owner may change
+            disk.set_mode(sink.opened, mode | stat.S_IWUSR)  # before the data, which the mode may hide from others
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             while count := disk.read(fd, buffer, file.size):
                 file.write(buffer[:count])
@@ -225,7 +228,7 @@ def _is_empty(disk: Disk, path: Entry) -> bool:
 
 @contextlib.contextmanager
 def _folder_in(disk: Disk, top: Opened, within: str) -> Iterator[Opened]:
-    """Opens a directory by its path within another, and durably makes those on the way that are missing."""
+    """Opens a directory by its path within another. Makes the missing ones on the way, durably."""
     with contextlib.ExitStack() as stack:
         here = top
         for name in filter(None, within.split("/")):
@@ -238,6 +241,6 @@ def _folder_in(disk: Disk, top: Opened, within: str) -> Iterator[Opened]:
 
 
 def _parents_of(part: str) -> list[str]:
-    """The directories on the way to a file, from the top."""
+    """Returns the directories on the way to a file, from the top."""
     keys = part.split("/")[:-1]
     return ["/".join(keys[: n + 1]) for n in range(len(keys))]

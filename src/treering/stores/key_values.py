@@ -1,6 +1,6 @@
-"""TensorStore's view of a folder in a store that it cannot reach: a copy in the memory of its context.
+"""Exchanges files with TensorStore through the memory of its context, for stores that TensorStore cannot reach.
 
-And errors of such a store, which come by way of TensorStore as the text of its own.
+Also turns errors of such a store into text and back: TensorStore passes on only the text of an error.
 """
 
 import re
@@ -16,7 +16,10 @@ _FAILED = re.compile(r"\[treering (\w+)\] (.*?)(?:'\]|$)", re.DOTALL)
 
 
 def brought_in(folder: str, context: Any, files: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
-    """Copies files, by their paths within a folder, into the memory of a context; returns the specification."""
+    """Copies files, given by their paths within a folder, into the memory of a context.
+
+    Returns TensorStore's specification.
+    """
     spec = {"driver": "memory", "path": folder.rstrip("/") + "/"}
     keys = _key_values(spec, context)
     for name, data in files:
@@ -27,9 +30,10 @@ def brought_in(folder: str, context: Any, files: Iterable[tuple[str, bytes]]) ->
 def take_out(
     folder: str, context: Any, which: Callable[[str], bool], put: Callable[[str, bytes], object], in_flight: int
 ) -> None:
-    """Puts files that TensorStore has written into a folder in the memory of a context, by paths within it.
+    """Passes the files that TensorStore wrote to a folder in the memory of a context to `put`.
 
-    They leave that memory.
+    which: chooses the files, by their paths within the folder. They are removed from that memory.
+    in_flight: how many calls of `put` run at a time.
     """
     keys = _key_values({"driver": "memory", "path": folder.rstrip("/") + "/"}, context)
 
@@ -41,7 +45,7 @@ def take_out(
 
 
 def as_text(error: Exception) -> str:
-    """An error as the text that TensorStore is told; see `of_text`."""
+    """Returns an error as text for TensorStore; `of_text` reads it."""
     name = type(error).__name__
     if name in _OURS:
         return f"[treering {name}] {error}"
@@ -51,7 +55,7 @@ def as_text(error: Exception) -> str:
 
 
 def of_text(text: str, path: str) -> OSError | None:
-    """The error that is in a text of TensorStore's, about a path; None when there is none."""
+    """Returns the error that an error text of TensorStore contains, with the path; None if it contains none."""
     found = _FAILED.search(text)
     return _OURS[found[1]](f"{path}: {found[2]}") if found and found[1] in _OURS else None
 

@@ -1,6 +1,6 @@
-"""One writer at a time for a run: a locked file that names the process which holds it.
+"""Admits one writer at a time to a run, by a locked file that names the process which holds it.
 
-The file of a killed writer stays; only the lock counts.
+The file of a killed writer stays; only its lock matters.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from .store import LOCK_NAME
 
 _VERSION = 1
 _MAX_OWN_BYTES = 4096  # bytes; every file of this version has fewer
-_MAX_READ_BYTES = 1 << 20  # bytes of it that are read
+_MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
 _alive: "Alive[WriterLock]" = Alive()
 _log = logging.getLogger("treering")
-_taking = threading.RLock()  # held while a lock is taken or taken over: one at a time in this process
+_taking = threading.RLock()  # held while any lock of this process is acquired or released
 
 
 class _Held(NamedTuple):
     fd: int
     path: str
-    made: list[str]  # directories that were missing
+    made: list[str]  # directories that were made for it
 
 
 class _Envelope(msgspec.Struct):
@@ -46,25 +46,25 @@ learn(_Envelope)
 
 
 class WriterLock:
-    """The right to write a run. The system releases it when the process ends, in whatever way.
+    """The right to write a run. The system releases it when the process ends, for whatever reason.
 
-    Within a process the newest claim counts: a notebook cell that failed has closed nothing, and the next cell must be
-    able to go on. A lock whose owner's `busy` returns True is not taken over; a lock that was taken over is lost for
-    good.
+    Within a process the newest claim wins. A failed notebook cell has not closed its Checkpointer, and the next cell
+    must be able to continue. A lock whose owner's `busy` returns True stays with its owner. A lock that lost to another
+    claim is lost for good.
     """
 
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
         self._disk, self._run, self._busy = disk, run, busy
-        self.lost = False  # taken over by another WriterLock of this process
-        self._held: list[_Held] = []  # one, from the moment on at which the file is locked
+        self.lost = False  # another WriterLock of this process has acquired the run
+        self._held: list[_Held] = []  # one element once the file is locked; a list, because the finalizer empties it
         weakref.finalize(self, _give_back, disk, self._held)
         _alive.add(self)
 
     def acquire(self) -> None:
-        """Takes the lock unless it is held already, and makes the run's directory.
+        """Acquires the lock unless it is held, and makes the run's directory.
 
-        Raises an `ExistsError` that names the process which holds it, and `MismatchError` when it was taken over. Where
-        files cannot be locked, every process may write.
+        Raises an `ExistsError` that names the process which holds the lock, `MismatchError` if the lock is lost, and
+        `SaveError` for errors of the system. Where files cannot be locked, every process may write.
         """
         with _taking:
             if self.lost:
@@ -77,17 +77,17 @@ class WriterLock:
             except (ExistsError, UnsupportedError):
                 raise
             except OSError as error:
-                raise SaveError(f"{self._run}: the run cannot be made ready for writing: {error}") from error
+                raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
 
     def check_free(self) -> None:
-        """Raises an `ExistsError` that names another process which holds the lock. Takes nothing, from nobody."""
+        """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
-        with _taking:  # or a lock that is just taken in this process would look like another's
+        with _taking:  # Else a lock that this process is just acquiring would look like that of another process.
             if any(one._holds(path) for one in _alive.all()):
                 return
             try:
                 fd = self._disk.open(path)
-            except (OSError, CorruptError):  # there is none, or it is not for this user
+            except (OSError, CorruptError):  # there is no such file, or this user may not read it
                 return
             try:
                 if self._disk.lock_shared(fd) is False:
@@ -96,23 +96,23 @@ class WriterLock:
                 self._disk.close(fd)
 
     def _held_by_another(self, fd: int, path: str) -> ExistsError:
-        more = f". If its host is dead, a server may keep the lock for ever (NFSv3 does): then remove {path}"
+        more = f". If its host is dead, a server may keep the lock forever (NFSv3 does): then remove {path}"
         return claims.held(self._run, _holder(self._disk, fd), more)
 
     def _take_over(self) -> None:
-        """Takes the lock away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
+        """Releases the lock of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
         path = os.path.join(self._run, LOCK_NAME)
         for other in _alive.all():
             if other is self or not other._holds(path):
                 continue
             if other._busy():
                 raise claims.busy(self._run)
-            _log.warning("%s: taken over from another Checkpointer of this process, which was not closed", self._run)
+            _log.warning("%s: acquired from another Checkpointer of this process, which was not closed", self._run)
             other.lost = True
             other.release()
 
     def _holds(self, path: str) -> bool:
-        """Whether this lock is held on the file at a path."""
+        """Returns True if this object holds the lock of the file at a path."""
         with contextlib.suppress(OSError):
             return any(self._disk.same_file(held.fd, path) for held in self._held)
         return False
@@ -122,17 +122,17 @@ class WriterLock:
         made: list[str] = []
         try:
             fd = self._locked(path, made)
-            with contextlib.suppress(OSError):  # a full disk: the file does not name this process, that is all
+            with contextlib.suppress(OSError):  # on a full disk the file names no process, and the lock still works
                 self._disk.truncate(fd, 0)
                 self._disk.write(fd, memoryview(_about_this_process()), 0)
-            self._disk.sync(fd)  # or other hosts would not see what was written
+            self._disk.sync(fd)  # so that other hosts see the name
         except BaseException:
             _give_back(self._disk, self._held)
             _remove_empty(self._disk, made)
             raise
 
     def _locked(self, path: str, made: list[str]) -> int:
-        """The open file, locked; the directories that were missing are added to `made`."""
+        """Opens and locks the file, and returns its descriptor. Appends the directories that it made to `made`."""
         while True:
             make_dirs(self._disk, self._run, made)
             fd = self._disk.open_shared(path)
@@ -151,19 +151,19 @@ class WriterLock:
                     _check_version(self._disk, fd, path)
                     if not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
                         return fd
-                    self._disk.unlink(path)  # it has another name elsewhere, under which it must not be overwritten
+                    self._disk.unlink(path)  # A hard link elsewhere has the same contents, which must not change.
             except BaseException as error:
-                if isinstance(error, UnsupportedError):  # it is locked, but belongs to a later release: it must stay
+                if isinstance(error, UnsupportedError):  # locked, but a later release made it: it must stay
                     self._held.clear()
                 if not self._held:  # the file belongs to another process
                     self._disk.close(fd)
                 raise
-            self._held.pop()  # the file is removed by now
+            self._held.pop()  # The path no longer names this file: try again with a new one.
             self._disk.close(fd)
 
     def release(self) -> None:
         """Releases the lock."""
-        with _taking:  # or another thread would find the file locked before its owner in this process is known
+        with _taking:  # Else another thread could find the file locked and no owner in this process.
             _give_back(self._disk, self._held)
 
     def forget(self) -> None:
@@ -173,14 +173,15 @@ class WriterLock:
 
 
 def _give_back(disk: Disk, held: list[_Held]) -> None:
+    """Releases what is held and removes the lock's file, and the directories that were made for nothing."""
     while True:
-        try:  # two threads may release it
-            fd, path, made = held.pop()  # first, or the next call would close a file with the same number
+        try:  # Two threads may release it: the one that pops it does.
+            fd, path, made = held.pop()  # before the close, else a second call could close a reused number
         except IndexError:
             return
         with contextlib.suppress(OSError), trusted_folder(os.path.dirname(path)) as folder:
             entry = folder.entry(LOCK_NAME)
-            if disk.same_file(fd, entry):  # or the run was removed and made again, and the path is another lock's
+            if disk.same_file(fd, entry):  # else the run was removed and made again, with another lock
                 disk.unlink(entry)
         with contextlib.suppress(OSError):
             disk.close(fd)
@@ -188,7 +189,7 @@ def _give_back(disk: Disk, held: list[_Held]) -> None:
 
 
 def _remove_empty(disk: Disk, made: list[str]) -> None:
-    """Removes the directories that were made for a run in which nothing has been saved."""
+    """Removes the directories that were made for a run if nothing was saved in it. Directories with contents stay."""
     with contextlib.suppress(OSError):
         for directory in reversed(made):
             disk.remove_dir(directory)
@@ -201,14 +202,14 @@ def _about_this_process() -> bytes:
 
 
 def _check_version(disk: Disk, fd: int, path: str) -> None:
-    """Raises `UnsupportedError` when a later release has left the file: what its lock means then is not known."""
+    """Raises `UnsupportedError` if a later release wrote the file: the meaning of its lock is unknown to this one."""
     data = _read(disk, fd)
     try:
         found = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        if len(data) < _MAX_OWN_BYTES:  # empty, or cut off when its writer was killed
+        if len(data) < _MAX_OWN_BYTES:  # empty, or incomplete because its writer was killed
             return
-        what = f"{disk.size(fd)} bytes that are not understood"
+        what = f"{disk.size(fd)} bytes that cannot be decoded"
     else:
         if type(found.version) is int and found.version == _VERSION and not found.requires:
             return
@@ -229,14 +230,17 @@ def _holder(disk: Disk, fd: int) -> str:
     try:
         holder = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
         return f"process {holder['process']} on {holder['host']}, since {holder['since']},"
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it was only just taken or released
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it was just acquired or released
         return "another process"
 
 
 def _let_go_after_fork() -> None:
-    """Closes the locks in a forked child, which shares them with its parent and would hold them after its death."""
+    """Closes the locks in a forked child.
+
+    The child shares them, so it would hold them after the death of its parent.
+    """
     global _taking
-    _taking = threading.RLock()  # the old one may be held by a thread that the child does not have
+    _taking = threading.RLock()  # a thread that does not exist in the child may hold the old one
     for lock in _alive.all():
         with contextlib.suppress(OSError):
             lock.forget()

@@ -1,6 +1,6 @@
-"""A store in memory, for tests: names and bytes without folders, as a bucket has them.
+"""A store in memory, for tests: names and bytes without folders, like a bucket.
 
-What begins with a name and a slash is taken for the contents of a folder; a folder without contents does not exist.
+A name, a slash and more characters count as a file in a folder of that name. A folder without files does not exist.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 class _Object:
-    """The bytes of one name. `in_use`: its writer lives, and keeps others from removing it."""
+    """The bytes of one name. `in_use` is True while its writer lives, and keeps others from removing it."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -41,7 +41,7 @@ class _Object:
 
 
 class MemoryStore:
-    """Bytes by name. See `stores.store.Store` for the methods."""
+    """Bytes by name. `stores.store.Store` documents the methods."""
 
     has_folders = False
     has_locks = True
@@ -95,7 +95,7 @@ class MemoryStore:
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         def put(name: str, data: bytes) -> None:
-            one = _Object()  # a new one: what is open stays
+            one = _Object()  # A new object, because open blobs keep reading the old one.
             one.data += data
             with self.lock:
                 self.objects[_below(path) + name] = one
@@ -132,7 +132,7 @@ class MemoryStore:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Nothing is left over: what a writer has not finished dies with the process, and so does the store."""
+        """Does nothing: the store ends with its process, so a killed writer leaves nothing."""
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -319,12 +319,12 @@ class _MemoryLease:
             if holder and holder is not self:
                 if holder._busy():
                     raise claims.busy(self._run)
-                _log.warning("%s: taken over from another Checkpointer, which was not closed", self._run)
+                _log.warning("%s: acquired from another Checkpointer, which was not closed", self._run)
                 holder.lost = True
             self._store.leases[self._run] = self
 
     def check_free(self) -> None:
-        """Nothing to check: the store is this process' alone."""
+        """Does nothing: no other process has this store."""
 
     def release(self) -> None:
         with self._store.lock:
@@ -333,5 +333,5 @@ class _MemoryLease:
 
 
 def _below(path: str) -> str:
-    """What the names of the contents of a folder begin with."""
+    """Returns the text that the names of a folder's files begin with."""
     return path.rstrip("/") + "/"

@@ -1,4 +1,4 @@
-"""Two folders in different stores as one: what is near is read there, all else far."""
+"""Reads two folders in different stores as one: chosen files from the local store, all others from the remote store."""
 
 import posixpath
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from .store import Blob, Stat, Store
 
 
 class Nearest:
-    """Reads below `near` the files that `is_near` chooses by their names, if they are there, and all else below `far`.
+    """Reads files below `near` if `is_near` chooses their names and they exist; reads all others below `far`.
 
-    It has the methods of `stores.store.Store` that read, and no others.
+    It has only those methods of `stores.store.Store` that read.
     """
 
     def __init__(self, near_store: Store, near: str, far_store: Store, far: str, is_near: Callable[[str], bool]):
@@ -30,7 +30,7 @@ class Nearest:
         if self._chosen(path):
             try:
                 return self._near_store.open(path)
-            except FileNotFoundError:  # it is on another host's disk
+            except FileNotFoundError:  # another host's disk has it
                 pass
         return self._far_store.open(self._there(path), expected=expected, into=into)
 
@@ -38,7 +38,7 @@ class Nearest:
         return self._far_store.glance(self._there(path))
 
     def is_local(self, path: str) -> bool:
-        return False  # not all of it
+        return False  # some of its files are remote
 
     def is_link(self, path: str) -> bool:
         return self._far_store.is_link(self._there(path))

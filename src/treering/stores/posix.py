@@ -1,11 +1,11 @@
-"""The few operations through which Treering touches a disk.
+"""The few operations through which Treering accesses a disk.
 
-Everything that reads or writes a file goes through a `Disk`, so that a double can record the operations
-or make them fail. Platform-only calls live here and nowhere else, each with its portable fallback.
+All code that reads or writes files goes through a `Disk`, so a test double can record the operations or make them fail.
+Only this module makes calls that exist on some platforms, each with a portable fallback.
 
-Whoever may write to a directory may at any moment replace a name in it by a link. So trees are changed through open
-directories: an `Entry` is a name in one, and `Opened` is the directory itself. Both are paths as well, which is all
-that a double has to know, and all that is used where the system has no calls relative to a directory.
+A user who may write to a directory may replace a name in it by a link at any moment. So Treering changes trees through
+open directories: `Opened` is such a directory, and an `Entry` is a name in one. Both are paths too. A test double needs
+nothing else, and neither do systems without calls relative to a directory.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# File systems that keep a mapping's pages as they were read unless the file is written, and preallocate cheaply:
+# File systems where mapped pages change only if the file is written, and where preallocation is cheap:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _FUSE = 0x65735546
@@ -37,21 +37,21 @@ _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getatt
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
 _POPULATE_READ = 22  # MADV_POPULATE_READ
-_PIECE = 256 << 10  # bytes that are read at a time only to see that they can be; what the processor's cache holds
-_NO_RESERVE = 0x4000  # MAP_NORESERVE: a private mapping larger than memory is fine, for it is hardly ever written
+_PIECE = 256 << 10  # bytes per read when only readability matters; they stay in the processor's cache
+_NO_RESERVE = 0x4000  # MAP_NORESERVE allows a private mapping larger than memory; few of its pages are written
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
-_LOOKUP_ATTEMPTS = 5  # at looking up a name that another host gives to something else
+_LOOKUP_ATTEMPTS = 5  # to look up a name while another host replaces its file
 _FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
 _LOOK_THROUGH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MAX_LINKS = 40  # on the way to a directory, as Linux has it
-_position = threading.Lock()  # a file's position is shared; only where positioned reads and writes are missing
+_MAX_LINKS = 40  # on the way to a directory, the limit of Linux
+_position = threading.Lock()  # Threads share a file's position. Used only without positioned reads and writes.
 
 T = TypeVar("T")
 
-# Windows has none of it.
+# True if the system has calls relative to a directory; Windows has none.
 RELATIVE = (
     {os.open, os.stat, os.unlink, os.rmdir, os.mkdir, os.rename, os.link, os.symlink, os.readlink} <= os.supports_dir_fd
     and os.listdir in os.supports_fd
@@ -60,9 +60,9 @@ RELATIVE = (
 
 
 class Entry(str):
-    """A path whose last name is looked up in an open directory, wherever the path above it leads by now.
+    """A path whose last name is looked up in an open directory, even if the path above it was replaced since.
 
-    A link of that name is never followed. It is of use until the directory is closed.
+    A link of that name is not followed. An entry is usable until the directory is closed.
     """
 
     at: int | None
@@ -73,12 +73,12 @@ class Entry(str):
         return entry
 
     def sibling(self, name: str) -> "Entry":
-        """Another entry of the same directory."""
+        """Returns another entry of the same directory."""
         return Opened(os.path.dirname(self), self.at).entry(name)
 
 
 class Opened(str):
-    """The path of a file or directory, and its descriptor, which is what counts; None where no directory is opened."""
+    """The path of an open file or directory, and its descriptor. `fd` is None where directories cannot be opened."""
 
     fd: int | None
 
@@ -88,26 +88,26 @@ class Opened(str):
         return opened
 
     def entry(self, name: str) -> Entry:
-        """The entry of a name in this directory. Raises `ValueError` for a path."""
+        """Returns the entry of a name in this directory. Raises `ValueError` for a path."""
         if os.path.basename(name) != name:
             raise ValueError(f"expected a name, found the path {name!r}")
         return Entry(os.path.join(self, name), self.fd)
 
 
 def _named(path: str) -> tuple[str, int | None]:
-    """The name to look up, and the descriptor of the directory to look in."""
+    """Returns the name to look up, and the descriptor of the directory to look in."""
     if RELATIVE and isinstance(path, Entry) and path.at is not None:
         return os.path.basename(path), path.at
     return path, None
 
 
 def _itself(path: str) -> str | int:
-    """The descriptor of something open, or else its path."""
+    """Returns the descriptor of an open file or directory, or else its path."""
     return path.fd if RELATIVE and isinstance(path, Opened) and path.fd is not None else path
 
 
 def look(path: str) -> os.stat_result | None:
-    """The `lstat` of a path: of a link itself; None when nothing is there."""
+    """Returns the `lstat` of a path, of a link itself; None if nothing exists at the path."""
     name, at = _named(path)
     try:
         return os.stat(name, dir_fd=at, follow_symlinks=False)
@@ -116,9 +116,9 @@ def look(path: str) -> os.stat_result | None:
 
 
 def open_trusted(path: str) -> int | None:
-    """Opens a directory to remove or move names in it; None where there are no calls relative to a directory.
+    """Opens a directory to remove or rename names in it; None where there are no calls relative to a directory.
 
-    Raises `PermissionError` for a link on the way that somebody else may have put there; see `is_trusted`.
+    Raises `PermissionError` for a link on the way that another user may have made; see `is_trusted`.
     """
     if not RELATIVE:
         return None
@@ -139,12 +139,12 @@ def open_trusted(path: str) -> int | None:
                 continue
             try:
                 if (links := links + 1) > _MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
-                    what = f"user {found.st_uid} has put a link there, {name}; pass the path that it leads to"
+                    what = f"user {found.st_uid} has made the link {name} on the way; pass the path that it leads to"
                     raise PermissionError(errno.EACCES, what)
                 names += os.readlink("", dir_fd=inner).split("/")[::-1]
             finally:
                 os.close(inner)
-            if not names[-1]:  # it begins at the root
+            if not names[-1]:  # the link's target is an absolute path
                 here, outer = os.open("/", flags), here
                 os.close(outer)
     except OSError as error:
@@ -155,11 +155,11 @@ def open_trusted(path: str) -> int | None:
 
 
 def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:
-    """Returns True if no stranger can have put a link in a directory: one to which not everybody may write.
+    """Returns True if no stranger can have made a link: a trusted user owns it, or not every user may write next to it.
 
-    In others, this user's and root's links are followed, and those of the directory's owner unless it is the `last` on
-    the way. Linux asks the same in directories such as ``/tmp`` (protected_symlinks), where that is switched on. A
-    group that shares a directory trusts its members: the link to a bigger disk is often a colleague's.
+    This user and root are trusted, and the owner of the directory unless the link is the `last` name of the path. Linux
+    does the same in directories such as ``/tmp`` if protected_symlinks is on. A group that shares a directory trusts
+    its members: a link to a bigger disk is often a colleague's.
     """
     if not hasattr(os, "geteuid") or not folder.st_mode & stat.S_IWOTH:
         return True
@@ -167,9 +167,9 @@ def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = Fal
 
 
 def is_anothers(found: os.stat_result, folder: str) -> bool:
-    """Whether what was found in a directory may be what another user has put there.
+    """Returns True if another user may have made what was found in a directory.
 
-    It is when this user does not own it, and the mode of the directory lets its group or everybody write to it.
+    That is so if this user does not own it, and the directory's mode lets its group or all users write to it.
     """
     if not hasattr(os, "geteuid") or found.st_uid == os.geteuid():
         return False
@@ -177,13 +177,16 @@ def is_anothers(found: os.stat_result, folder: str) -> bool:
 
 
 def is_dir(path: str) -> bool:
-    """Whether a directory is at a path, and not a link to one."""
+    """Returns True if a path is a directory, and not a link to one."""
     found = look(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def _populates() -> bool:
-    """Whether a mapping can be populated: since Linux 5.14, but up to 6.8 that never returns from a bad sector."""
+    """Returns True if a mapping can be populated.
+
+    Linux can since 5.14, but up to 6.8 it never returns from a bad sector.
+    """
     found = re.match(r"(\d+)\.(\d+)", os.uname().release) if sys.platform == "linux" else None
     return found is not None and (int(found[1]), int(found[2])) >= (6, 9)
 
@@ -192,12 +195,12 @@ _POPULATES = _populates()
 
 
 class Disk:
-    """The local file system. Paths are absolute text; errors are `OSError`s as the system raises them."""
+    """The local file system. Paths are absolute text. Errors are the `OSError`s of the system."""
 
     # Directories and names
 
     def stat(self, path: str) -> os.stat_result | None:
-        """The `stat` of a path, None when nothing is there."""
+        """Returns the `stat` of a path, or None if nothing exists at the path."""
         try:
             return looked_up_again(lambda: os.stat(path))
         except OSError as error:
@@ -206,7 +209,7 @@ class Disk:
             return None
 
     def list(self, path: str) -> list[str]:
-        """The names in a directory, sorted; none when it does not exist."""
+        """Returns the names in a directory, sorted; none if it does not exist."""
         try:
             return sorted(looked_up_again(lambda: os.listdir(_itself(path))))
         except OSError as error:
@@ -223,11 +226,14 @@ class Disk:
         os.rmdir(name, dir_fd=at)
 
     def hard_link(self, old: str, new: str) -> bool:
-        """Gives a file (or link) a second name; fails when that is taken, False where there are no hard links."""
+        """Gives a file or link a second name.
+
+        Raises `FileExistsError` if it is taken; returns False without hard links.
+        """
         return _hard_link(old, new)
 
     def copy_link(self, old: str, new: str) -> None:
-        """Makes a symbolic link that leads where another one does; fails when the name is taken."""
+        """Makes a symbolic link with the target of another. Raises `FileExistsError` if the name is taken."""
         (name, at), (to, there) = _named(old), _named(new)
         os.symlink(os.readlink(name, dir_fd=at), to, dir_fd=there)
 
@@ -235,34 +241,37 @@ class Disk:
         os.chmod(_itself(path), mode)
 
     def set_group(self, path: str, group: int) -> None:
-        """Gives a file or directory to a group. Raises `PermissionError` unless this user is in it."""
+        """Sets the group of a file or directory. Raises `PermissionError` unless this user is in the group."""
         if hasattr(os, "chown"):
             os.chown(_itself(path), -1, group)
 
     def link(self, old: str, new: str) -> None:
-        """Gives a file a second name; fails when the name is taken, which makes it the create-only commit."""
+        """Gives a file a second name.
+
+        Raises `FileExistsError` if it is taken, which makes this call a create-only commit.
+        """
         if _hard_link(old, new):
             return
-        # No hard links here. Two writers in this very moment can both succeed; the second one's stays.
+        # Without hard links, two writers can both succeed at the same moment. The file of the second one stays.
         if look(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
         self.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file, replacing another in one step."""
+        """Renames a file. It replaces another file in one step."""
         (name, at), (to, there) = _named(old), _named(new)
         os.replace(name, to, src_dir_fd=at, dst_dir_fd=there)
 
     def rename_new(self, old: str, new: str) -> None:
-        """Moves a directory or file to a name that is free; fails when it is taken."""
+        """Moves a directory or file to a free name. Raises `FileExistsError` if the name is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
-            if look(new):  # two writers in this very moment: only an empty directory can be lost
+            if look(new):  # If another writer makes it right after this look, only an empty directory can be lost.
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
             (name, at), (to, there) = _named(old), _named(new)
             os.rename(name, to, src_dir_fd=at, dst_dir_fd=there)
 
     def exchange(self, a: str, b: str) -> bool:
-        """Exchanges two names in one step; False where the system cannot."""
+        """Exchanges two names in one step; returns False where the system cannot."""
         return _renameat2(a, b, _EXCHANGE)
 
     def unlink(self, path: str) -> None:
@@ -284,13 +293,14 @@ class Disk:
     # Writing
 
     def create(self, path: str) -> int:
-        """A new file, open for direct writing where the file system can; fails if it exists.
+        """Creates a file, open for direct writing where the file system can. Raises `FileExistsError`.
 
-        Not so on FUSE: there a program opens a file of its own for direct writing, which no call from here can end.
+        On FUSE, direct writing is not used: the file system's program opens a file of its own for it, and no call from
+        here can end that if writes are refused.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         name, at = _named(path)
-        mode = 0o666  # until it is complete: file servers may apply the mode to open files as well
+        mode = 0o666  # Read-only comes when it is complete: file servers may apply the mode to open files too.
         if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
             try:
                 return os.open(name, flags | direct, mode, dir_fd=at)
@@ -302,37 +312,40 @@ class Disk:
         return os.open(name, flags, mode, dir_fd=at)
 
     def make_read_only(self, fd: int) -> None:
-        """Marks an open file as read-only, where the file system has room for that."""
+        """Marks an open file as read-only, where the file system can store that."""
         with contextlib.suppress(OSError, AttributeError):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
     def open_shared(self, path: str) -> int:
-        """A small file for reading and writing that outlives its writers; it is made when there is none.
+        """Opens a small file that outlives its writers, for reading and writing. Creates it if it is missing.
 
-        The umask says which users may write it, as with its directory: a colleague may go on after a killed job.
-        A link is not followed: its target may be any file, and must not be overwritten.
+        The umask decides which users may write it, as with its directory: a colleague may continue after a killed job.
+        A link is not followed, because its target could be any file and must not be overwritten.
         """
         extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
         return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o666)
 
     def lock(self, fd: int) -> bool | None:
-        """Takes the file's advisory lock without waiting: False when another holds it, None where there are none.
+        """Takes the file's advisory lock without waiting: False if another process holds it, None without locks.
 
-        Closing the file releases it.
+        Closing the file releases the lock.
         """
         return _lock(fd, shared=False)
 
     def lock_shared(self, fd: int) -> bool | None:
-        """Takes a lock, as `lock` does, that several may hold, but not beside `lock`; over NFS readers get no other."""
+        """Takes a lock as `lock` does, which several processes may hold at once, but not together with `lock`.
+
+        Over NFS, a file that is open for reading gets no other lock.
+        """
         return _lock(fd, shared=True)
 
     def same_file(self, fd: int, path: str) -> bool:
-        """Whether the path is a name of this very file."""
+        """Returns True if the path is a name of this open file."""
         found = look(path) if isinstance(path, Entry) else self.stat(path)
         return found is not None and os.path.samestat(found, os.fstat(fd))
 
     def preallocate(self, fd: int, size: int) -> None:
-        """Reserves the blocks, so that a full disk shows before anything is written."""
+        """Reserves the blocks, so that a full disk raises before anything is written."""
         if size and self.is_local(fd) and hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(fd, 0, size)
@@ -344,7 +357,7 @@ class Disk:
         """Writes all of an aligned buffer."""
         while len(data):
             written = self._write_some(fd, data, offset)
-            if written % PAGE and written < len(data):  # direct I/O goes on at page boundaries
+            if written % PAGE and written < len(data):  # direct I/O must continue at a page boundary
                 written -= written % PAGE
                 if not written:
                     raise OSError(errno.EIO, "the file system writes less than a page at a time")
@@ -357,14 +370,17 @@ class Disk:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-                self._leave_direct(fd)  # another thread may have done so since
+                self._leave_direct(fd)  # Another thread may have done the same; doing it twice is harmless.
                 return os.pwrite(fd, data, offset)
         with _position:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, data)
 
     def _leave_direct(self, fd: int) -> None:
-        """Ends direct writing, which some file systems promise at the opening and then refuse."""
+        """Ends direct writing.
+
+        Some file systems accept it when a file is opened and refuse it when a file is written.
+        """
         if fcntl is not None:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
@@ -372,7 +388,10 @@ class Disk:
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """fsync. A failure is final: what the kernel could not write, it forgets, and a second call would lie."""
+        """Calls fsync.
+
+        A failure is final: the kernel forgets data that it could not write, so a second call would lie.
+        """
         if sys.platform == "darwin" and fcntl is not None:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync stops at the drive's own cache there
         else:
@@ -384,9 +403,9 @@ class Disk:
     # Reading
 
     def open(self, path: str) -> int:
-        """Opens a file for reading. Raises `CorruptError` for anything else: opening a pipe would wait for ever.
+        """Opens a file for reading. Raises `CorruptError` for anything else, because opening a pipe would wait forever.
 
-        Over NFS a name may lead to a file that another host has removed or replaced; it is looked up again.
+        Over NFS a name may lead to a file that another host has removed or replaced. Then the name is looked up again.
         """
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         if isinstance(path, Entry):
@@ -406,12 +425,12 @@ class Disk:
         return fd
 
     def open_dir(self, path: str) -> int:
-        """Opens a directory, to be locked or to work in. A link to one is `NotADirectoryError`."""
+        """Opens a directory, to lock it or to work in it. Raises `NotADirectoryError` for a link to one."""
         name, at = _named(path)
         try:
             return os.open(name, _FOLDER, dir_fd=at)
         except OSError as error:
-            if error.errno != errno.ELOOP:  # so some systems say it
+            if error.errno != errno.ELOOP:  # some systems say this for a link, others ENOTDIR
                 raise
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
@@ -419,14 +438,14 @@ class Disk:
         return os.fstat(fd).st_size
 
     def has_holes(self, fd: int) -> bool:
-        """Whether a file has parts that were never written and read as zeros; False where that cannot be known."""
+        """Returns True if parts of a file were never written and read as zeros; False where that cannot be known."""
         try:
             return os.lseek(fd, 0, os.SEEK_HOLE) < self.size(fd)
         except (AttributeError, OSError):
             return False
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Reads into the buffer until it is full or the file ends; returns the number of bytes."""
+        """Reads into the buffer until it is full or the file ends. Returns the number of bytes."""
         done = 0
         while done < len(buffer):
             count = self._read_some(fd, buffer[done:], offset + done)
@@ -445,22 +464,22 @@ class Disk:
             return len(data)
 
     def map(self, fd: int, size: int) -> mmap.mmap:
-        """The file in memory, writable and private: what is written there never reaches the file."""
+        """Maps the file, writable and private: data written to the memory never reaches the file."""
         if sys.platform == "linux":
             flags = mmap.MAP_PRIVATE | _NO_RESERVE
-            # Before 3.13 each mapping keeps a descriptor of its own, which it does not need.
+            # Before Python 3.13 each mapping keeps its own descriptor, which it does not need.
             track: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **track)
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
 
     def populate(self, fd: int, mapped: mmap.mmap, offset: int, size: int) -> bool:
-        """Brings a range of a mapped file into memory; False when the file ends before.
+        """Reads a range of a mapped file into memory. Returns False if the file ends earlier.
 
-        An error of the disk is raised here: when the pages are accessed it would be a signal.
+        Raises the disk's errors here: on access to the pages they would be a signal.
         """
         if _POPULATES:
             begin = offset - offset % mmap.PAGESIZE
-            with contextlib.suppress(AttributeError, OSError):  # if anything is wrong, the read below raises it
+            with contextlib.suppress(AttributeError, OSError):  # after an error, the read below raises the exact one
                 mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
                 return True
         buffer = memoryview(bytearray(min(size, _PIECE)))
@@ -471,12 +490,12 @@ class Disk:
         return True
 
     def is_local(self, fd: int) -> bool:
-        """Whether the file lies on a local file system known to be safe for mapping."""
+        """Returns True if the file is on a local file system that is known to be safe for mapping."""
         return _kind(fd) in _LOCAL
 
 
 def _kind(place: int | str) -> int | None:
-    """The number of the kind of file system that a file or path lies on; None where Linux does not say."""
+    """Returns the type number of the file system that holds a file or path; None where Linux does not say."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(256)
@@ -485,7 +504,10 @@ def _kind(place: int | str) -> int | None:
 
 
 def looked_up_again(find: Callable[[], T]) -> T:
-    """The result of looking up a name. Raises `FileNotFoundError` where another host removes it again and again."""
+    """Returns the result of looking up a name.
+
+    Raises `FileNotFoundError` if another host removes it again and again.
+    """
     path: Any = None
     for _ in range(_LOOKUP_ATTEMPTS):
         try:
@@ -513,7 +535,7 @@ def _hard_link(old: str, new: str) -> bool:
     try:
         os.link(name, to, src_dir_fd=at, dst_dir_fd=there, follow_symlinks=follow)
     except OSError as error:
-        # An error of the disk, or what some mounts say for "no links here".
+        # EIO is an error of the disk, or how some mounts refuse links. The link may exist after such an answer.
         if error.errno == errno.EIO and (found := look(old)):
             made = look(new)
             return made is not None and os.path.samestat(found, made)
@@ -524,7 +546,7 @@ def _hard_link(old: str, new: str) -> bool:
 
 
 def _renameat2(old: str, new: str, flags: int) -> bool:
-    """renameat2(2), Linux 3.15; False where there is none, or none for this file system."""
+    """Calls renameat2(2) of Linux 3.15. Returns False without that call, or if this file system does not support it."""
     call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
     if call is None:
         return False

@@ -3,11 +3,11 @@
 import bisect
 from collections.abc import Iterable
 
-Range = tuple[int, int]  # the first byte, and the one behind the last
+Range = tuple[int, int]  # the first byte, and the byte after the last
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted, with touching and overlapping ranges joined."""
+    """Returns the ranges sorted, with touching and overlapping ones joined."""
     out: list[Range] = []
     for begin, end in sorted(ranges):
         if out and begin <= out[-1][1]:
@@ -18,8 +18,8 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
 
 
 def take(taken: list[Range], begin: int, end: int) -> bool:
-    """Adds a range to those that are taken, which are sorted and do not touch; False when a part of it is taken."""
-    n = bisect.bisect_left(taken, (end, end))  # the first that begins behind it
+    """Adds a range to `taken`, whose ranges are sorted and do not touch. Returns False if a part of it is taken."""
+    n = bisect.bisect_left(taken, (end, end))  # the first range that begins after it
     if n and taken[n - 1][1] > begin:
         return False
     if n and taken[n - 1][1] == begin:

@@ -1,4 +1,4 @@
-"""Turns errors of the system in reading into Treering's: one place for every format."""
+"""Turns the system's errors in reading into Treering's errors, in one place for every format."""
 
 import contextlib
 import errno
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ..errors import CorruptError, NotFoundError, RequestError, TreeringError
 
-# With these a system says that it cannot give back what was stored: a bad sector, a checksum of the file system's own
-# that does not fit, memory that fails. All others (no permission, too many open files) say nothing about the bytes.
+# These mean that the system cannot return the stored bytes: a bad sector, a wrong checksum of the file system, failing
+# memory. All others (no permission, too many open files) say nothing about the bytes.
 _DAMAGE = {
     getattr(errno, name)
     for name in ("EIO", "EFAULT", "EBADMSG", "EUCLEAN", "EREMOTEIO", "ENODATA")
@@ -15,7 +15,7 @@ _DAMAGE = {
 } | {133}  # EHWPOISON of Linux, which Python has no name for
 
 
-# With these it says nothing about what is there: the next time the answer may be another.
+# These say nothing about the files: the next attempt may succeed.
 _MOMENTARY = {
     getattr(errno, name)
     for name in (
@@ -28,19 +28,19 @@ _MOMENTARY = {
 
 
 class UnreadableError(CorruptError):
-    """The system cannot read what is there."""
+    """The system cannot read an existing file."""
 
 
 class ReplacedError(NotFoundError):
-    """The checkpoint was overwritten or deleted since it was opened."""
+    """The checkpoint was overwritten or deleted after it was opened."""
 
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Wraps code that reads a file or directory, or looks at it.
+    """Wraps code that reads or examines a file or directory.
 
-    Raises `CorruptError` for a file that cannot be read any more, and `NotFoundError` for one that another machine has
-    removed (ESTALE). Other errors of the system get the path, if they have none.
+    Raises `CorruptError` for a file that the system cannot read any more, and `NotFoundError` for one that another
+    machine removed (ESTALE). Other errors of the system get the path if they have none.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def reading(path: str) -> Iterator[None]:
         if error.errno in _DAMAGE:
             raise UnreadableError(
                 f"{place}: cannot be read: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}); "
-                "restore an earlier step or a copy of this one, and look at the disk"
+                "restore an earlier step or a copy of this one, and check the disk"
             ) from error
         if error.errno == errno.ESTALE:
             raise ReplacedError(
@@ -63,21 +63,21 @@ def reading(path: str) -> Iterator[None]:
 
 
 def is_momentary(error: BaseException) -> bool:
-    """Whether an error says nothing about what is there."""
+    """Returns True if an error says nothing about the files, such as too many open files."""
     return isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY)
 
 
 def raise_if_momentary(error: BaseException) -> None:
-    """Raises an error that says nothing about what is there: whatever is concluded from it would be made up."""
+    """Raises an error that says nothing about the files, because any conclusion from it would be wrong."""
     if is_momentary(error):
         raise error
 
 
 def refusal(error: TreeringError | OSError, path: str) -> str:
-    """The text of an error, as the reason why something is of no format.
+    """Returns the text of an error, as the reason why a path has no known format.
 
-    Raises `CorruptError` for a file that cannot be read any more, for it may be of any format, and errors that say
-    nothing about what is there, such as that it was replaced while it was looked at.
+    Raises `CorruptError` for a file that cannot be read any more, because it could have any format. Raises errors that
+    say nothing about the files, for example if a file was replaced meanwhile.
     """
     raise_if_momentary(error)
     if isinstance(error, UnreadableError | ReplacedError):

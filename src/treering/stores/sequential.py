@@ -1,4 +1,4 @@
-"""A file that is written from one end to the other, durable when it is closed."""
+"""A file that is written from start to end and is durable when it is closed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _BUFFER_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def file_of_new_folder(store: Store, path: str) -> Iterator[Writer]:
-    """Yields a file to write in a folder that is not in place yet; it is durable after the `with` block."""
+    """Yields a file to write in a folder that is not in place yet. The file is durable after the `with` block."""
     file = SequentialWriter(store.create(path))
     try:
         yield file
@@ -21,7 +21,7 @@ def file_of_new_folder(store: Store, path: str) -> Iterator[Writer]:
 
 
 class SequentialWriter:
-    """A file that is written from one end to the other."""
+    """Writes a file from start to end, through an aligned buffer."""
 
     def __init__(self, sink: Sink):
         self.path, self.size = sink.path, 0
@@ -42,7 +42,7 @@ class SequentialWriter:
                 self._flush()
 
     def sync(self) -> None:
-        """Makes the file durable; nothing can be written any more."""
+        """Makes the file durable. Nothing can be written afterwards."""
         self._flush()
         self.sink.finish(self.size)
 
@@ -52,7 +52,7 @@ class SequentialWriter:
         self.discard()
 
     def discard(self) -> None:
-        """Closes the file as it is."""
+        """Closes the file as it is, without making it durable."""
         self.sink.close()
 
     def _flush(self) -> None:
